@@ -1,0 +1,62 @@
+"""purestep: a pure training core for PyTorch, in the style of JAX.
+
+The names below stand in the order in which data flows through an update.
+"""
+
+from purestep import losses, optim
+from purestep.axis import (
+    Axis,
+    LocalAxis,
+    VmapAxis,
+    all_gather,
+    pmean,
+    psum,
+    psum_scatter,
+    pvary,
+)
+from purestep.batching import split
+from purestep.grads import accumulate, grad_and_value
+from purestep.step import make_eval_step, make_update_step
+from purestep.tokens import count_tokens, label_weights
+from purestep.types import (
+    EvalMetrics,
+    GradAndValue,
+    LossFn,
+    LossTerms,
+    Microbatch,
+    OptState,
+    Params,
+    StepMetrics,
+    UpdateStep,
+    WeightFn,
+)
+
+__all__ = [
+    "Params",
+    "OptState",
+    "Microbatch",
+    "split",
+    "WeightFn",
+    "label_weights",
+    "count_tokens",
+    "LossFn",
+    "LossTerms",
+    "losses",
+    "GradAndValue",
+    "grad_and_value",
+    "accumulate",
+    "Axis",
+    "LocalAxis",
+    "VmapAxis",
+    "psum",
+    "pmean",
+    "pvary",
+    "all_gather",
+    "psum_scatter",
+    "optim",
+    "UpdateStep",
+    "make_update_step",
+    "StepMetrics",
+    "make_eval_step",
+    "EvalMetrics",
+]

@@ -1,0 +1,44 @@
+"""Optimizers as pure functions: what they are, transforms, schedules, recipes."""
+
+from purestep.optim.base import Optimizer, Transform, chain
+from purestep.optim.recipes import DescentState, adamw, descend, sgd
+from purestep.optim.schedules import (
+    LearningRate,
+    Schedule,
+    cosine_decay_schedule,
+    join_schedules,
+    linear_schedule,
+    warmup_cosine_decay_schedule,
+)
+from purestep.optim.transforms import (
+    AdamState,
+    Mask,
+    MomentumState,
+    add_decayed_weights,
+    clip_by_global_norm,
+    momentum,
+    scale_by_adam,
+)
+
+__all__ = [
+    "Optimizer",
+    "Transform",
+    "chain",
+    "clip_by_global_norm",
+    "momentum",
+    "MomentumState",
+    "scale_by_adam",
+    "AdamState",
+    "add_decayed_weights",
+    "Mask",
+    "descend",
+    "DescentState",
+    "sgd",
+    "adamw",
+    "LearningRate",
+    "Schedule",
+    "linear_schedule",
+    "cosine_decay_schedule",
+    "warmup_cosine_decay_schedule",
+    "join_schedules",
+]

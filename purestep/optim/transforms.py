@@ -1,0 +1,154 @@
+"""Transforms of gradients, each a few lines of plain tensor arithmetic: they vmap, differentiate, compile."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+
+from purestep import tree
+from purestep.optim.base import Transform
+from purestep.types import OptState, Params, Tree
+
+Mask: TypeAlias = Tree | Callable[[Params], Tree]
+"""A tree of bools like the params, or a function that makes one from them."""
+
+
+def clip_by_global_norm(max_norm: float | Tensor) -> Transform:
+    """g · min(1, max_norm / ‖g‖₂), the norm taken over the whole tree.
+
+    >>> clip_by_global_norm(1.0).update({"w": torch.tensor([3.0, 4.0])}, (), None)
+    ({'w': tensor([0.6000, 0.8000])}, ())
+    """
+
+    def update(
+        grads: Tree, state: OptState, params: Params, *, grad_scale: Tensor | None = None
+    ) -> tuple[Tree, OptState]:
+        scale = _inverse(grad_scale)
+        norm = tree.global_norm(grads) * scale
+        factor = scale * torch.where(norm > max_norm, max_norm / norm, 1)
+        return tree.map(lambda grad: grad * factor, grads), state
+
+    return Transform(_stateless, update)
+
+
+class MomentumState(NamedTuple):
+    """The decaying sum of gradients."""
+
+    trace: Tree
+
+
+def momentum(decay: float | Tensor, *, nesterov: bool = False) -> Transform:
+    """t ← decay · t + g, and the update t; or g + decay · t, as ``nesterov`` looks ahead.
+
+    >>> transform = momentum(0.5)
+    >>> state = MomentumState({"w": torch.tensor(2.0)})
+    >>> transform.update({"w": torch.tensor(1.0)}, state, None)[0]
+    {'w': tensor(2.)}
+    """
+
+    def init(params: Params) -> MomentumState:
+        return MomentumState(tree.zeros_like(params))
+
+    def update(
+        grads: Tree, state: MomentumState, params: Params, *, grad_scale: Tensor | None = None
+    ) -> tuple[Tree, MomentumState]:
+        scale = _inverse(grad_scale)
+
+        def after(grad: Tensor, trace: Tensor) -> Tensor:
+            return decay * trace + (grad if grad_scale is None else grad * scale)
+
+        trace = tree.map(after, grads, state.trace)
+        updates = tree.map(after, grads, trace) if nesterov else trace
+        return updates, MomentumState(trace)
+
+    return Transform(init, update)
+
+
+class AdamState(NamedTuple):
+    """Steps taken, and the decaying means of the gradients and of their squares."""
+
+    step: Tensor
+    mu: Tree
+    nu: Tree
+
+
+def scale_by_adam(b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8) -> Transform:
+    """Adam's direction [Kingma and Ba, 2015].
+
+        t ← t + 1
+        μ ← b₁ μ + (1 − b₁) g
+        ν ← b₂ ν + (1 − b₂) g²
+        u = μ̂ / (√ν̂ + ε)      where μ̂ = μ / (1 − b₁ᵗ), ν̂ = ν / (1 − b₂ᵗ)
+
+    >>> transform = scale_by_adam()
+    >>> params = {"w": torch.tensor([0.0, 0.0])}
+    >>> transform.update({"w": torch.tensor([5.0, -0.1])}, transform.init(params), params)[0]
+    {'w': tensor([ 1., -1.])}
+    """
+
+    def init(params: Params) -> AdamState:
+        return AdamState(zero_step(params), tree.zeros_like(params), tree.zeros_like(params))
+
+    def update(
+        grads: Tree, state: AdamState, params: Params, *, grad_scale: Tensor | None = None
+    ) -> tuple[Tree, AdamState]:
+        scale = _inverse(grad_scale)
+        step = state.step + 1
+        mu = tree.map(lambda m, g: b1 * m + ((1 - b1) * scale) * g, state.mu, grads)
+        nu = tree.map(lambda v, g: b2 * v + ((1 - b2) * scale * scale) * (g * g), state.nu, grads)
+        mu_correction = 1 - b1 ** step.to(torch.float64)
+        nu_correction = 1 - b2 ** step.to(torch.float64)
+
+        def direction(m: Tensor, v: Tensor) -> Tensor:
+            return (m / mu_correction) / (_sqrt(v / nu_correction) + eps)
+
+        return tree.map(direction, mu, nu), AdamState(step, mu, nu)
+
+    return Transform(init, update)
+
+
+def add_decayed_weights(weight_decay: float | Tensor, mask: Mask | None = None) -> Transform:
+    """u + weight_decay · θ, where the mask says so (None: everywhere).
+
+    >>> decay = add_decayed_weights(0.1, mask=lambda params: tree.map(lambda p: p.ndim > 1, params))
+    >>> params = {"bias": torch.ones(1), "weight": torch.ones(1, 1)}
+    >>> decay.update(tree.zeros_like(params), (), params)[0]
+    {'bias': tensor([0.]), 'weight': tensor([[0.1000]])}
+    """
+
+    def update(
+        grads: Tree, state: OptState, params: Params, *, grad_scale: Tensor | None = None
+    ) -> tuple[Tree, OptState]:
+        scale = _inverse(grad_scale)
+        masks = () if mask is None else (mask(params) if callable(mask) else mask,)
+
+        def decayed(grad: Tensor, param: Tensor, decays: bool = True) -> Tensor:
+            update = grad if grad_scale is None else grad * scale
+            return update + weight_decay * param if decays else update
+
+        return tree.map(decayed, grads, params, *masks), state
+
+    return Transform(_stateless, update)
+
+
+def zero_step(params: Params) -> Tensor:
+    """A step counter at 0, where the params are."""
+    leaves = tree.leaves_of(params)
+    return torch.zeros((), dtype=torch.int64, device=leaves[0].device if leaves else None)
+
+
+def _stateless(params: Params) -> tuple[()]:
+    return ()
+
+
+def _inverse(grad_scale: Tensor | None) -> Any:
+    return 1.0 if grad_scale is None else 1 / grad_scale.to(torch.float64)
+
+
+def _sqrt(x: Tensor) -> Tensor:
+    """√x with derivative 0 at 0, by selection: where no gradient ever came, none is made up."""
+    positive = x > 0
+    return torch.where(positive, torch.where(positive, x, 1).sqrt(), 0)

@@ -1,0 +1,240 @@
+"""The whole flow: microbatches to new parameters.
+
+    N = Σ wᵢ          L(θ) = (1/N) Σ wᵢ ℓᵢ(θ)          (θ′, s′) = optimizer(∇L(θ), s, θ)
+
+The sums run over all tokens of all microbatches on all ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, cast, get_args
+
+import torch
+from torch import Tensor
+
+from purestep import tree
+from purestep.axis import Axis, LocalAxis, psum, pvary
+from purestep.grads import accumulate, counting, divisor, evaluate, grad_and_value
+from purestep.optim.base import Optimizer, Transform, transition
+from purestep.tokens import count, label_weights, no_count
+from purestep.types import (
+    EvalMetrics,
+    GradAndValue,
+    LossFn,
+    Microbatch,
+    OptState,
+    Params,
+    StepMetrics,
+    UpdateStep,
+    WeightFn,
+)
+
+Normalize = Literal["loss", "grads"]
+OnNonfinite = Literal["propagate", "skip"]
+
+
+def make_update_step(
+    loss_fn: LossFn,
+    optimizer: Optimizer,
+    *,
+    weight_fn: WeightFn | None = label_weights,
+    axis: Axis = LocalAxis(),
+    normalize: Normalize = "loss",
+    grad_and_value: GradAndValue = grad_and_value,
+    accum_dtype: torch.dtype | None = None,
+    on_nonfinite: OnNonfinite = "propagate",
+    donate: bool = False,
+) -> UpdateStep:
+    """A pure function ``update_step(params, opt_state, microbatches) -> (params, opt_state, metrics)``.
+
+    It takes one optimizer step on a group of microbatches, whose tokens may be spread over the ranks of
+    an axis. How the group was cut (into which microbatches, over which ranks, with what padding, in what
+    order) does not matter: only its tokens do. No tokens at all is the identity, to the bit.
+
+    Args:
+        loss_fn: ``loss_fn(params, microbatch)`` gives one loss per token, or ``LossTerms``.
+        optimizer: an ``ps.optim.Optimizer``.
+        weight_fn: ``weight_fn(microbatch)`` gives each token's weight, in the losses' shape; the default
+            counts ``microbatch["labels"] != -100``. None: the loss returns ``LossTerms(weights=)``.
+        axis: where the tokens are spread. Only dimensions that split tokens: no tensor-parallel ones.
+        normalize: "loss" counts N first and seeds the backward pass with weights / N. "grads" learns N
+            with the gradients, from the forward pass, and divides where the optimizer reads them.
+        grad_and_value: any function with the signature of ``torch.func.grad_and_value``.
+        accum_dtype: the dtype in which gradients are summed and reduced; None: float32 for
+            half-precision params, else the params' own.
+        on_nonfinite: what an infinite or NaN gradient does: "propagate", or "skip" the step, on every
+            rank alike, leaving params, moments and step counter as they were.
+        donate: whether ``params`` and ``opt_state`` are given away: their buffers hold the results, and the
+            old values must not be used again. Ignored under a transform.
+
+    Returns:
+        ``update_step``. ``params`` is a tree of floating point tensors (``None`` is an empty subtree and comes
+        back as it is; keep integers in the microbatch, or close over them), ``opt_state`` comes from
+        ``optimizer.init(params)``, and ``microbatches`` is a sequence of microbatches of any shapes; see
+        ``StepMetrics`` for the rest.
+
+    >>> import torch
+    >>> from purestep.optim import sgd
+    >>> def loss_fn(w, microbatch):
+    ...     return (w * microbatch["x"] - microbatch["y"]) ** 2
+    >>> update_step = make_update_step(loss_fn, sgd(0.1), weight_fn=lambda m: torch.ones_like(m["x"]))
+    >>> w = torch.tensor(0.0)
+    >>> opt_state = sgd(0.1).init(w)
+    >>> x, y = torch.tensor([1.0, 2.0, 3.0]), torch.tensor([2.0, 4.0, 6.0])
+    >>> one = [{"x": x, "y": y}]
+    >>> two = [{"x": x[:1], "y": y[:1]}, {"x": x[1:], "y": y[1:]}]
+    >>> update_step(w, opt_state, one)[0], update_step(w, opt_state, two)[0]
+    (tensor(1.8667), tensor(1.8667))
+    """
+    _check_settings(loss_fn, optimizer, weight_fn, normalize, on_nonfinite, accum_dtype)
+    how: dict[str, Any] = {"grad_and_value": grad_and_value, "accum_dtype": accum_dtype}
+    transit = transition(optimizer, donate=donate)
+
+    def update_step(
+        params: Params, opt_state: OptState, microbatches: Sequence[Microbatch], /
+    ) -> tuple[Params, OptState, StepMetrics]:
+        device = _check_arguments(params, microbatches)
+        theta = pvary(params, axis)
+
+        if normalize == "loss":
+            total = psum(count(microbatches, cast("WeightFn", weight_fn), device), axis)
+            sums = accumulate(
+                loss_fn, theta, microbatches, weight_fn=weight_fn, **total._asdict(), **how
+            )
+            grads, loss, aux = psum(sums, axis)
+            grad_scale = None
+        else:
+            counted = counting(loss_fn, weight_fn)
+            sums = accumulate(counted, theta, microbatches, weight_fn=None, **how)
+            grads, loss, carried = psum(sums, axis)
+            total, aux = carried or (no_count(device), ())
+            grad_scale = divisor(total.num_tokens)
+            loss = loss / grad_scale.to(loss)
+
+        grad_norm = tree.global_norm(grads)
+        applied = total.num_tokens > 0
+        if on_nonfinite == "skip":
+            applied = applied & tree.all_finite(grads)
+        params, opt_state = transit(
+            grads, opt_state, params, grad_scale=grad_scale, applied=applied
+        )
+
+        metrics = StepMetrics(
+            loss=loss,
+            **total._asdict(),
+            grad_norm=grad_norm if grad_scale is None else grad_norm / grad_scale.to(grad_norm),
+            applied=applied,
+            aux=aux,
+        )
+        return params, opt_state, tree.map(Tensor.detach, metrics)
+
+    return update_step
+
+
+def make_eval_step(
+    loss_fn: LossFn,
+    *,
+    weight_fn: WeightFn | None = label_weights,
+    axis: Axis = LocalAxis(),
+) -> Callable[[Params, Sequence[Microbatch]], EvalMetrics]:
+    """A pure function ``eval_step(params, microbatches) -> metrics``: the same loss, counted the same way.
+
+    Args:
+        loss_fn: as in ``make_update_step``; whatever belongs to training only (dropout, an auxiliary loss)
+            is for you to leave out of it.
+        weight_fn: as in ``make_update_step``; None when the loss returns its weights.
+        axis: where the tokens are spread.
+
+    >>> import torch
+    >>> eval_step = make_eval_step(lambda w, m: w * m["x"], weight_fn=lambda m: m["x"] > 0)
+    >>> eval_step(torch.tensor(2.0), [{"x": torch.tensor([1.0, 3.0])}, {"x": torch.tensor([0.0])}]).loss
+    tensor(4.)
+    """
+    _check_callable("loss_fn", loss_fn)
+
+    def eval_step(params: Params, microbatches: Sequence[Microbatch], /) -> EvalMetrics:
+        device = _check_arguments(params, microbatches)
+
+        if weight_fn is not None:
+            total = psum(count(microbatches, weight_fn, device), axis)
+            sums = evaluate(loss_fn, params, microbatches, weight_fn=weight_fn, **total._asdict())
+            loss, aux = psum(sums, axis)
+        else:
+            sums = evaluate(counting(loss_fn, None), params, microbatches, weight_fn=None)
+            loss, carried = psum(sums, axis)
+            total, aux = carried or (no_count(device), ())
+            loss = loss / divisor(total.num_tokens).to(loss)
+
+        return cast(
+            "EvalMetrics",
+            tree.map(Tensor.detach, EvalMetrics(loss=loss, **total._asdict(), aux=aux)),
+        )
+
+    return eval_step
+
+
+def _check_settings(
+    loss_fn: LossFn,
+    optimizer: Optimizer,
+    weight_fn: WeightFn | None,
+    normalize: str,
+    on_nonfinite: str,
+    accum_dtype: torch.dtype | None,
+) -> None:
+    _check_callable("loss_fn", loss_fn)
+    if not isinstance(optimizer, Optimizer):
+        way_out = {
+            Transform: "end the chain with one: ps.optim.chain(transform, ps.optim.descend(lr))",
+            torch.optim.Optimizer: "it owns its parameters; take a pure one such as ps.optim.adamw(lr)",
+        }
+        hints = [hint for kind, hint in way_out.items() if isinstance(optimizer, kind)]
+        raise TypeError(
+            f"optimizer must be a ps.optim.Optimizer, got {type(optimizer).__name__}: "
+            + "".join(
+                hints or ["a NamedTuple of init(params) and update(grads, opt_state, params)"]
+            )
+        )
+    _check_choice("normalize", normalize, Normalize)
+    _check_choice("on_nonfinite", on_nonfinite, OnNonfinite)
+    if weight_fn is None and normalize == "loss":
+        raise ValueError(
+            'weight_fn=None means that the forward pass brings the weights, but normalize="loss" counts '
+            'them before it: pass normalize="grads", or a weight_fn'
+        )
+    if accum_dtype is not None and not accum_dtype.is_floating_point:
+        raise ValueError(f"{accum_dtype=} must be a floating point dtype, such as torch.float32")
+
+
+def _check_callable(name: str, value: object) -> None:
+    if not callable(value):
+        raise TypeError(f"{name} must be a function, got {type(value).__name__}")
+
+
+def _check_choice(name: str, value: str, choices: Any) -> None:
+    if value not in get_args(choices):
+        raise ValueError(
+            f"{name}={value!r} must be one of {', '.join(map(repr, get_args(choices)))}"
+        )
+
+
+def _check_arguments(params: Params, microbatches: Sequence[Microbatch]) -> torch.device:
+    """Refuses what is not params or not microbatches; returns where the params are."""
+    leaves = tree.leaves_of(params)
+    for position, leaf in enumerate(leaves):
+        if not isinstance(leaf, Tensor) or not leaf.is_floating_point():
+            found = leaf.dtype if isinstance(leaf, Tensor) else type(leaf).__name__
+            raise TypeError(
+                f"{tree.paths(params, 'params')[position]} is {found}, which has no gradient: params are "
+                "floating point tensors; keep anything else in the microbatch, or close over it"
+            )
+    if not leaves:
+        raise ValueError("params holds no tensors, so there is nothing to update")
+    if not isinstance(microbatches, Sequence) or hasattr(microbatches, "_fields"):
+        raise TypeError(
+            f"microbatches must be a sequence of microbatches, got {type(microbatches).__name__}: "
+            "cut a stacked batch with ps.split(batch, k), wrap a single microbatch in a list, and "
+            "gather an iterator into one"
+        )
+    device: torch.device = leaves[0].device
+    return device

@@ -1,0 +1,124 @@
+"""Trees of tensors: the one optree namespace, and arithmetic on trees.
+
+Containers that optree knows (dict, list, tuple, NamedTuple, ...) are nodes, ``None`` is an empty
+subtree, everything else is a leaf. Your own classes become nodes when they are registered in
+``NAMESPACE`` (or globally):
+
+>>> import optree
+>>> @optree.dataclasses.dataclass(namespace=NAMESPACE)
+... class Weights:
+...     w: float
+>>> map(lambda x: x + 1, {"layer": Weights(w=1.0), "nothing": None})
+{'layer': Weights(w=2.0), 'nothing': None}
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+import optree
+import torch
+from torch import Tensor
+
+from purestep.types import Tree
+
+NAMESPACE = "purestep"
+
+Structure: TypeAlias = Any
+
+
+def flatten(tree: Tree) -> tuple[list[Any], Structure]:
+    """The leaves from left to right (dict keys sorted), and the structure that ``unflatten`` fills."""
+    leaves, structure = optree.tree_flatten(tree, namespace=NAMESPACE)
+    return leaves, structure
+
+
+def unflatten(structure: Structure, leaves: Sequence[Any]) -> Tree:
+    """The tree of this structure over these leaves: the inverse of ``flatten``."""
+    return optree.tree_unflatten(structure, leaves)
+
+
+def leaves_of(tree: Tree) -> list[Any]:
+    """The leaves alone."""
+    return flatten(tree)[0]
+
+
+def map(func: Callable[..., Any], tree: Tree, *rest: Tree) -> Tree:
+    """``func`` of corresponding leaves, for trees of one and the same structure.
+
+    Unlike ``optree.tree_map``, a deeper second tree or a ``None`` against a leaf is an error:
+
+    >>> map(lambda a, b: a + b, {"w": 1}, {"w": None})
+    Traceback (most recent call last):
+    ...
+    ValueError: trees differ in structure: {'w': *} against {'w': None}
+    """
+    leaves, structure = flatten(tree)
+    others = []
+    for other in rest:
+        other_leaves, other_structure = flatten(other)
+        if other_structure != structure:
+            raise ValueError(
+                f"trees differ in structure: {describe(structure)} against {describe(other_structure)}"
+            )
+        others.append(other_leaves)
+    return unflatten(structure, [func(*column) for column in zip(leaves, *others, strict=True)])
+
+
+def paths(tree: Tree, name: str) -> list[str]:
+    """How Python would reach each leaf, for messages.
+
+    >>> paths({"layers": [1, 2]}, "params")
+    ["params['layers'][0]", "params['layers'][1]"]
+    """
+    return [accessor.codify(name) for accessor in optree.tree_accessors(tree, namespace=NAMESPACE)]
+
+
+def describe(structure: Structure) -> str:
+    """A structure as text, its leaves as stars."""
+    text = str(structure).removeprefix("PyTreeSpec(").removesuffix(")")
+    return text.removesuffix(f", namespace={NAMESPACE!r}")
+
+
+def zeros_like(tree: Tree) -> Tree:
+    """Zeros in the dtype in which values of each leaf are summed (``accumulation_dtype``)."""
+    return map(lambda leaf: torch.zeros_like(leaf, dtype=accumulation_dtype(leaf.dtype)), tree)
+
+
+def select(condition: Tensor, chosen: Tree, other: Tree) -> Tree:
+    """``chosen`` where the scalar ``condition`` holds, else ``other``: fresh tensors, never a product."""
+    return map(lambda a, b: torch.where(condition, a, b), chosen, other)
+
+
+def global_norm(tree: Tree) -> Tensor:
+    """‖tree‖₂ over all its leaves, with a zero gradient at zero.
+
+    >>> global_norm({"a": torch.tensor([3.0]), "b": torch.tensor([4.0])})
+    tensor(5.)
+    """
+    norms = [
+        torch.linalg.vector_norm(leaf, dtype=accumulation_dtype(leaf.dtype))
+        for leaf in leaves_of(tree)
+    ]
+    return torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
+
+
+def all_finite(tree: Tree) -> Tensor:
+    """Whether no leaf holds an infinity or a NaN.
+
+    >>> all_finite({"w": torch.tensor([1.0, float("nan")])})
+    tensor(False)
+    """
+    return torch.stack([leaf.isfinite().all() for leaf in leaves_of(tree)]).all()
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which many values of ``dtype`` are summed: int64 for integers, at least float32 else.
+
+    >>> accumulation_dtype(torch.bfloat16), accumulation_dtype(torch.bool)
+    (torch.float32, torch.int64)
+    """
+    if not (dtype.is_floating_point or dtype.is_complex):
+        return torch.int64
+    return torch.promote_types(dtype, torch.float32)

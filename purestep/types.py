@@ -1,0 +1,110 @@
+"""The words of the house: what flows through an update step, and the shapes of its functions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol, TypeAlias
+
+from torch import Tensor
+
+Tree: TypeAlias = Any
+"""An optree pytree. Its leaves are tensors; ``None`` is an empty subtree, not a leaf."""
+
+Params: TypeAlias = Tree
+"""A tree of floating point tensors: what is differentiated and updated."""
+
+OptState: TypeAlias = Tree
+"""The optimizer's state, a tree of tensors."""
+
+Microbatch: TypeAlias = Any
+"""What ``loss_fn`` takes at once: any tree of tensors, of any shape."""
+
+
+class LossTerms(NamedTuple):
+    """What a loss function returns when it has more to say than one loss per token.
+
+    ``tokens``
+        One loss per token, summed with its weights and divided by the global count.
+    ``microbatch``
+        A scalar, averaged over all non-empty microbatches of the group on all ranks: an auxiliary loss
+        such as load balancing. Unlike everything else here it is **not** invariant to the cut, because
+        it is a statement about a microbatch: cut the batch elsewhere and it says something else.
+    ``aux``
+        A tree of tensors, summed over microbatches and ranks into ``metrics.aux``. Return sums and
+        counts, never means; divide them when they arrive.
+    ``weights``
+        The tokens' weights, when only the forward pass can tell them. Needs ``weight_fn=None`` and
+        ``normalize="grads"``. They are data: no gradient flows through them.
+
+    >>> import torch
+    >>> LossTerms(torch.ones(2, 3), aux={"correct": torch.tensor(4)}).aux["correct"]
+    tensor(4)
+    """
+
+    tokens: Tensor
+    microbatch: Tensor | None = None
+    aux: Tree = ()
+    weights: Tensor | None = None
+
+
+class LossFn(Protocol):
+    """``loss_fn(params, microbatch)`` gives one loss per token: never a mean, never a sum."""
+
+    def __call__(self, params: Params, microbatch: Microbatch, /) -> Tensor | LossTerms: ...
+
+
+class WeightFn(Protocol):
+    """``weight_fn(microbatch)`` gives each token's weight wᵢ ≥ 0, from data alone; bool, int or float."""
+
+    def __call__(self, microbatch: Microbatch, /) -> Tensor: ...
+
+
+class GradAndValue(Protocol):
+    """The signature of ``torch.func.grad_and_value``: a function to ``(grads, value)``."""
+
+    def __call__(
+        self, func: Callable[..., Any], /, argnums: int | tuple[int, ...] = 0, has_aux: bool = False
+    ) -> Callable[..., Any]: ...
+
+
+class StepMetrics(NamedTuple):
+    """What one update step reports: tensors, global over ranks and the same on each, detached.
+
+    ``loss``
+        L(θ) = Σ wᵢ ℓᵢ(θ) / N at the parameters that came in, with the microbatch term if there is one;
+        0 when N = 0.
+    ``num_tokens``
+        N = Σ wᵢ over all microbatches of all ranks: int64 for bool and int weights, else float64.
+    ``num_microbatches``
+        How many microbatches held at least one token.
+    ``grad_norm``
+        ‖∇L(θ)‖₂, before any clipping.
+    ``applied``
+        False when the transition was the identity: no tokens, or a skipped non-finite gradient.
+    ``aux``
+        The sum of ``LossTerms.aux``; ``()`` without one.
+    """
+
+    loss: Tensor
+    num_tokens: Tensor
+    num_microbatches: Tensor
+    grad_norm: Tensor
+    applied: Tensor
+    aux: Tree
+
+
+class EvalMetrics(NamedTuple):
+    """What one evaluation step reports: the fields of ``StepMetrics`` that need no gradient."""
+
+    loss: Tensor
+    num_tokens: Tensor
+    num_microbatches: Tensor
+    aux: Tree
+
+
+class UpdateStep(Protocol):
+    """``update_step(params, opt_state, microbatches) -> (params, opt_state, metrics)``."""
+
+    def __call__(
+        self, params: Params, opt_state: OptState, microbatches: Any, /
+    ) -> tuple[Params, OptState, StepMetrics]: ...
