@@ -1,0 +1,101 @@
+"""The two models of the proofs, as plain functions of a dict of tensors.
+
+* An integer ReLU network with a squared loss: with integer data every intermediate value is an integer
+  of a few digits, so float64 arithmetic is exact, addition is associative, and equality is bitwise.
+* A small transformer with attention, layer norm and tied embeddings: what people train.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+FEATURES, HIDDEN = 3, 4
+VOCABULARY, WIDTH, HEADS, CONTEXT = 11, 8, 2, 8
+
+Params = dict[str, Any]
+Batch = dict[str, Tensor]
+
+
+def integer_params(generator: torch.Generator) -> Params:
+    """Small integers, in float64; nested, so that trees are trees."""
+    return {
+        "hidden": {
+            "weight": integers((FEATURES, HIDDEN), generator),
+            "bias": integers((HIDDEN,), generator),
+        },
+        "out": [integers((HIDDEN,), generator)],
+    }
+
+
+def integers(shape: tuple[int, ...], generator: torch.Generator, size: int = 2) -> Tensor:
+    """Integers from -size to size, in float64."""
+    return torch.randint(-size, size + 1, shape, generator=generator).to(torch.float64)
+
+
+def integer_loss(params: Params, batch: Batch) -> Tensor:
+    """(out(relu(x W + b)) − y)² for each token: ``x`` is ``(rows, length, FEATURES)``."""
+    hidden = torch.relu(batch["x"] @ params["hidden"]["weight"] + params["hidden"]["bias"])
+    return (hidden @ params["out"][0] - batch["y"]).square()
+
+
+def transformer_params(generator: torch.Generator, dtype: torch.dtype = torch.float64) -> Params:
+    """One block: attention, layer norms, feed-forward; the embedding is the output layer too."""
+
+    def normal(*shape: int) -> Tensor:
+        return (
+            torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) / shape[0] ** 0.5
+        )
+
+    return {
+        "embedding": normal(VOCABULARY, WIDTH),
+        "position": normal(CONTEXT, WIDTH),
+        "attention": {"qkv": normal(WIDTH, 3 * WIDTH), "out": normal(WIDTH, WIDTH)},
+        "feedforward": {"up": normal(WIDTH, 4 * WIDTH), "down": normal(4 * WIDTH, WIDTH)},
+        "norms": torch.ones(3, WIDTH, dtype=dtype) + normal(3, WIDTH) / 8,
+    }
+
+
+def transformer_loss(params: Params, batch: Batch) -> Tensor:
+    """Cross entropy of each next token: ``tokens`` and ``labels`` are ``(rows, length)``."""
+    tokens, labels = batch["tokens"], batch["labels"]
+    length = tokens.shape[1]
+    x = functional.embedding(tokens, params["embedding"]) + params["position"][:length]
+    x = x + _attention(_norm(x, params["norms"][0]), params["attention"])
+    hidden = functional.gelu(_norm(x, params["norms"][1]) @ params["feedforward"]["up"])
+    x = x + hidden @ params["feedforward"]["down"]
+    logits = _norm(x, params["norms"][2]) @ params["embedding"].T
+    wide = torch.promote_types(logits.dtype, torch.float32)
+    losses = functional.cross_entropy(
+        logits.to(wide).flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="none"
+    )
+    return losses.view(labels.shape)
+
+
+def _norm(x: Tensor, scale: Tensor) -> Tensor:
+    return functional.layer_norm(x, (WIDTH,)) * scale
+
+
+def _attention(x: Tensor, params: Params) -> Tensor:
+    rows, length, _ = x.shape
+    heads = (x @ params["qkv"]).view(rows, length, 3, HEADS, WIDTH // HEADS).transpose(1, 3)
+    query, key, value = heads.unbind(2)
+    scores = query @ key.transpose(-1, -2) / (WIDTH // HEADS) ** 0.5
+    causal = torch.ones(length, length, dtype=torch.bool).tril()
+    mixed = scores.masked_fill(~causal, float("-inf")).softmax(-1) @ value
+    return mixed.transpose(1, 2).reshape(rows, length, WIDTH) @ params["out"]
+
+
+def transformer_roundings(dtype: torch.dtype) -> int:
+    """How many roundings follow one another from parameters to loss and back, for the a-priori bound.
+
+    Each operation on the longest path rounds once; a sum of n terms rounds n times more where it is
+    accumulated in ``dtype`` itself, which half precision is not: its sums are kept in float32. The way
+    back is as long as the way there, and has twice the sums.
+    """
+    operations = 40
+    sums = WIDTH * 3 + CONTEXT * 2 + 4 * WIDTH + 3 * 2 * WIDTH + VOCABULARY
+    return 2 * operations + (0 if dtype.itemsize < 4 else 3 * sums)

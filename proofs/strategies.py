@@ -1,0 +1,243 @@
+"""What the theorems are drawn from: cases, cuts, ranks, and the two strengths of equality.
+
+**Exact**: integers in float64 and N a power of two make every operation exact, so the claim is bitwise.
+**Bounded**: for real models, the a-priori bound γₙ Σ‖gₘ‖ of floating point summation, with
+γₙ = n u / (1 − n u), u the unit roundoff of the dtype, n the roundings in a row, gₘ the exact
+gradient of sequence m. Nothing is tuned.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from hypothesis import settings, strategies as st
+from torch import Tensor
+
+import purestep as ps
+from proofs import models
+from purestep import tree
+
+settings.register_profile(
+    "default", derandomize=True, deadline=None, max_examples=60, database=None
+)
+settings.register_profile("explore", deadline=None, max_examples=500)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
+
+Batch = dict[str, Tensor]
+
+OPTIMIZERS = {
+    "sgd": ps.optim.sgd(0.5),
+    "momentum": ps.optim.sgd(0.25, momentum=0.5, nesterov=True, weight_decay=0.5),
+    "adamw": ps.optim.adamw(0.125, weight_decay=0.5),
+    "clipped": ps.optim.chain(ps.optim.clip_by_global_norm(1.0), ps.optim.adamw(0.125)),
+    "scheduled": ps.optim.sgd(ps.optim.linear_schedule(0.5, 0.25, 4)),
+}
+
+
+def weights_of(batch: Batch) -> Tensor:
+    """The weights stand in the batch."""
+    return batch["w"]
+
+
+@dataclass(frozen=True, repr=False)
+class Case:
+    """A group of sequences as one big batch, a model, an optimizer and a state to start from."""
+
+    params: Any
+    batch: Batch
+    optimizer: ps.optim.Optimizer
+    opt_state: Any
+    seed: int
+
+    def __repr__(self) -> str:
+        return f"Case(seed={self.seed}, w={self.batch['w'].tolist()}, opt_state={self.opt_state})"
+
+    @property
+    def rows(self) -> int:
+        """How many sequences there are."""
+        return len(self.batch["w"])
+
+    @property
+    def generator(self) -> torch.Generator:
+        """Fresh noise, the same every time."""
+        return torch.Generator().manual_seed(self.seed + 1)
+
+
+@st.composite
+def cases(
+    draw: st.DrawFn, *, fractional: bool = True, optimizers: Sequence[str] = tuple(OPTIMIZERS)
+) -> Case:
+    """Integer data and parameters; weights of which many are 0, and whose sum is a power of two."""
+    seed = draw(st.integers(0, 2**20))
+    generator = torch.Generator().manual_seed(seed)
+    rows, length = draw(st.integers(1, 6)), draw(st.integers(1, 4))
+    weight = st.sampled_from([0, 0, 1, 1, 2, 3])
+    flat = draw(st.lists(weight, min_size=rows * length, max_size=rows * length))
+    total = max(1, sum(flat))
+    flat[draw(st.integers(0, len(flat) - 1))] += 2 ** (total - 1).bit_length() - sum(flat)
+    weights = torch.tensor(flat).view(rows, length)
+    if fractional and draw(st.booleans()):
+        weights = weights.to(torch.float64) / draw(st.sampled_from([1, 16, 256]))
+    params = models.integer_params(generator)
+    optimizer = OPTIMIZERS[draw(st.sampled_from(optimizers))]
+    opt_state = tree.map(
+        lambda leaf: torch.randint(0, 4, leaf.shape, generator=generator).to(leaf.dtype),
+        optimizer.init(params),
+    )
+    return Case(params, integer_batch(weights, generator), optimizer, opt_state, seed)
+
+
+def integer_batch(weights: Tensor, generator: torch.Generator) -> Batch:
+    """Integer inputs and targets for these weights."""
+    rows, length = weights.shape
+    return {
+        "x": models.integers((rows, length, models.FEATURES), generator),
+        "y": models.integers((rows, length), generator),
+        "w": weights,
+    }
+
+
+Cut = list[list[int]]
+"""Which rows each microbatch holds, in order."""
+
+
+@st.composite
+def cuts(draw: st.DrawFn, rows: int, most: int = 5) -> Cut:
+    """Any cut of the rows into microbatches, uneven and empty ones included."""
+    bounds = sorted(draw(st.lists(st.integers(0, rows), max_size=most - 1)))
+    edges = [0, *bounds, rows]
+    return [list(range(a, b)) for a, b in zip(edges[:-1], edges[1:], strict=True)]
+
+
+def cut(batch: Batch, microbatches: Cut) -> list[Batch]:
+    """The microbatches of a cut."""
+    return [{key: value[rows] for key, value in batch.items()} for rows in microbatches]
+
+
+@st.composite
+def assignments(draw: st.DrawFn, rows: int) -> list[Cut]:
+    """Any assignment of rows to ranks, and any cut on each: uneven ranks and ranks without data included."""
+    ranks = draw(st.integers(1, 4))
+    owner = draw(st.lists(st.integers(0, ranks - 1), min_size=rows, max_size=rows))
+    mine = [[row for row in range(rows) if owner[row] == rank] for rank in range(ranks)]
+    return [[[own[i] for i in part] for part in draw(cuts(len(own), 3))] for own in mine]
+
+
+def simulate(case: Case, assignment: list[Cut]) -> list[Batch]:
+    """Microbatches with a leading dimension of ranks: shorter ones padded with sequences of weight 0."""
+    count = max(len(microbatches) for microbatches in assignment)
+    parts = [[*microbatches, *([[]] * (count - len(microbatches)))] for microbatches in assignment]
+    return [
+        stack([padded(case, rank[k], max(len(other[k]) for other in parts)) for rank in parts])
+        for k in range(count)
+    ]
+
+
+def padded(case: Case, rows: list[int], size: int) -> Batch:
+    """These rows of the batch, and as many other rows at weight 0 as fill it up to ``size``."""
+    filled = rows + [0] * (size - len(rows))
+    batch = {key: value[filled].clone() for key, value in case.batch.items()}
+    batch["w"][len(rows) :] = 0
+    return batch
+
+
+def stack(batches: Sequence[Batch]) -> Batch:
+    """One batch with a new leading dimension."""
+    return {key: torch.stack([batch[key] for batch in batches]) for key in batches[0]}
+
+
+def assert_same(actual: Any, expected: Any, what: str = "state") -> None:
+    """Trees of one structure, with leaves of one dtype, equal to the bit."""
+    actual_leaves, actual_structure = tree.flatten(actual)
+    expected_leaves, expected_structure = tree.flatten(expected)
+    assert actual_structure == expected_structure, f"{what}: another structure"
+    for path, a, b in zip(tree.paths(expected, what), actual_leaves, expected_leaves, strict=True):
+        assert a.dtype == b.dtype, f"{path}: {a.dtype} is not {b.dtype}"
+        assert torch.equal(a, b), f"{path}: {a} is not {b}"
+
+
+def capture() -> ps.optim.Optimizer:
+    """An optimizer that moves nothing and keeps the gradients that it was given as its state."""
+    return ps.optim.Optimizer(
+        init=tree.zeros_like, update=lambda grads, opt_state, params: (params, grads)
+    )
+
+
+def gamma(n: int, dtype: torch.dtype) -> float:
+    """γₙ = n u / (1 − n u)."""
+    nu = n * torch.finfo(dtype).eps / 2
+    assert nu < 1, f"{n} roundings in {dtype} have no bound"
+    return nu / (1 - nu)
+
+
+@dataclass(frozen=True, repr=False)
+class RealCase:
+    """Sequences for the transformer, with the exact gradient of each, scaled as in the equation."""
+
+    params: Any
+    batch: Batch
+    dtype: torch.dtype
+    terms: list[Any]
+    losses: Tensor
+    seed: int
+
+    def __repr__(self) -> str:
+        return f"RealCase(seed={self.seed}, {self.dtype}, w={self.batch['w'].sum(1).tolist()})"
+
+    @property
+    def rows(self) -> int:
+        """How many sequences there are."""
+        return len(self.batch["w"])
+
+    def assert_within_bound(self, grads: Any, extra_roundings: int = 0) -> None:
+        """|grads − Σ gₘ| ≤ γₙ Σ ‖gₘ‖ in every leaf."""
+        n = models.transformer_roundings(self.dtype) + self.rows + extra_roundings
+        for path, leaf, *terms in zip(
+            tree.paths(grads, "grads"),
+            tree.leaves_of(grads),
+            *map(tree.leaves_of, self.terms),
+            strict=True,
+        ):
+            exact = torch.stack(terms)
+            bound = gamma(n, self.dtype) * exact.flatten(1).norm(dim=1).sum()
+            error = (leaf.to(torch.float64) - exact.sum(0)).norm()
+            assert error <= bound, f"{path}: off by {error:.3g}, and rounding explains {bound:.3g}"
+
+    def assert_loss_within_bound(self, loss: Tensor) -> None:
+        """The same for the loss."""
+        n = models.transformer_roundings(self.dtype) + self.batch["w"].numel()
+        error = (loss.to(torch.float64) - self.losses.sum()).abs()
+        assert error <= gamma(n, self.dtype) * self.losses.abs().sum()
+
+
+@st.composite
+def real_cases(draw: st.DrawFn, dtypes: Sequence[torch.dtype]) -> RealCase:
+    """Random text of uneven length, padded, for the transformer in one of the dtypes."""
+    dtype = draw(st.sampled_from(dtypes))
+    seed = draw(st.integers(0, 2**20))
+    generator = torch.Generator().manual_seed(seed)
+    rows = draw(st.integers(1, 5))
+    lengths = draw(st.lists(st.integers(0, models.CONTEXT), min_size=rows, max_size=rows))
+    lengths[0] = max(1, lengths[0])
+    shape = (rows, models.CONTEXT)
+    present = torch.arange(models.CONTEXT) < torch.tensor(lengths)[:, None]
+    labels = torch.randint(0, models.VOCABULARY, shape, generator=generator)
+    batch = {
+        "tokens": torch.randint(0, models.VOCABULARY, shape, generator=generator),
+        "labels": torch.where(present, labels, -100),
+        "w": present,
+    }
+    params = models.transformer_params(generator, dtype)
+    exact = tree.map(lambda leaf: leaf.to(torch.float64), params)
+
+    def loss_of(params: Any, row: int) -> Tensor:
+        one = {key: value[row : row + 1] for key, value in batch.items()}
+        return models.transformer_loss(params, one).sum() / present.sum()
+
+    terms = [torch.func.grad(loss_of)(exact, row) for row in range(rows)]
+    losses = torch.stack([loss_of(exact, row) for row in range(rows)])
+    return RealCase(params, batch, dtype, terms, losses, seed)

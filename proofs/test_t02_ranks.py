@@ -1,0 +1,167 @@
+"""T2, ranks. Any assignment of the group to ranks gives the step of the single large batch.
+
+Ranks may be uneven or hold nothing at all. What comes out is the same on every rank, metrics included, and
+the number of collectives does not depend on the number of microbatches.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+
+import purestep as ps
+from proofs import models
+from proofs.spec import spec
+from proofs.strategies import (
+    Batch,
+    Case,
+    RealCase,
+    assert_same,
+    assignments,
+    capture,
+    cases,
+    cut,
+    cuts,
+    real_cases,
+    simulate,
+    stack,
+    weights_of,
+)
+from proofs.theorem import System, theorem
+from purestep import tree
+
+
+@st.composite
+def rank_cases(draw: st.DrawFn) -> tuple[Case, int, list[Batch]]:
+    """A case, a number of ranks, and microbatches with a leading dimension of ranks."""
+    case = draw(cases())
+    assignment = draw(assignments(case.rows))
+    return case, len(assignment), simulate(case, assignment)
+
+
+def on_ranks(
+    system: System,
+    size: int,
+    params: Any,
+    opt_state: Any,
+    group: list[Batch],
+    *how: Any,
+    **settings: Any,
+) -> Any:
+    """One step on ``size`` simulated ranks; ranks that disagree are a failure of the claim."""
+    axis = ps.VmapAxis(size)
+    step = system.make_update_step(*how, axis=axis, **settings)
+    try:
+        return axis.map(step, in_dims=(None, None, 0), out_dims=None)(params, opt_state, group)
+    except ValueError as error:
+        raise AssertionError("the ranks end up in different states") from error
+
+
+@theorem("T2", rank_cases())
+def rank_invariance(system: System, drawn: tuple[Case, int, list[Batch]]) -> None:
+    """The state, the loss and the count are those of the one big batch, to the bit."""
+    case, size, group = drawn
+    state, _, loss = spec(
+        models.integer_loss, case.optimizer.update, case.params, case.opt_state, case.batch
+    )
+    *actual, metrics = on_ranks(
+        system, size, case.params, case.opt_state, group,
+        models.integer_loss, case.optimizer, weight_fn=weights_of,
+    )  # fmt: skip
+    assert_same(tuple(actual), state)
+    assert_same(metrics.loss, loss, "loss")
+    assert metrics.num_tokens == case.batch["w"].sum()
+    one = system.make_update_step(models.integer_loss, case.optimizer, weight_fn=weights_of)
+    alone = one(case.params, case.opt_state, [case.batch])[-1]
+    assert_same(metrics.grad_norm, alone.grad_norm, "grad_norm")
+
+
+@theorem("T2", rank_cases())
+def rank_terms(system: System, drawn: tuple[Case, int, list[Batch]]) -> None:
+    """A term of the microbatch is averaged over the group's non-empty microbatches, whoever holds them."""
+    case, size, group = drawn
+
+    def loss_fn(params: Any, batch: Batch) -> ps.LossTerms:
+        losses = models.integer_loss(params, batch)
+        return ps.LossTerms(losses, microbatch=losses.sum(), aux={"sum": losses.sum()})
+
+    step = system.make_update_step(loss_fn, capture(), weight_fn=weights_of)
+    flat = [
+        {key: value[rank] for key, value in part.items()} for part in group for rank in range(size)
+    ]
+    zeros = tree.zeros_like(case.params)
+    _, grads, metrics = on_ranks(
+        system, size, case.params, zeros, group, loss_fn, capture(), weight_fn=weights_of
+    )
+    _, expected, expected_metrics = step(case.params, zeros, flat)
+    assert metrics.num_microbatches == sum(bool(part["w"].sum() > 0) for part in flat)
+    assert_same(metrics.aux, expected_metrics.aux, "aux")
+    if int(metrics.num_microbatches).bit_count() == 1:
+        assert_same((grads, metrics.loss), (expected, expected_metrics.loss), "(grads, loss)")
+
+
+@st.composite
+def real_rank_cases(draw: st.DrawFn) -> tuple[RealCase, int, list[Batch]]:
+    """Real text over up to four ranks, each with the same rows but its own share of the weights."""
+    case = draw(real_cases([torch.float64, torch.float32]))
+    size = draw(st.integers(1, 4))
+    owner = draw(st.lists(st.integers(0, size - 1), min_size=case.rows, max_size=case.rows))
+    mine = torch.tensor(owner)
+    parts = [
+        {**case.batch, "labels": case.batch["labels"].masked_fill((mine != rank)[:, None], -100)}
+        for rank in range(size)
+    ]
+    cut_ = draw(cuts(case.rows, 3))
+    per_rank = [cut(part, cut_) for part in parts]
+    return case, size, [stack([rank[k] for rank in per_rank]) for k in range(len(cut_))]
+
+
+@theorem("T2", real_rank_cases())
+def ranks_within_bound(system: System, drawn: tuple[RealCase, int, list[Batch]]) -> None:
+    """For the transformer: the exact gradient, but for rounding."""
+    case, size, group = drawn
+    _, grads, metrics = on_ranks(
+        system, size, case.params, tree.zeros_like(case.params), group,
+        models.transformer_loss, capture(),
+    )  # fmt: skip
+    case.assert_within_bound(grads, extra_roundings=size * len(group))
+    case.assert_loss_within_bound(metrics.loss)
+
+
+class CountingAxis(ps.LocalAxis):
+    """One rank that counts the calls of each collective."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, int]] = []
+
+    def apply(self, law: str, x: Tensor) -> Tensor:
+        """The law, counted with its size."""
+        if law != "pvary":
+            self.calls.append((law, x.numel()))
+        return super().apply(law, x)
+
+
+@theorem("T2", st.tuples(cases(), st.integers(1, 8)))
+def traffic(system: System, drawn: tuple[Case, int]) -> None:
+    """Whatever the number of microbatches, the same collectives run, and each gradient in one of them."""
+    case, repeats = drawn
+    calls = []
+    for group in [[case.batch], [case.batch] * repeats]:
+        axis = CountingAxis()
+        step = system.make_update_step(
+            models.integer_loss, case.optimizer, weight_fn=weights_of, axis=axis
+        )
+        step(case.params, case.opt_state, group)
+        calls.append(axis.calls)
+    assert calls[0] == calls[1], "the collectives follow the number of microbatches"
+    elements = sum(numel for _, numel in calls[0])
+    assert elements == sum(leaf.numel() for leaf in tree.leaves_of(case.params)) + 3
+
+
+test_rank_invariance = rank_invariance.test()
+test_rank_terms = rank_terms.test()
+test_ranks_within_bound = ranks_within_bound.test()
+test_traffic = traffic.test()

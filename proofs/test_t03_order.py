@@ -1,0 +1,75 @@
+"""T3, order. No permutation of sequences, microbatches or ranks changes the step."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import strategies as st
+
+from proofs import models
+from proofs.strategies import (
+    Batch,
+    Case,
+    Cut,
+    RealCase,
+    assert_same,
+    assignments,
+    capture,
+    cases,
+    cut,
+    cuts,
+    real_cases,
+    simulate,
+    weights_of,
+)
+from proofs.test_t02_ranks import on_ranks
+from proofs.theorem import System, theorem
+from purestep import tree
+
+
+@st.composite
+def order_cases(draw: st.DrawFn) -> tuple[Case, list[Cut], list[Cut]]:
+    """An assignment to ranks, and the same with ranks, their microbatches and the rows in them shuffled."""
+    case = draw(cases())
+    assignment = draw(assignments(case.rows))
+    shuffled = [
+        [draw(st.permutations(rows)) for rows in draw(st.permutations(rank))]
+        for rank in draw(st.permutations(assignment))
+    ]
+    return case, assignment, shuffled
+
+
+@theorem("T3", order_cases())
+def order_invariance(system: System, drawn: tuple[Case, list[Cut], list[Cut]]) -> None:
+    """Rows, microbatches and ranks in another order: the same state and metrics, to the bit."""
+    case, *orders = drawn
+    results = [
+        on_ranks(
+            system, len(order), case.params, case.opt_state, simulate(case, order),
+            models.integer_loss, case.optimizer, weight_fn=weights_of,
+        )
+        for order in orders
+    ]  # fmt: skip
+    assert_same(results[1][:2], results[0][:2])
+    assert_same(results[1][2], results[0][2], "metrics")
+
+
+@st.composite
+def real_order_cases(draw: st.DrawFn) -> tuple[RealCase, list[Batch]]:
+    """Real text, its rows permuted and cut."""
+    case = draw(real_cases([torch.float64, torch.float32, torch.bfloat16]))
+    order = draw(st.permutations(range(case.rows)))
+    parts = draw(cuts(case.rows))
+    return case, cut(case.batch, [[order[i] for i in rows] for rows in parts])
+
+
+@theorem("T3", real_order_cases())
+def order_within_bound(system: System, drawn: tuple[RealCase, list[Batch]]) -> None:
+    """For the transformer: the exact gradient, but for rounding."""
+    case, microbatches = drawn
+    step = system.make_update_step(models.transformer_loss, capture())
+    _, grads, _ = step(case.params, tree.zeros_like(case.params), microbatches)
+    case.assert_within_bound(grads)
+
+
+test_order_invariance = order_invariance.test()
+test_order_within_bound = order_within_bound.test()

@@ -1,0 +1,191 @@
+"""T10, transforms. A step is an ordinary differentiable function of tensors.
+
+``vmap(step)`` is the steps one by one; ``grad`` and ``jvp`` through steps match finite differences;
+``compile(step)`` is the step.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings, strategies as st
+from torch import Tensor
+
+import purestep as ps
+from proofs import models
+from proofs.strategies import Batch, capture, cut, gamma
+from purestep import tree
+
+RECIPES: dict[str, Callable[[Tensor], ps.optim.Optimizer]] = {
+    "sgd": lambda rate: ps.optim.sgd(rate),
+    "momentum": lambda rate: ps.optim.sgd(rate, 0.9, nesterov=True, weight_decay=0.01),
+    "adamw": lambda rate: ps.optim.adamw(rate),
+    "clipped": lambda rate: ps.optim.chain(
+        ps.optim.clip_by_global_norm(0.5), ps.optim.adamw(rate, weight_decay=0.1)
+    ),
+}
+SETTINGS: list[dict[str, Any]] = [
+    {},
+    {"normalize": "grads"},
+    {"on_nonfinite": "skip"},
+    {"donate": True},
+]
+# An inductor needs a C++ compiler; where there is none, the same graphs run uncompiled.
+COMPILER = "inductor" if shutil.which("g++") or shutil.which("clang++") else "aot_eager"
+
+
+def text(seed: int, rows: int = 4) -> Batch:
+    """Random tokens, the last ones of each row ignored."""
+    generator = torch.Generator().manual_seed(seed)
+    shape = (rows, models.CONTEXT)
+    labels = torch.randint(0, models.VOCABULARY, shape, generator=generator)
+    lengths = torch.randint(1, models.CONTEXT, (rows, 1), generator=generator)
+    return {
+        "tokens": torch.randint(0, models.VOCABULARY, shape, generator=generator),
+        "labels": labels.masked_fill(torch.arange(models.CONTEXT) >= lengths, -100),
+    }
+
+
+def start(seed: int) -> Any:
+    """A transformer."""
+    return models.transformer_params(torch.Generator().manual_seed(seed))
+
+
+def train(
+    rate: Tensor, recipe: str, params: Any, group: list[Batch], steps: int, **how: Any
+) -> tuple[Any, Any]:
+    """A few steps at this learning rate: the parameters, and the losses on the way."""
+    optimizer = RECIPES[recipe](rate)
+    step = ps.make_update_step(models.transformer_loss, optimizer, **how)
+    opt_state, losses = optimizer.init(params), []
+    for _ in range(steps):
+        params, opt_state, metrics = step(params, opt_state, group)
+        losses.append(metrics.loss)
+    return params, torch.stack(losses)
+
+
+@settings(max_examples=10)
+@given(st.sampled_from(list(RECIPES)), st.sampled_from(SETTINGS), st.integers(0, 99))
+def test_ensemble(recipe: str, how: dict[str, Any], seed: int) -> None:
+    """An ensemble under vmap, each with its own learning rate, is its members one by one."""
+    group = cut(text(seed), [[0], [1, 2, 3]])
+    rates = torch.tensor([0.0, 1e-3, 1e-2], dtype=torch.float64)
+    members = [start(seed + i) for i in range(len(rates))]
+    stacked = tree.map(lambda *leaves: torch.stack(leaves), *members)
+
+    def member(rate: Tensor, params: Any) -> Any:
+        return train(rate, recipe, params, group, 2, **how)
+
+    together = torch.vmap(member)(rates, stacked)
+    for i, params in enumerate(members):
+        params = tree.map(torch.clone, params)
+        for a, b in zip(
+            tree.leaves_of(together), tree.leaves_of(member(rates[i], params)), strict=True
+        ):
+            n = 4 * models.transformer_roundings(torch.float64)
+            # Adam divides gradients by their own size: elements that are nothing but rounding move by
+            # up to the learning rate, so the bound is that of a step's length.
+            bound = gamma(n, torch.float64) * b.abs().max() + sensitivity(recipe, float(rates[i]))
+            assert (a[i] - b).abs().max() <= bound
+
+
+def sensitivity(recipe: str, rate: float) -> float:
+    """How far rounding noise in the gradient can move an Adam step: noise / ε, of a step of length lr."""
+    noise = gamma(models.transformer_roundings(torch.float64), torch.float64)
+    return 0.0 if recipe in ("sgd", "momentum") else 2 * rate * noise / 1e-8
+
+
+def finite_difference(f: Callable[[Tensor], Tensor], x: Tensor) -> tuple[Tensor, Tensor]:
+    """f′(x) extrapolated from two central differences, and how far they are from agreeing."""
+    h = 1e-4 * float(x)
+    coarse, fine = ((f(x + k * h) - f(x - k * h)) / (2 * k * h) for k in (2, 1))
+    rounding = 64 * torch.finfo(x.dtype).eps * f(x).abs() / h
+    return fine + (fine - coarse) / 3, (fine - coarse).abs() + rounding
+
+
+@settings(max_examples=10)
+@given(st.sampled_from(list(RECIPES)), st.sampled_from(SETTINGS), st.integers(0, 99))
+def test_hypergradient(recipe: str, how: dict[str, Any], seed: int) -> None:
+    """d(loss after three steps) / d(learning rate), backward and forward, is the finite difference."""
+    group, held_out = cut(text(seed), [[0], [1, 2]]), text(seed + 1)
+
+    def final_loss(rate: Tensor) -> Tensor:
+        params, _ = train(rate, recipe, tree.map(torch.clone, start(seed)), group, 3, **how)
+        return models.transformer_loss(params, held_out).sum()
+
+    rate = torch.tensor(1e-2, dtype=torch.float64)
+    expected, uncertainty = finite_difference(final_loss, rate)
+    backward = torch.func.grad(final_loss)(rate)
+    forward = torch.func.jvp(final_loss, (rate,), (torch.ones_like(rate),))[1]
+    assert (backward - expected).abs() <= uncertainty
+    assert (forward - expected).abs() <= uncertainty
+    assert backward.abs() > 10 * uncertainty, "the case says nothing"
+    recorded = rate.clone().requires_grad_()
+    final_loss(recorded).backward()
+    assert recorded.grad is not None
+    assert (recorded.grad - expected).abs() <= uncertainty
+
+
+def test_derivatives_at_rest() -> None:
+    """Where no gradient ever came, second moments are 0 and derivatives are 0, not NaN."""
+
+    def final(rate: Tensor) -> Tensor:
+        optimizer = ps.optim.adamw(rate, weight_decay=0.0)
+        step = ps.make_update_step(
+            lambda p, m: p["used"] * m["x"], optimizer, weight_fn=lambda m: m["w"]
+        )
+        params = {"used": torch.ones(()), "unused": torch.ones(2)}
+        group = [{"x": torch.ones(2), "w": torch.ones(2)}]
+        params, state, _ = step(params, optimizer.init(params), group)
+        params, *_ = step(params, state, [{"x": torch.ones(2), "w": torch.zeros(2)}])
+        return params["used"] + params["unused"].sum()
+
+    rate = torch.tensor(0.5)
+    assert torch.func.grad(final)(rate) == -1
+    assert torch.func.jvp(final, (rate,), (torch.ones(()),))[1] == -1
+
+
+@pytest.mark.parametrize(
+    ("how", "backend"),
+    [*((how, "aot_eager") for how in SETTINGS), (SETTINGS[1], COMPILER)],
+    ids=str,
+)
+def test_compile(how: dict[str, Any], backend: str) -> None:
+    """``torch.compile(fullgraph=True)``: one graph, the same step."""
+    torch.compiler.reset()
+    optimizer = ps.optim.chain(
+        ps.optim.clip_by_global_norm(0.5), ps.optim.sgd(ps.optim.cosine_decay_schedule(0.1, 9), 0.9)
+    )
+    step = ps.make_update_step(models.transformer_loss, optimizer, **how)
+    compiled = torch.compile(step, fullgraph=True, backend=backend)
+    params, group = start(0), cut(text(0), [[0, 1], [2, 3]])
+    expected = step(tree.map(torch.clone, params), optimizer.init(params), group)
+    actual = compiled(tree.map(torch.clone, params), optimizer.init(params), group)
+    assert_compiled_same(actual, expected)
+
+
+def assert_compiled_same(actual: Any, expected: Any) -> None:
+    """A compiler may round elsewhere, but no more often."""
+    bound = gamma(2 * models.transformer_roundings(torch.float64), torch.float64)
+    for a, b in zip(tree.leaves_of(actual), tree.leaves_of(expected), strict=True):
+        assert a.dtype == b.dtype
+        assert ((a.double() - b.double()).abs() <= bound * b.double().abs().max()).all()
+
+
+def test_compile_on_ranks_and_in_ensembles() -> None:
+    """The whole simulated group of ranks, in an ensemble, as one graph."""
+    torch.compiler.reset()
+    axis = ps.VmapAxis(2)
+    step = ps.make_update_step(models.transformer_loss, capture(), axis=axis)
+    ranks = axis.map(step, in_dims=(None, None, 0), out_dims=None)
+    members = tree.map(lambda a, b: torch.stack([a, b]), start(0), start(1))
+    group = [tree.map(lambda a, b: torch.stack([a, b]), text(0), text(1))]
+    ensemble = torch.vmap(ranks, in_dims=(0, 0, None))
+    compiled = torch.compile(ensemble, fullgraph=True, backend="aot_eager")
+    expected = ensemble(members, tree.zeros_like(members), group)
+    actual = compiled(members, tree.zeros_like(members), group)
+    assert_compiled_same(actual, expected)

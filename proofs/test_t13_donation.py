@@ -1,0 +1,66 @@
+"""T13, donation. ``donate=True`` gives the same bits, in the buffers that were given away."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from hypothesis import strategies as st
+
+import purestep as ps
+from proofs import models
+from proofs.strategies import Batch, Case, assert_same, cases, cut, cuts, weights_of
+from proofs.test_t06_purity import storages
+from proofs.theorem import System, theorem
+from purestep import tree
+
+SETTINGS: list[dict[str, Any]] = [{}, {"normalize": "grads"}, {"on_nonfinite": "skip"}]
+
+
+@st.composite
+def donation_cases(draw: st.DrawFn) -> tuple[Case, list[Batch], dict[str, Any], int]:
+    """A case, a cut, settings, and which kind of group comes second."""
+    case = draw(cases())
+    group = cut(case.batch, draw(cuts(case.rows)))
+    return case, group, draw(st.sampled_from(SETTINGS)), draw(st.integers(0, 2))
+
+
+@theorem("T13", donation_cases())
+def donation(system: System, drawn: tuple[Case, list[Batch], dict[str, Any], int]) -> None:
+    """Three steps, one of them perhaps without tokens or not finite: the same state and metrics."""
+    case, group, settings, kind = drawn
+    second = [
+        group,
+        [{**part, "w": torch.zeros_like(part["w"])} for part in group],
+        [{**part, "y": part["y"] * float("inf")} for part in group],
+    ][kind]
+    for optimizer in (case.optimizer, case.optimizer._replace(update_=None), plain_update_(case)):
+        results = []
+        for donate in (False, True):
+            step = system.make_update_step(
+                models.integer_loss, optimizer, weight_fn=weights_of, donate=donate, **settings
+            )
+            state = tree.map(torch.clone, (case.params, case.opt_state))
+            given = storages(state)
+            reported = []
+            for one in (group, second, group):
+                *state, metrics = step(*state, one)
+                reported.append(metrics)
+            assert (storages(state) == given) is donate, (
+                "the buffers that were given away hold the state"
+            )
+            results.append(tree.map(torch.nan_to_num, (tuple(state), reported)))
+        assert_same(results[1], results[0])
+
+
+def plain_update_(case: Case) -> ps.optim.Optimizer:
+    """The optimizer with an in-place step as others write it: three arguments, no keywords."""
+
+    def update_(grads: Any, opt_state: Any, params: Any) -> Any:
+        new = case.optimizer.update(grads, opt_state, params)
+        return tree.map(torch.Tensor.copy_, (params, opt_state), new)
+
+    return case.optimizer._replace(update_=update_)
+
+
+test_donation = donation.test()

@@ -1,0 +1,70 @@
+"""A theorem: a claim about any system, the cases it is tried on, and the mutants it must reject."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis.strategies import SearchStrategy
+
+import purestep as ps
+
+
+@dataclass(frozen=True)
+class System:
+    """What a theorem is about: purestep, or a mutant with the same signatures."""
+
+    make_update_step: Callable[..., Any]
+    make_eval_step: Callable[..., Any]
+
+
+PURESTEP = System(ps.make_update_step, ps.make_eval_step)
+
+
+@dataclass(frozen=True)
+class Theorem:
+    """``claim(system, case)`` raises ``AssertionError`` where it does not hold."""
+
+    name: str
+    cases: SearchStrategy[Any]
+    claim: Callable[[System, Any], None]
+
+    def test(self) -> Callable[[], None]:
+        """The test that purestep satisfies the claim."""
+
+        @given(self.cases)
+        def holds(case: Any) -> None:
+            self.claim(PURESTEP, case)
+
+        holds.__name__ = holds.__qualname__ = f"test_{self.claim.__name__}"
+        holds.__doc__ = self.claim.__doc__
+        return holds
+
+    def rejects(self, system: System, max_examples: int = 12) -> bool:
+        """Whether some case shows that this system does not satisfy the claim."""
+
+        @settings(
+            max_examples=max_examples,
+            derandomize=True,
+            database=None,
+            phases=[Phase.generate],
+            suppress_health_check=list(HealthCheck),
+        )
+        @given(self.cases)
+        def holds(case: Any) -> None:
+            self.claim(system, case)
+
+        try:
+            holds()
+        except AssertionError:
+            return True
+        return False
+
+
+def theorem(
+    name: str, cases: SearchStrategy[Any]
+) -> Callable[[Callable[[System, Any], None]], Theorem]:
+    """Makes a theorem of the claim below it."""
+    return lambda claim: Theorem(name, cases, claim)
