@@ -8,6 +8,7 @@ gradient of sequence m. Nothing is tuned.
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -110,7 +111,7 @@ def cuts(draw: st.DrawFn, rows: int, most: int = 5) -> Cut:
     """Any cut of the rows into microbatches, uneven and empty ones included."""
     bounds = sorted(draw(st.lists(st.integers(0, rows), max_size=most - 1)))
     edges = [0, *bounds, rows]
-    return [list(range(a, b)) for a, b in zip(edges[:-1], edges[1:], strict=True)]
+    return [list(range(a, b)) for a, b in itertools.pairwise(edges)]
 
 
 def cut(batch: Batch, microbatches: Cut) -> list[Batch]:

@@ -158,7 +158,7 @@ def traffic(system: System, drawn: tuple[Case, int]) -> None:
         calls.append(axis.calls)
     assert calls[0] == calls[1], "the collectives follow the number of microbatches"
     elements = sum(numel for _, numel in calls[0])
-    assert elements == sum(leaf.numel() for leaf in tree.leaves_of(case.params)) + 3
+    assert elements == sum(leaf.numel() for leaf in tree.leaves_of(case.params)) + 5
 
 
 test_rank_invariance = rank_invariance.test()

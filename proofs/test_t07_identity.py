@@ -17,7 +17,9 @@ from proofs.test_t02_ranks import on_ranks
 from proofs.theorem import System, theorem
 from purestep import tree
 
-SETTINGS = [
+Drawn = tuple[Case, int, list[Batch], dict[str, Any]]
+
+SETTINGS: list[dict[str, Any]] = [
     {"normalize": normalize, "on_nonfinite": on_nonfinite}
     for normalize in ("loss", "grads")
     for on_nonfinite in ("propagate", "skip")
@@ -25,14 +27,11 @@ SETTINGS = [
 
 
 @st.composite
-def identity_cases(draw: st.DrawFn) -> tuple[Case, int, list[Batch], dict[str, str]]:
+def identity_cases(draw: st.DrawFn) -> Drawn:
     """A group on ranks, and settings."""
     case = draw(cases())
     assignment = draw(assignments(case.rows))
     return case, len(assignment), simulate(case, assignment), draw(st.sampled_from(SETTINGS))
-
-
-Drawn = tuple[Case, int, list[Batch], dict[str, str]]
 
 
 @theorem("T7", identity_cases())
@@ -87,13 +86,13 @@ def as_if_it_never_was(system: System, drawn: Drawn) -> None:
     case, size, group, settings = drawn
 
     def run(*groups: list[Batch]) -> Any:
-        state = (case.params, case.opt_state)
+        state: Any = (case.params, case.opt_state)
         for one in groups:
             *state_, _ = on_ranks(
                 system, size, *state, one, models.integer_loss, case.optimizer,
                 weight_fn=weights_of, **{**settings, "on_nonfinite": "skip"},
             )  # fmt: skip
-            state = tuple(state_)  # type: ignore[assignment]
+            state = tuple(state_)
         return state
 
     bad = [{**part, "x": part["x"] * float("nan")} for part in group]

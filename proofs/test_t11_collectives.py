@@ -65,18 +65,22 @@ def test_law(law: str, x: Tensor) -> None:
     """What every rank gets; also with other ensembles passing by, inside and outside, and nested axes."""
     collective, expected = LAWS[law]
     axis = ps.VmapAxis(len(x))
-    on_ranks = axis.map(lambda block: collective(block, axis))
+
+    def on_rank(block: Tensor) -> Tensor:
+        return collective(block, axis)
+
+    on_ranks = axis.map(on_rank)
     assert torch.equal(on_ranks(x), expected(x))
     both, each = torch.stack([x, x + 1], 1), torch.stack([expected(x), expected(x + 1)], 1)
-    inside = axis.map(torch.vmap(lambda block: collective(block, axis)))
+    inside = axis.map(torch.vmap(on_rank))
     assert torch.equal(inside(both), each)
     assert torch.equal(torch.vmap(on_ranks, in_dims=1, out_dims=1)(both), each)
     last = torch.vmap(on_ranks, in_dims=-1, out_dims=1)(both.movedim(1, -1))
     assert torch.equal(last, each)
     other = ps.VmapAxis(2)
-    nested = axis.map(other.map(lambda block: collective(block, axis)))
+    nested = axis.map(other.map(on_rank))
     assert torch.equal(nested(both), each)
-    nested = other.map(axis.map(lambda block: collective(block, axis)))
+    nested = other.map(on_ranks)
     assert torch.equal(nested(both.movedim(1, 0)), each.movedim(1, 0))
 
 

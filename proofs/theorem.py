@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis.errors import HypothesisWarning
 from hypothesis.strategies import SearchStrategy
 
 import purestep as ps
@@ -56,10 +58,13 @@ class Theorem:
         def holds(case: Any) -> None:
             self.claim(system, case)
 
-        try:
-            holds()
-        except AssertionError:
-            return True
+        with warnings.catch_warnings():
+            # Hypothesis warns of how long it would take to print the case, which nobody reads.
+            warnings.simplefilter("ignore", HypothesisWarning)
+            try:
+                holds()
+            except AssertionError:
+                return True
         return False
 
 

@@ -88,6 +88,7 @@ def make_update_step(
     (tensor(1.8667), tensor(1.8667))
     """
     _check_settings(loss_fn, optimizer, weight_fn, normalize, on_nonfinite, accum_dtype)
+    counted_loss_fn = counting(loss_fn, weight_fn)
     how: dict[str, Any] = {"grad_and_value": grad_and_value, "accum_dtype": accum_dtype}
     transit = transition(optimizer, donate=donate)
 
@@ -97,37 +98,30 @@ def make_update_step(
         device = _check_arguments(params, microbatches)
         theta = pvary(params, axis)
 
+        known: dict[str, Any] = {}
         if normalize == "loss":
-            total = psum(count(microbatches, cast("WeightFn", weight_fn), device), axis)
-            sums = accumulate(
-                loss_fn, theta, microbatches, weight_fn=weight_fn, **total._asdict(), **how
-            )
-            grads, loss, aux = psum(sums, axis)
-            grad_scale = None
-        else:
-            counted = counting(loss_fn, weight_fn)
-            sums = accumulate(counted, theta, microbatches, weight_fn=None, **how)
-            grads, loss, carried = psum(sums, axis)
-            total, aux = carried or (no_count(device), ())
-            grad_scale = divisor(total.num_tokens)
-            loss = loss / grad_scale.to(loss)
+            known = psum(count(microbatches, cast("WeightFn", weight_fn), device), axis)._asdict()
+        sums = accumulate(counted_loss_fn, theta, microbatches, weight_fn=None, **known, **how)
+        grads, loss, carried = psum(sums, axis)
+        total, aux = carried or (no_count(device), ())
 
-        grad_norm = tree.global_norm(grads)
+        grad_scale = None if known else divisor(total.num_tokens)
         applied = total.num_tokens > 0
         if on_nonfinite == "skip":
             applied = applied & tree.all_finite(grads)
-        params, opt_state = transit(
+        new_params, new_opt_state = transit(
             grads, opt_state, params, grad_scale=grad_scale, applied=applied
         )
 
         metrics = StepMetrics(
-            loss=loss,
-            **total._asdict(),
-            grad_norm=grad_norm if grad_scale is None else grad_norm / grad_scale.to(grad_norm),
+            loss=_over(loss, grad_scale),
+            num_tokens=total.num_tokens,
+            num_microbatches=total.num_microbatches,
+            grad_norm=_over(tree.global_norm(grads), grad_scale),
             applied=applied,
             aux=aux,
         )
-        return params, opt_state, tree.map(Tensor.detach, metrics)
+        return new_params, new_opt_state, tree.map(Tensor.detach, metrics)
 
     return update_step
 
@@ -152,26 +146,31 @@ def make_eval_step(
     tensor(4.)
     """
     _check_callable("loss_fn", loss_fn)
+    counted_loss_fn = counting(loss_fn, weight_fn)
 
     def eval_step(params: Params, microbatches: Sequence[Microbatch], /) -> EvalMetrics:
         device = _check_arguments(params, microbatches)
 
+        known: dict[str, Any] = {}
         if weight_fn is not None:
-            total = psum(count(microbatches, weight_fn, device), axis)
-            sums = evaluate(loss_fn, params, microbatches, weight_fn=weight_fn, **total._asdict())
-            loss, aux = psum(sums, axis)
-        else:
-            sums = evaluate(counting(loss_fn, None), params, microbatches, weight_fn=None)
-            loss, carried = psum(sums, axis)
-            total, aux = carried or (no_count(device), ())
-            loss = loss / divisor(total.num_tokens).to(loss)
+            known = psum(count(microbatches, weight_fn, device), axis)._asdict()
+        sums = evaluate(counted_loss_fn, params, microbatches, weight_fn=None, **known)
+        loss, carried = psum(sums, axis)
+        total, aux = carried or (no_count(device), ())
 
-        return cast(
-            "EvalMetrics",
-            tree.map(Tensor.detach, EvalMetrics(loss=loss, **total._asdict(), aux=aux)),
+        metrics = EvalMetrics(
+            loss=_over(loss, None if known else divisor(total.num_tokens)),
+            num_tokens=total.num_tokens,
+            num_microbatches=total.num_microbatches,
+            aux=aux,
         )
+        return cast("EvalMetrics", tree.map(Tensor.detach, metrics))
 
     return eval_step
+
+
+def _over(value: Tensor, scale: Tensor | None) -> Tensor:
+    return value if scale is None else value / scale.to(value)
 
 
 def _check_settings(

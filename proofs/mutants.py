@@ -1,0 +1,491 @@
+"""Bugs that happened, put into purestep's own source one at a time: each must fail a theorem.
+
+A mutant replaces a few words of the package by the wrong ones and loads the result beside the real one. A
+replacement that no longer fits the source is an error, so that no mutant dies by accident of its own.
+
+    python -m proofs.mutants        writes the table of who rejects whom into proofs/README.md
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+from typing import NamedTuple
+
+from proofs.theorem import System, Theorem
+
+README = Path(__file__).with_name("README.md")
+MODULES = ["purestep.tokens", "purestep.grads", "purestep.optim.base", "purestep.step"]
+THEOREM_FILES = [
+    "test_t01_cut",
+    "test_t02_ranks",
+    "test_t03_order",
+    "test_t04_padding",
+    "test_t05_weights",
+    "test_t06_purity",
+    "test_t07_identity",
+    "test_t13_donation",
+    "test_t17_denominators",
+]
+
+
+class Patch(NamedTuple):
+    """In this module, these words for those."""
+
+    module: str
+    old: str
+    new: str
+
+
+class Mutant(NamedTuple):
+    """A bug by its number in the list of bugs that happened (a letter where there are several ways)."""
+
+    number: str
+    bug: str
+    patches: list[Patch]
+
+
+def grads(old: str, new: str) -> Patch:
+    """A patch of the accumulation."""
+    return Patch("purestep.grads", old, new)
+
+
+def tokens(old: str, new: str) -> Patch:
+    """A patch of the count."""
+    return Patch("purestep.tokens", old, new)
+
+
+def base(old: str, new: str) -> Patch:
+    """A patch of the optimizer's transition."""
+    return Patch("purestep.optim.base", old, new)
+
+
+def step(old: str, new: str) -> Patch:
+    """A patch of the flow."""
+    return Patch("purestep.step", old, new)
+
+
+SEED = "seed = seed / divisor(num_tokens).to(losses)"
+LOCAL_MEAN = "seed = seed / divisor(weights.sum()).to(losses)"
+COUNTED = "checked_weights(weight_fn(microbatch))"
+GLOBAL_COUNT = 'psum(count(microbatches, cast("WeightFn", weight_fn), device), axis)._asdict()'
+SUMS = "sums = accumulate(counted_loss_fn, theta, microbatches, weight_fn=None, **known, **how)"
+REDUCED = "grads, loss, carried = psum(sums, axis)\n        total, aux = carried or (no_count(device), ())\n\n        grad_scale"
+ADD = "sums[index] = grad if so_far is None else so_far + grad"
+TERM = "torch.where(present, term, 0) / divisor(num_microbatches).to(losses)"
+STEP_LOSS = "loss=_over(loss, grad_scale)"
+STEP_TOKENS = "num_tokens=total.num_tokens,\n            num_microbatches=total.num_microbatches,\n            grad_norm"
+GRAD_NORM = "grad_norm=_over(tree.global_norm(grads), grad_scale)"
+SKIP = "applied = applied & tree.all_finite(grads)"
+PER_STEP = "    transit = transition(optimizer, donate=donate)\n"
+ENTRY = "        theta = pvary(params, axis)\n"
+
+MUTANTS = [
+    Mutant(
+        "1",
+        "mean of microbatch means",
+        [grads(SEED, LOCAL_MEAN + " / divisor(num_microbatches).to(losses)")],
+    ),
+    Mutant(
+        "2",
+        "count summed over microbatches, not over ranks",
+        [step(GLOBAL_COUNT, 'count(microbatches, cast("WeightFn", weight_fn), device)._asdict()')],
+    ),
+    Mutant(
+        "3",
+        "unshifted labels counted: one too many per row",
+        [
+            tokens(
+                f"here = count_weights({COUNTED})",
+                f"here = count_weights({COUNTED})\n"
+                "        here = here._replace(num_tokens=here.num_tokens + len(weight_fn(microbatch)))",
+            )
+        ],
+    ),
+    Mutant(
+        "4",
+        "shifted labels counted for a model that does not shift",
+        [tokens(COUNTED, f"{COUNTED}[..., 1:]")],
+    ),
+    Mutant(
+        "5",
+        "mask applied to the numerator only",
+        [tokens(COUNTED, f"torch.ones_like({COUNTED})")],
+    ),
+    Mutant(
+        "6",
+        "counted on other labels than the loss uses",
+        [tokens(COUNTED, f'{COUNTED} * (microbatch.get("y", microbatch.get("tokens")) != 0)')],
+    ),
+    Mutant(
+        "9",
+        "count carried over from the last step",
+        [
+            step(PER_STEP, PER_STEP + "    last: list[Any] = []\n"),
+            step(
+                GLOBAL_COUNT,
+                f"{GLOBAL_COUNT}\n            last.append(known)\n            known = last[-2:][0]",
+            ),
+        ],
+    ),
+    Mutant(
+        "10",
+        "denominator clamped to at least 1",
+        [grads("torch.where(total > 0, total, 1)", "total.clamp(min=1)")],
+    ),
+    Mutant(
+        "11",
+        "the world's averaging not undone: gradient over world size",
+        [
+            step(
+                REDUCED,
+                REDUCED.replace(
+                    "\n", "\n        grads = tree.map(lambda g: g / axis.size, grads)\n", 1
+                ),
+            )
+        ],
+    ),
+    Mutant(
+        "13",
+        "an already global loss averaged over ranks again",
+        [step(STEP_LOSS, "loss=_over(loss, grad_scale) / axis.size")],
+    ),
+    Mutant(
+        "14a",
+        "divided by the number of microbatches as well",
+        [grads(SEED, SEED + " / divisor(num_microbatches).to(losses)")],
+    ),
+    Mutant(
+        "14b",
+        "multiplied by the number of microbatches",
+        [grads(SEED, SEED + " * divisor(num_microbatches).to(losses)")],
+    ),
+    Mutant(
+        "15",
+        "a training-only factor leaks into evaluation",
+        [step("loss=_over(loss, None if", "loss=_over(loss / max(1, len(microbatches)), None if")],
+    ),
+    Mutant(
+        "16",
+        "loss normalised after the backward: metric right, gradient N times too large",
+        [grads(SEED, "pass"), step(STEP_LOSS, "loss=loss / divisor(total.num_tokens).to(loss)")],
+    ),
+    Mutant(
+        "17",
+        "gradients rescaled at every microbatch: a decaying average",
+        [grads(ADD, "sums[index] = grad if so_far is None else (so_far + grad) / 2")],
+    ),
+    Mutant("18", "the normaliser is accepted and ignored", [grads(SEED, LOCAL_MEAN)]),
+    Mutant(
+        "19",
+        "normaliser dropped: the learning rate follows the token count",
+        [grads(SEED, "pass")],
+    ),
+    Mutant(
+        "20",
+        "skip scaling when K = 1, with the local count",
+        [
+            step(
+                GLOBAL_COUNT,
+                f"{GLOBAL_COUNT}\n            if len(microbatches) == 1:\n                known = "
+                'count(microbatches, cast("WeightFn", weight_fn), device)._asdict()',
+            )
+        ],
+    ),
+    Mutant(
+        "21",
+        "auxiliary loss scaled by local tokens",
+        [
+            grads(
+                TERM,
+                "torch.where(present, term, 0) * count_weights(weights).num_tokens"
+                " / divisor(num_tokens if num_tokens is not None else num_microbatches)",
+            )
+        ],
+    ),
+    Mutant(
+        "22",
+        "global auxiliary gradient divided by world size",
+        [
+            step(
+                GLOBAL_COUNT,
+                f'{GLOBAL_COUNT}\n            known["num_microbatches"] = known["num_microbatches"] * axis.size',
+            )
+        ],
+    ),
+    Mutant(
+        "23",
+        "auxiliary gradient dead, its carrier's result discarded",
+        [grads(TERM, TERM.replace("term, 0", "term.detach(), 0"))],
+    ),
+    Mutant(
+        "24",
+        "auxiliary term not averaged over microbatches",
+        [grads(TERM, "torch.where(present, term, 0)")],
+    ),
+    Mutant(
+        "26",
+        "the last microbatch's state overwrites the earlier ones",
+        [
+            grads(
+                "total = plus(total, (term, tree.unflatten(aux_structure, aux_leaves)))",
+                "total = (plus(total and total[0], term), tree.unflatten(aux_structure, aux_leaves))",
+            )
+        ],
+    ),
+    Mutant(
+        "27",
+        "skip by multiplication: one NaN poisons everything after",
+        [
+            base(
+                "tree.select(applied, new_params, params)",
+                "tree.map(lambda a, b: applied * a + ~applied * b, new_params, params)",
+            )
+        ],
+    ),
+    Mutant(
+        "28",
+        "skip that still moves moments and the step counter",
+        [base("tree.select(applied, new_state, opt_state)", "new_state")],
+    ),
+    Mutant(
+        "29",
+        "accumulation in bfloat16",
+        [grads("accum_dtype or accumulation_dtype(leaf.dtype)", "accum_dtype or leaf.dtype")],
+    ),
+    Mutant(
+        "30",
+        "zeroing inside the loop: only the last microbatch survives",
+        [grads(ADD, "sums[index] = grad")],
+    ),
+    Mutant(
+        "31",
+        "copying instead of adding: only the first survives",
+        [grads(ADD, "sums[index] = grad if so_far is None else so_far")],
+    ),
+    Mutant(
+        "32",
+        "the last microbatch added after the reduction",
+        [
+            step(
+                REDUCED,
+                "early, late = (\n"
+                "            accumulate(counted_loss_fn, theta, part, weight_fn=None, **known, **how)[0]\n"
+                "            for part in (microbatches[:-1], microbatches[-1:])\n"
+                "        )\n        "
+                + REDUCED.replace(
+                    "\n", "\n        grads = tree.map(torch.add, psum(early, axis), late)\n", 1
+                ),
+            )
+        ],
+    ),
+    Mutant(
+        "33",
+        "the first step taken after a single microbatch",
+        [
+            step(PER_STEP, PER_STEP + "    taken: list[bool] = []\n"),
+            step(
+                ENTRY,
+                ENTRY
+                + "        microbatches = microbatches if taken else microbatches[:1]\n"
+                + "        taken.append(True)\n",
+            ),
+        ],
+    ),
+    Mutant(
+        "34",
+        "a short tail divided by the full K",
+        [grads(SEED, LOCAL_MEAN + " / 4")],
+    ),
+    Mutant(
+        "35",
+        "a tail that leaks into the next group",
+        [
+            step(PER_STEP, PER_STEP + "    left: list[Any] = []\n"),
+            step(
+                ENTRY,
+                ENTRY
+                + "        microbatches = [*left, *microbatches]\n"
+                + "        left[:] = microbatches[-1:]\n",
+            ),
+        ],
+    ),
+    Mutant(
+        "36a",
+        "non-finite check after the optimizer has moved",
+        [
+            step(SKIP, "pass"),
+            step(
+                "        metrics = StepMetrics(",
+                '        if on_nonfinite == "skip":\n'
+                "            applied = applied & tree.all_finite(new_params)\n"
+                "            new_params = tree.select(applied, new_params, params)\n"
+                "        metrics = StepMetrics(",
+            ),
+        ],
+    ),
+    Mutant(
+        "36b",
+        "non-finite check on one rank alone",
+        [step(SKIP, "applied = applied & tree.all_finite(sums[0])")],
+    ),
+    Mutant(
+        "37",
+        "reduction at every microbatch: right values, K times the traffic",
+        [
+            step(SUMS, "sums: Any = None"),
+            step(
+                "grads, loss, carried = psum(sums, axis)\n        total, aux = carried or (no_count(device), ())\n\n        grad_scale",
+                "for part in [[m] for m in microbatches] or [[]]:\n"
+                "            one = psum(accumulate(counted_loss_fn, theta, part, weight_fn=None, **known, **how), axis)\n"
+                "            sums = one if sums is None else tree.map(torch.add, sums, one)\n"
+                "        grads, loss, carried = sums\n"
+                "        total, aux = carried or (no_count(device), ())\n\n        grad_scale",
+            ),
+        ],
+    ),
+    Mutant(
+        "39a",
+        "tokens off by K",
+        [step(STEP_TOKENS, STEP_TOKENS.replace(",", " * len(microbatches),", 1))],
+    ),
+    Mutant(
+        "39b",
+        "tokens counting padding",
+        [
+            step(
+                STEP_TOKENS,
+                STEP_TOKENS.replace(
+                    "total.num_tokens",
+                    "0 * total.num_tokens + sum(\n"
+                    '                (weight_fn or (lambda m: m["w"]))(m).numel() for m in microbatches\n'
+                    "            )",
+                    1,
+                ),
+            )
+        ],
+    ),
+    Mutant(
+        "40a",
+        "norm of one rank",
+        [step(GRAD_NORM, "grad_norm=_over(tree.global_norm(sums[0]), grad_scale)")],
+    ),
+    Mutant(
+        "40b",
+        "norm summed over microbatches",
+        [step(GRAD_NORM, GRAD_NORM + " * max(1, len(microbatches))")],
+    ),
+    Mutant(
+        "41",
+        "loss averaged over ranks instead of tokens",
+        [
+            step(
+                STEP_LOSS,
+                "loss=psum(sums[1] * total.num_tokens / divisor(sums[2][0].num_tokens), axis)"
+                " / axis.size if sums[2] else loss",
+            )
+        ],
+    ),
+    Mutant(
+        "42",
+        "NaN logged by a rank without valid tokens",
+        [
+            step(
+                STEP_LOSS,
+                "loss=psum(sums[1] * total.num_tokens / sums[2][0].num_tokens, axis)"
+                " / axis.size if sums[2] else loss",
+            )
+        ],
+    ),
+]
+
+NOT_YET = {
+    "7": "context-parallel ranks: needs an axis over several dimensions",
+    "8": "tensor-parallel replicas: needs an axis over several dimensions",
+    "12": "world size for data-parallel size: needs an axis over several dimensions",
+    "25": "the same random key for two microbatches: needs `ps.random`",
+    "38": "different numbers of microbatches per rank: needs ranks that run different programs",
+}
+
+
+def build(patches: list[Patch]) -> System:
+    """purestep with these words replaced, loaded from source beside the real one."""
+    mutated: dict[str, ModuleType] = {}
+    with _restored(MODULES):
+        for name in MODULES:
+            real = importlib.import_module(name)
+            source = inspect.getsource(real)
+            for patch in patches:
+                if patch.module == name:
+                    if source.count(patch.old) != 1:
+                        raise ValueError(
+                            f"{name} does not have these words exactly once: {patch.old}"
+                        )
+                    source = source.replace(patch.old, patch.new)
+            module = ModuleType(name)
+            module.__file__ = f"<mutant of {name}>"
+            exec(compile(source, module.__file__, "exec"), module.__dict__)
+            # Types are shared: an Optimizer of the tests is an Optimizer of the mutant.
+            module.__dict__.update({k: v for k, v in vars(real).items() if isinstance(v, type)})
+            sys.modules[name] = mutated[name] = module
+    flow = mutated["purestep.step"]
+    return System(flow.make_update_step, flow.make_eval_step)
+
+
+@contextmanager
+def _restored(names: list[str]) -> Iterator[None]:
+    before = {name: importlib.import_module(name) for name in names}
+    try:
+        yield
+    finally:
+        sys.modules.update(before)
+
+
+def theorems() -> dict[str, list[Theorem]]:
+    """Every theorem about a step, by its number."""
+    found: dict[str, list[Theorem]] = {}
+    for file in THEOREM_FILES:
+        for value in vars(importlib.import_module(f"proofs.{file}")).values():
+            if isinstance(value, Theorem):
+                found.setdefault(value.name, []).append(value)
+    return found
+
+
+def killers(mutant: Mutant) -> list[str]:
+    """The theorems that reject this mutant."""
+    system = build(mutant.patches)
+    return [
+        name
+        for name, claims in theorems().items()
+        if any(claim.rejects(system) for claim in claims)
+    ]
+
+
+def row(mutant: Mutant, killed_by: list[str]) -> str:
+    """One line of the table."""
+    cells = ["x" if name in killed_by else " " for name in theorems()]
+    return f"| {mutant.number} | {mutant.bug} | {' | '.join(cells)} |"
+
+
+def table(rows: list[str]) -> str:
+    """The whole table."""
+    names = list(theorems())
+    head = [f"| | bug | {' | '.join(names)} |", f"|---|---|{'|'.join([':-:'] * len(names))}|"]
+    return "\n".join([*head, *rows])
+
+
+def main() -> None:
+    """Writes the table between its marks."""
+    rows = [row(mutant, killers(mutant)) for mutant in MUTANTS]
+    before, rest = README.read_text().split("<!-- mutants -->\n")[:2]
+    after = rest.split("<!-- end -->\n")[1]
+    README.write_text(f"{before}<!-- mutants -->\n{table(rows)}\n<!-- end -->\n{after}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,39 @@
+"""Every mutant is rejected, the unchanged source is not, and the table in README.md tells who rejects whom."""
+
+from __future__ import annotations
+
+import pytest
+
+from proofs import mutants
+from proofs.mutants import MUTANTS, NOT_YET, README, Mutant
+
+
+def test_unchanged_source_is_a_satisfying_system() -> None:
+    """What mutants are built from satisfies every theorem: they die of their patches alone."""
+    assert mutants.killers(Mutant("0", "none", [])) == []
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.number)
+def test_rejected(mutant: Mutant) -> None:
+    """At least one theorem rejects it, and the table says which."""
+    killed_by = mutants.killers(mutant)
+    assert killed_by, f"mutant {mutant.number} survives ({mutant.bug}): the proofs have a hole"
+    expected = mutants.row(mutant, killed_by)
+    assert expected in README.read_text().splitlines(), "run python -m proofs.mutants"
+
+
+def test_table_is_complete() -> None:
+    """Forty-two bugs: each has a mutant, or a reason why it cannot be expressed yet."""
+    numbers = {int(mutant.number.rstrip("ab")) for mutant in MUTANTS} | set(map(int, NOT_YET))
+    assert numbers == set(range(1, 43))
+    lines = README.read_text().splitlines()
+    assert sum(
+        line.startswith(tuple(f"| {m.number} | " for m in MUTANTS)) for line in lines
+    ) == len(MUTANTS)
+    assert all(any(f"{number}: {why}" in line for line in lines) for number, why in NOT_YET.items())
+
+
+def test_patch_that_does_not_fit_is_an_error() -> None:
+    """A mutant that changes nothing would pass for a satisfying system."""
+    with pytest.raises(ValueError, match="exactly once"):
+        mutants.build([mutants.step("words that are not there", "")])
