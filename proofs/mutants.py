@@ -82,6 +82,7 @@ STEP_LOSS = "loss=_over(loss, grad_scale)"
 STEP_TOKENS = "num_tokens=total.num_tokens,\n            num_microbatches=total.num_microbatches,\n            grad_norm"
 GRAD_NORM = "grad_norm=_over(tree.global_norm(grads), grad_scale)"
 SKIP = "applied = applied & tree.all_finite(grads)"
+SELECTED = "tree.select(applied, update(grads, opt_state, params, grad_scale=grad_scale), state)"
 PER_STEP = "    transit = transition(optimizer, donate=donate)\n"
 ENTRY = "        theta = pvary(params, axis)\n"
 
@@ -243,15 +244,22 @@ MUTANTS = [
         "skip by multiplication: one NaN poisons everything after",
         [
             base(
-                "tree.select(applied, new_params, params)",
-                "tree.map(lambda a, b: applied * a + ~applied * b, new_params, params)",
+                SELECTED,
+                "tree.map(lambda a, b: applied * a + ~applied * b, "
+                "update(grads, opt_state, params, grad_scale=grad_scale), state)",
             )
         ],
     ),
     Mutant(
         "28",
         "skip that still moves moments and the step counter",
-        [base("tree.select(applied, new_state, opt_state)", "new_state")],
+        [
+            base(
+                SELECTED,
+                "(lambda new: (tree.select(applied, new[0], params), new[1]))"
+                "(update(grads, opt_state, params, grad_scale=grad_scale))",
+            )
+        ],
     ),
     Mutant(
         "29",

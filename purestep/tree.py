@@ -58,12 +58,16 @@ def map(func: Callable[..., Any], tree: Tree, *rest: Tree) -> Tree:
     others = []
     for other in rest:
         other_leaves, other_structure = flatten(other)
-        if other_structure != structure:
-            raise ValueError(
-                f"trees differ in structure: {describe(structure)} against {describe(other_structure)}"
-            )
+        _check_same(structure, other_structure)
         others.append(other_leaves)
     return unflatten(structure, [func(*column) for column in zip(leaves, *others, strict=True)])
+
+
+def _check_same(structure: Structure, other: Structure) -> None:
+    if other != structure:
+        raise ValueError(
+            f"trees differ in structure: {describe(structure)} against {describe(other)}"
+        )
 
 
 def paths(tree: Tree, name: str) -> list[str]:
@@ -87,8 +91,19 @@ def zeros_like(tree: Tree) -> Tree:
 
 
 def select(condition: Tensor, chosen: Tree, other: Tree) -> Tree:
-    """``chosen`` where the scalar ``condition`` holds, else ``other``: fresh tensors, never a product."""
-    return map(lambda a, b: torch.where(condition, a, b), chosen, other)
+    """``chosen`` where the scalar ``condition`` holds, else ``other``: fresh tensors, never a product.
+
+    Hands over ``chosen`` leaf by leaf: where the caller keeps no hold of it, one leaf is alive twice, not
+    the tree.
+    """
+    chosen_leaves, structure = flatten(chosen)
+    del chosen
+    other_leaves, other_structure = flatten(other)
+    _check_same(structure, other_structure)
+    selected = []
+    for leaf in reversed(other_leaves):
+        selected.append(torch.where(condition, chosen_leaves.pop(), leaf))
+    return unflatten(structure, selected[::-1])
 
 
 def global_norm(tree: Tree) -> Tensor:

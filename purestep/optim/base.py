@@ -186,10 +186,10 @@ def transition(optimizer: Optimizer, *, donate: bool) -> Transition:
         grad_scale: Tensor | None,
         applied: Tensor,
     ) -> tuple[Params, OptState]:
-        new_params, new_state = update(grads, opt_state, params, grad_scale=grad_scale)
-        return (
-            tree.select(applied, new_params, params),
-            tree.select(applied, new_state, opt_state),
+        state = (params, opt_state)
+        return cast(
+            "tuple[Params, OptState]",
+            tree.select(applied, update(grads, opt_state, params, grad_scale=grad_scale), state),
         )
 
     def consuming(

@@ -1,0 +1,67 @@
+"""A GPT as two plain functions of a dict of tensors: ``init`` and ``apply``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from einops import rearrange
+from torch import Tensor
+from torch.nn import functional
+
+
+@dataclass(frozen=True)
+class Config:
+    """The sizes of the model."""
+
+    vocabulary: int = 256
+    context: int = 160
+    layers: int = 2
+    heads: int = 4
+    width: int = 64
+
+
+def init(
+    config: Config, generator: torch.Generator, dtype: torch.dtype = torch.float32
+) -> dict[str, Any]:
+    """Parameters: normal, narrower where residual branches end; the embedding is the output layer too."""
+
+    def normal(*shape: int, std: float = 0.02) -> Tensor:
+        return (std * torch.randn(shape, generator=generator, dtype=torch.float64)).to(dtype)
+
+    width, branch = config.width, 0.02 / (2 * config.layers) ** 0.5
+    return {
+        "embedding": normal(config.vocabulary, width),
+        "position": normal(config.context, width),
+        "layers": [
+            {
+                "norms": torch.ones(2, width, dtype=dtype),
+                "qkv": normal(width, 3 * width),
+                "out": normal(width, width, std=branch),
+                "up": normal(width, 4 * width),
+                "down": normal(4 * width, width, std=branch),
+            }
+            for _ in range(config.layers)
+        ],
+        "norm": torch.ones(width, dtype=dtype),
+    }
+
+
+def apply(config: Config, params: dict[str, Any], tokens: Tensor) -> Tensor:
+    """Logits for the token after each of ``tokens``, which is ``(batch, time)``."""
+    x = functional.embedding(tokens, params["embedding"]) + params["position"][: tokens.shape[1]]
+    for layer in params["layers"]:
+        qkv = _norm(x, layer["norms"][0]) @ layer["qkv"]
+        query, key, value = rearrange(
+            qkv, "batch time (three head d) -> three batch head time d", three=3, head=config.heads
+        )
+        mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        x = x + rearrange(mixed, "batch head time d -> batch time (head d)") @ layer["out"]
+        x = x + functional.gelu(_norm(x, layer["norms"][1]) @ layer["up"]) @ layer["down"]
+    embedding: Tensor = params["embedding"]
+    return _norm(x, params["norm"]) @ embedding.T
+
+
+def _norm(x: Tensor, scale: Tensor) -> Tensor:
+    return functional.layer_norm(x, x.shape[-1:]) * scale

@@ -1,0 +1,3 @@
+"""The tests draw their cases as the proofs do."""
+
+import proofs.strategies  # noqa: F401

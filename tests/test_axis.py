@@ -1,0 +1,91 @@
+"""Axes: what they refuse, and how they behave beside the laws of T11."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+
+import purestep as ps
+
+
+def test_outside_of_map() -> None:
+    axis = ps.VmapAxis(2)
+    with pytest.raises(
+        RuntimeError, match=r"VmapAxis\(2\) has ranks only while it maps.*axis\.map"
+    ):
+        ps.psum(torch.ones(2), axis)
+    with pytest.raises(RuntimeError, match="has ranks only while it maps"):
+        _ = axis.index
+
+
+def test_an_error_inside_leaves_the_axis_usable() -> None:
+    axis = ps.VmapAxis(2)
+
+    def fails(x: torch.Tensor) -> torch.Tensor:
+        raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        axis.map(fails)(torch.ones(2))
+    with pytest.raises(RuntimeError, match="has ranks only while it maps"):
+        ps.psum(torch.ones(2), axis)
+    assert axis.map(lambda x: ps.psum(x, axis), out_dims=None)(torch.ones(2)) == 2
+
+
+def test_size() -> None:
+    with pytest.raises(ValueError, match=r"VmapAxis\(size=0\): an axis has at least one rank"):
+        ps.VmapAxis(0)
+
+
+def test_out_dims_none_must_be_the_same_everywhere() -> None:
+    axis = ps.VmapAxis(3)
+    with pytest.raises(ValueError, match="not the same on all 3 ranks: psum it"):
+        axis.map(lambda x: x, out_dims=None)(torch.arange(3))
+
+
+def test_dims_that_do_not_fit() -> None:
+    axis = ps.VmapAxis(3)
+    with pytest.raises(ValueError, match=r"in_dims=\(\{'b': 0\},\) does not fit .*'a'"):
+        axis.map(lambda x: x, in_dims=({"b": 0},))({"a": torch.arange(3)})
+    with pytest.raises(ValueError, match="out_dims="):
+        axis.map(lambda x: x, out_dims=(0, 0))(torch.arange(3))
+
+
+def test_trees_with_dims_of_their_own() -> None:
+    axis = ps.VmapAxis(2)
+    batch = {"x": torch.arange(6).view(3, 2), "shared": torch.tensor(10)}
+    mapped = axis.map(
+        lambda batch: {"sum": ps.psum(batch["x"], axis), "mine": batch["x"] + batch["shared"]},
+        in_dims=({"x": 1, "shared": None},),
+        out_dims={"sum": None, "mine": 1},
+    )
+    result = mapped(batch)
+    assert torch.equal(result["sum"], batch["x"].sum(1))
+    assert torch.equal(result["mine"], batch["x"] + 10)
+
+
+@pytest.mark.parametrize(("tiled", "wanted"), [(False, "exactly 2"), (True, "a multiple of 2")])
+def test_scatter_needs_an_entry_for_each_rank(tiled: bool, wanted: str) -> None:
+    axis = ps.VmapAxis(2)
+    with pytest.raises(ValueError, match=rf"along dim=0 needs {wanted} entries .*\(3,\)"):
+        axis.map(lambda x: ps.psum_scatter(x, axis, tiled=tiled))(torch.ones(2, 3))
+
+
+def test_threads_do_not_meet() -> None:
+    """One axis object mapped by two threads at once: each has its own ranks."""
+    axis, barrier, totals = ps.VmapAxis(2), threading.Barrier(2), {}
+
+    def work(value: float) -> None:
+        def rank(x: torch.Tensor) -> torch.Tensor:
+            barrier.wait(timeout=10)
+            return ps.psum(x, axis)
+
+        totals[value] = float(axis.map(rank, out_dims=None)(torch.full((2,), value)))
+
+    threads = [threading.Thread(target=work, args=(value,)) for value in (1.0, 10.0)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=20)
+    assert totals == {1.0: 2.0, 10.0: 20.0}

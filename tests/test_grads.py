@@ -1,0 +1,174 @@
+"""Reverse mode and accumulation: what they refuse, and parts of their contracts beside T1 to T9."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import optree
+import pytest
+import torch
+from torch import Tensor
+
+import purestep as ps
+from purestep import tree
+
+
+def weight_fn(microbatch: Tensor) -> Tensor:
+    return torch.ones_like(microbatch)
+
+
+def test_only_scalars_have_gradients() -> None:
+    with pytest.raises(ValueError, match=r"shape \(3,\)\. Perhaps it returns aux as well"):
+        ps.grad_and_value(lambda x: x)(torch.ones(3))
+    with pytest.raises(ValueError, match="the function gave tuple"):
+        ps.grad_and_value(lambda x: (x.sum(), x))(torch.ones(3))
+    with pytest.raises(ValueError, match=r"must return \(value, aux\), got Tensor"):
+        ps.grad_and_value(lambda x: x.sum(), has_aux=True)(torch.ones(3))
+
+
+def test_argnums() -> None:
+    def f(x: Tensor, y: Tensor) -> Tensor:
+        return (x * y * y).sum()
+
+    x, y = torch.tensor(2.0), torch.tensor(3.0)
+    assert ps.grad_and_value(f, argnums=-1)(x, y)[0] == 12
+    assert ps.grad_and_value(f, argnums=(1, 0))(x, y)[0] == (12, 9)
+    with pytest.raises(ValueError, match="argnums=2 needs more than the 2 arguments"):
+        ps.grad_and_value(f, argnums=2)(x, y)
+
+
+def test_registered_classes_and_none() -> None:
+    dataclass: Any = optree.dataclasses.dataclass
+
+    @dataclass(namespace=tree.NAMESPACE)
+    class Affine:
+        weight: Tensor
+        bias: Tensor | None = None
+
+    grads, value = ps.grad_and_value(lambda p: (p.weight**2).sum())(Affine(torch.tensor([3.0])))
+    assert value == 9
+    assert torch.equal(grads.weight, torch.tensor([6.0]))
+    assert grads.bias is None
+
+
+def test_accumulate_is_a_plain_sum_without_a_count() -> None:
+    grads, loss, aux = ps.accumulate(
+        lambda w, m: w * m,
+        torch.tensor(2.0),
+        [torch.tensor([1.0, 2.0]), torch.tensor([4.0])],
+        weight_fn=weight_fn,
+    )
+    assert (float(grads), float(loss), aux) == (7.0, 14.0, ())
+
+
+def test_unused_leaves_and_empty_groups_are_exact_zeros() -> None:
+    params = {"used": torch.tensor(2.0), "unused": torch.ones(3, dtype=torch.bfloat16)}
+    for group in ([torch.tensor([1.0])], []):
+        grads, _, _ = ps.accumulate(lambda p, m: p["used"] * m, params, group, weight_fn=weight_fn)
+        assert torch.equal(grads["unused"], torch.zeros(3))
+        assert grads["unused"].dtype == torch.float32
+
+
+@pytest.mark.parametrize("asked", [None, torch.float32, torch.float64])
+def test_accum_dtype(asked: torch.dtype | None) -> None:
+    params = [
+        torch.ones(2, dtype=dtype) for dtype in (torch.bfloat16, torch.float32, torch.float64)
+    ]
+    group = [torch.ones(2), torch.ones(2)]
+    grads, loss, _ = ps.accumulate(
+        lambda p, m: sum(p) * m, params, group, weight_fn=weight_fn, accum_dtype=asked
+    )
+    wide = [torch.float32, torch.float32, torch.float64]
+    assert [grad.dtype for grad in grads] == [asked or own for own in wide]
+    assert loss.dtype == torch.float64
+
+
+def per_example_clipping(func: Any, argnums: Any = 0, has_aux: bool = False) -> Any:
+    """A reverse mode of one's own, as differential privacy needs it: every example clipped, then summed."""
+
+    def grads_and_value(leaves: list[Tensor], batch: Tensor) -> Any:
+        each, (value, aux) = torch.vmap(
+            torch.func.grad_and_value(lambda one, x: func(one, x[None]), has_aux=True), (None, 0)
+        )(leaves, batch)
+        norms = torch.stack([grad.flatten(1).norm(dim=1) for grad in each]).norm(dim=0)
+        factor = (1 / norms).clamp(max=1)
+        return [(grad.T * factor).T.sum(0) for grad in each], (value.sum(), aux)
+
+    return grads_and_value
+
+
+def test_any_grad_and_value() -> None:
+    """One that does as it likes with its inputs still has its gradients added up."""
+    params, group = {"w": torch.zeros(2)}, [torch.tensor([[3.0, 4.0]]), torch.tensor([[0.3, 0.4]])]
+    grads, _, _ = ps.accumulate(
+        lambda p, x: x @ p["w"],
+        params,
+        group,
+        weight_fn=lambda x: torch.ones(len(x)),
+        grad_and_value=per_example_clipping,
+    )
+    assert torch.allclose(grads["w"], torch.tensor([0.9, 1.2]))
+
+
+def test_aux_sums_wide() -> None:
+    """Flags are counted, halves are summed in float32; None is no aux."""
+
+    def loss_fn(w: Tensor, m: Tensor) -> ps.LossTerms:
+        return ps.LossTerms(w * m, aux={"flag": m[0] > 0, "half": m[0].to(torch.float16)})
+
+    _, _, aux = ps.accumulate(
+        loss_fn, torch.tensor(1.0), [torch.ones(1)] * 3000, weight_fn=weight_fn
+    )
+    assert aux["flag"] == 3000
+    assert aux["half"] == 3000
+
+    def no_aux(w: Tensor, m: Tensor) -> ps.LossTerms:
+        return ps.LossTerms(w * m, aux=None)
+
+    assert ps.accumulate(no_aux, torch.tensor(1.0), [torch.ones(1)], weight_fn=weight_fn)[2] == ()
+
+
+def accumulate_one(terms: Any, **how: Any) -> Any:
+    """One microbatch of these terms."""
+    return ps.accumulate(
+        lambda w, m: terms, torch.ones(2), [torch.ones(2)], **{"weight_fn": weight_fn, **how}
+    )
+
+
+def test_refuses_aux_that_is_no_tensor() -> None:
+    with pytest.raises(
+        TypeError, match=r"LossTerms\.aux\['n'\] must be a tensor, got int; wrap it"
+    ):
+        accumulate_one(ps.LossTerms(torch.ones(2), aux={"n": 3}))
+
+
+def test_refuses_a_microbatch_term_per_token() -> None:
+    with pytest.raises(ValueError, match=r"microbatch must be a scalar, got shape \(2,\)"):
+        accumulate_one(ps.LossTerms(torch.ones(2), microbatch=torch.ones(2)))
+
+
+def test_refuses_a_microbatch_term_without_a_count() -> None:
+    with pytest.raises(ValueError, match='known before the backward pass: use normalize="loss"'):
+        accumulate_one(ps.LossTerms(torch.ones(2), microbatch=torch.ones(())))
+
+
+def test_weights_come_once() -> None:
+    with pytest.raises(ValueError, match="the weights come twice"):
+        accumulate_one(ps.LossTerms(torch.ones(2), weights=torch.ones(2)))
+    with pytest.raises(ValueError, match="weight_fn=None needs a loss_fn that returns LossTerms"):
+        accumulate_one(torch.ones(2), weight_fn=None)
+
+
+def test_the_function_that_is_differentiated_runs_once_per_microbatch() -> None:
+    """No forward pass is spent on counting."""
+    for how in ({"normalize": "loss"}, {"normalize": "grads"}):
+        calls = []
+
+        def loss_fn(w: Tensor, m: Tensor) -> Tensor:
+            calls.append(m)  # noqa: B023
+            return w * m
+
+        step = ps.make_update_step(loss_fn, ps.optim.sgd(0.1), weight_fn=weight_fn, **how)  # type: ignore[arg-type]
+        w = torch.tensor(1.0)
+        step(w, ps.optim.sgd(0.1).init(w), [torch.ones(2)] * 3)
+        assert len(calls) == 3

@@ -1,0 +1,119 @@
+"""What a step holds, and what it touches."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import purestep as ps
+from purestep import tree
+from tests.memory import LiveBytes, Touched
+
+LAYERS, WIDTH = 24, 64
+TREE = LAYERS * WIDTH * WIDTH * 4
+
+
+def network() -> list[Tensor]:
+    """Many equal layers, so that one leaf is a small part of the tree."""
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(WIDTH, WIDTH, generator=generator) / WIDTH**0.5 for _ in range(LAYERS)]
+
+
+def loss_fn(params: list[Tensor], batch: dict[str, Tensor]) -> Tensor:
+    """A deep network's squared output."""
+    x = batch["x"]
+    for weight in params:
+        x = torch.tanh(x @ weight)
+    return x.square().sum(-1)
+
+
+def weight_fn(batch: dict[str, Tensor]) -> Tensor:
+    """Every row is a token."""
+    return torch.ones(len(batch["x"]), dtype=torch.bool)
+
+
+def rows(count: int) -> dict[str, Tensor]:
+    """Inputs."""
+    return {"x": torch.randn(count, WIDTH, generator=torch.Generator().manual_seed(count))}
+
+
+def test_the_counter_counts() -> None:
+    """What is made counts while it is alive; views, and what was there before, do not."""
+    before = torch.ones(1000)
+    with LiveBytes() as live:
+        view = before[10:]
+        made = view * 2
+        assert live.now == live.peak == 4 * 990
+        del made
+        assert live.now == 0
+    assert live.peak == 4 * 990
+
+
+def held(microbatches: int, **how: Any) -> float:
+    """The peak of accumulating, in gradient trees."""
+    with LiveBytes() as live:
+        result = ps.accumulate(
+            loss_fn, network(), [rows(2)] * microbatches, weight_fn=weight_fn, **how
+        )
+        made = sum(leaf.numel() * 4 for leaf in tree.leaves_of(result[0]))
+    assert made == TREE
+    return (live.peak - TREE) / TREE  # the network itself was made inside
+
+
+def test_accumulating_holds_one_gradient_tree() -> None:
+    """At most 1.15 trees, for any number of microbatches, where returned gradients would make it two."""
+    assert 1 <= held(4) <= 1.15
+    assert held(16) == held(4)
+    assert held(4, grad_and_value=torch.func.grad_and_value) > 2
+
+
+def test_reverse_mode_frees_as_it_goes() -> None:
+    """``ps.grad_and_value`` peaks where ``.backward()`` does; ``torch.func`` needs twice as much."""
+    batch, peaks = rows(2048), {}
+    params = network()
+
+    def loss(params: list[Tensor]) -> Tensor:
+        return loss_fn(params, batch).sum()
+
+    def backward() -> None:
+        recorded = [leaf.requires_grad_() for leaf in map(torch.Tensor.detach, params)]
+        loss(recorded).backward()
+
+    for name, run in {
+        "backward": backward,
+        "purestep": lambda: ps.grad_and_value(loss)(params),
+        "torch.func": lambda: torch.func.grad_and_value(loss)(params),
+    }.items():
+        with LiveBytes() as live:
+            run()
+        peaks[name] = live.peak
+    assert peaks["purestep"] <= 1.05 * peaks["backward"]
+    assert peaks["torch.func"] >= 1.8 * peaks["backward"]
+
+
+@pytest.mark.parametrize("normalize", ["loss", "grads"])
+def test_normalising_takes_no_pass(normalize: Any) -> None:
+    """What touches a gradient: its making, its adding up, its norm, and the optimizer, which scales anyway."""
+    params, optimizer = network(), ps.optim.sgd(0.1)
+    step = ps.make_update_step(loss_fn, optimizer, weight_fn=weight_fn, normalize=normalize)
+    counts = {}
+    for microbatches in (1, 8):
+        with Touched(WIDTH * WIDTH) as touched:
+            step(params, optimizer.init(params), [rows(2)] * microbatches)
+        counts[microbatches] = touched.counts
+    matmul = {k: counts[k].pop("mm") for k in counts}
+    assert matmul[8] == 8 * matmul[1]
+    # A leaf's hook asks its gradient for a zero of the same kind; that reads nothing.
+    assert counts[1].pop("new_zeros") == LAYERS
+    assert counts[8].pop("new_zeros") == 8 * LAYERS
+    optimizer_and_norm = {
+        "linalg_vector_norm": LAYERS,
+        "mul": LAYERS,
+        "sub": LAYERS,
+        "where": LAYERS,
+    }
+    assert counts[1] == optimizer_and_norm
+    assert counts[8] == {**optimizer_and_norm, "add": 7 * LAYERS}

@@ -1,0 +1,118 @@
+"""The package as a whole: its import, its names, its README."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import pkgutil
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import purestep as ps
+
+ROOT = Path(__file__).parent.parent
+
+IMPORT = """
+import sys, time, random
+import torch, optree
+before = (torch.get_rng_state().sum(), torch.is_grad_enabled(), torch.get_default_dtype(),
+          torch.get_num_threads(), random.getstate(), set(sys.modules))
+start = time.perf_counter()
+import purestep
+seconds = time.perf_counter() - start
+after = (torch.get_rng_state().sum(), torch.is_grad_enabled(), torch.get_default_dtype(),
+         torch.get_num_threads(), random.getstate())
+assert before[:-1] == after, "importing purestep changed global state"
+new = {name.split(".")[0] for name in set(sys.modules) - before[-1]}
+assert new <= {"purestep", "einops"}, new
+print(seconds)
+"""
+
+
+def test_import_is_quick_and_silent() -> None:
+    """At most 0.1 s beyond torch and optree: the best of three, since machines are busy."""
+    seconds = []
+    for _ in range(3):
+        run = subprocess.run(
+            [sys.executable, "-W", "error", "-c", IMPORT],
+            capture_output=True, text=True, timeout=120, cwd=ROOT,
+        )  # fmt: skip
+        assert run.returncode == 0, run.stderr
+        assert run.stderr == ""
+        seconds.append(float(run.stdout))
+    assert min(seconds) <= 0.1
+
+
+def test_public_names_are_documented() -> None:
+    for namespace in (ps, ps.optim):
+        for name in namespace.__all__:
+            value = getattr(namespace, name)
+            if inspect.isclass(value) or inspect.isfunction(value) or inspect.ismodule(value):
+                assert (inspect.getdoc(value) or "").strip(), f"{name} has no docstring"
+
+
+def test_functions_show_an_example() -> None:
+    """Every public function runs in its own docstring."""
+    for namespace in (ps, ps.optim, ps.losses):
+        for name, value in vars(namespace).items():
+            if (
+                inspect.isfunction(value)
+                and not name.startswith("_")
+                and value.__module__.startswith("purestep")
+            ):
+                assert ">>>" in (inspect.getdoc(value) or ""), f"{name} has no example"
+
+
+def test_imports_run_downward() -> None:
+    """Each module imports only from those before it."""
+    order = [
+        "types",
+        "tree",
+        "tokens",
+        "losses",
+        "batching",
+        "grads",
+        "axis",
+        "opaque",
+        "optim",
+        "step",
+        "examples",
+    ]
+    for file in (ROOT / "purestep").rglob("*.py"):
+        place = file.relative_to(ROOT / "purestep").with_suffix("").parts
+        if place == ("__init__",):
+            continue
+        source = file.read_text()
+        found = re.findall(r"^(?:from|import) purestep(?:\.(\w+))?(?: import (.*))?$", source, re.M)
+        names = {name or part.strip() for name, what in found for part in (what or name).split(",")}
+        above = {n for n in names if n in order and order.index(n) > order.index(place[0])}
+        assert not above, f"{'/'.join(place)} imports upward: {above}"
+
+
+def test_every_module_imports() -> None:
+    for module in pkgutil.walk_packages(ps.__path__, "purestep."):
+        assert importlib.import_module(module.name).__doc__, f"{module.name} says nothing of itself"
+
+
+BLOCKS = re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), re.S | re.M)
+
+
+assert BLOCKS
+
+
+@pytest.mark.parametrize("block", BLOCKS, ids=lambda block: block.split("\n")[0])
+def test_readme_runs(block: str) -> None:
+    """Each block of the README by itself."""
+    torch.manual_seed(0)
+    exec(compile(block, "README.md", "exec"), {"__name__": "readme"})
+
+
+def test_version_is_in_the_changelog() -> None:
+    version = re.search(r'^version = "(.*)"', (ROOT / "pyproject.toml").read_text(), re.M)
+    assert version
+    assert f"## {version[1]}" in (ROOT / "CHANGELOG.md").read_text()

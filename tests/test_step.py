@@ -1,0 +1,242 @@
+"""Every decision of the design that a user can run into, and the words they see."""
+
+from __future__ import annotations
+
+from collections import namedtuple
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+import purestep as ps
+from purestep import tree
+
+SGD = ps.optim.sgd(0.1)
+
+
+def loss_fn(params: Any, microbatch: dict[str, Tensor]) -> Tensor:
+    """(w x − y)², for each token."""
+    return (params["w"] * microbatch["x"] - microbatch["y"]).square()
+
+
+def weight_fn(microbatch: dict[str, Tensor]) -> Tensor:
+    """Every token the same."""
+    return torch.ones_like(microbatch["x"])
+
+
+PARAMS = {"w": torch.tensor(1.0)}
+MICROBATCH = {"x": torch.tensor([1.0, 2.0]), "y": torch.tensor([3.0, 5.0])}
+
+
+def step_with(loss: Any = loss_fn, optimizer: Any = SGD, **settings: Any) -> Any:
+    """One update with these settings."""
+    step = ps.make_update_step(loss, optimizer, **{"weight_fn": weight_fn, **settings})
+    return step(PARAMS, SGD.init(PARAMS), [MICROBATCH])
+
+
+@pytest.mark.parametrize("reduce", [torch.mean, torch.sum])
+def test_a_reduced_loss(reduce: Any) -> None:
+    with pytest.raises(
+        ValueError, match=r'shape \(\) against .*\(2,\).*one loss per token.*mean.*reduction="none"'
+    ):
+        step_with(lambda p, m: reduce(loss_fn(p, m)))
+
+
+def test_losses_of_another_shape_are_not_broadcast() -> None:
+    with pytest.raises(
+        ValueError, match=r"\(2, 1\) against weights of shape \(2,\).*never broadcast"
+    ):
+        step_with(lambda p, m: loss_fn(p, m)[:, None])
+    with pytest.raises(ValueError, match=r"\(2,\) against weights of shape \(1,\)"):
+        step_with(weight_fn=lambda m: torch.ones(1))
+
+
+@pytest.mark.parametrize("output", [3.0, None, torch.tensor([1, 2])])
+def test_a_loss_that_is_no_loss(output: Any) -> None:
+    with pytest.raises(TypeError, match="must return a floating point tensor, one loss per token"):
+        step_with(lambda p, m: output)
+
+
+def test_bad_weights() -> None:
+    with pytest.raises(ValueError, match="weights must be finite and not negative, but one is -1"):
+        step_with(weight_fn=lambda m: -weight_fn(m))
+
+
+Optax = namedtuple("Optax", "init update")
+
+
+class Batch(NamedTuple):
+    """A microbatch that is a tuple too."""
+
+    x: Tensor
+    y: Tensor
+
+
+@pytest.mark.parametrize(
+    ("microbatches", "found"),
+    [
+        (MICROBATCH, "dict"),
+        (torch.ones(2, 3), "Tensor"),
+        (Batch(torch.ones(2), torch.ones(2)), "Batch"),
+        (iter([MICROBATCH]), "list_iterator"),
+    ],
+)
+def test_what_is_no_sequence_of_microbatches(microbatches: Any, found: str) -> None:
+    step = ps.make_update_step(loss_fn, SGD, weight_fn=weight_fn)
+    with pytest.raises(TypeError, match=rf"got {found}: cut a stacked batch with ps\.split"):
+        step(PARAMS, SGD.init(PARAMS), microbatches)
+    with pytest.raises(TypeError, match=rf"got {found}"):
+        ps.make_eval_step(loss_fn, weight_fn=weight_fn)(PARAMS, microbatches)
+
+
+@pytest.mark.parametrize(
+    ("leaf", "found"),
+    [
+        (torch.tensor([1, 2]), "torch.int64"),
+        (torch.tensor(True), "torch.bool"),
+        (torch.ones(1, dtype=torch.complex64), "torch.complex64"),
+        (1.0, "float"),
+    ],
+)
+def test_params_that_have_no_gradient(leaf: Any, found: str) -> None:
+    params = {"layers": [{"w": torch.ones(())}, {"w": leaf}]}
+    step = ps.make_update_step(loss_fn, SGD, weight_fn=weight_fn)
+    with pytest.raises(
+        TypeError, match=rf"params\['layers'\]\[1\]\['w'\] is {found}, which has no grad"
+    ):
+        step(params, (), [])
+
+
+def test_no_params() -> None:
+    with pytest.raises(ValueError, match="params holds no tensors"):
+        ps.make_update_step(loss_fn, SGD)({"nothing": None}, (), [])
+
+
+def test_none_in_params_comes_back() -> None:
+    params = {"w": torch.tensor(1.0), "bias": None}
+    new, _, _ = ps.make_update_step(loss_fn, SGD, weight_fn=weight_fn)(
+        params, SGD.init(params), [MICROBATCH]
+    )
+    assert new["bias"] is None
+    assert new["w"] != 1
+
+
+def test_state_of_other_params() -> None:
+    optimizer = ps.optim.adamw(0.1)
+    step = ps.make_update_step(loss_fn, optimizer, weight_fn=weight_fn)
+    with pytest.raises(ValueError, match=r"trees differ in structure: .*'v'"):
+        step(PARAMS, optimizer.init({"v": torch.ones(())}), [MICROBATCH])
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "hint"),
+    [
+        (ps.optim.scale_by_adam(), r"got Transform: end the chain with one: ps\.optim\.chain"),
+        (
+            torch.optim.SGD([torch.ones(1)], lr=0.1),
+            r"got SGD: it owns its parameters; take a pure one",
+        ),
+        (Optax(None, None), "got Optax: a NamedTuple of init"),
+        (None, "got NoneType"),
+    ],
+)
+def test_what_is_no_optimizer(optimizer: Any, hint: str) -> None:
+    with pytest.raises(TypeError, match=hint):
+        ps.make_update_step(loss_fn, optimizer)
+
+
+def test_settings() -> None:
+    with pytest.raises(ValueError, match="normalize='mean' must be one of 'loss', 'grads'"):
+        step_with(normalize="mean")
+    with pytest.raises(ValueError, match="on_nonfinite='raise' must be one of 'propagate', 'skip'"):
+        step_with(on_nonfinite="raise")
+    with pytest.raises(
+        ValueError, match=r"accum_dtype=torch\.int64 must be a floating point dtype"
+    ):
+        step_with(accum_dtype=torch.int64)
+    with pytest.raises(
+        ValueError, match=r'weight_fn=None .* pass normalize="grads", or a weight_fn'
+    ):
+        step_with(weight_fn=None)
+    with pytest.raises(TypeError, match="loss_fn must be a function, got dict"):
+        ps.make_update_step({}, SGD)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="loss_fn must be a function, got int"):
+        ps.make_eval_step(3)  # type: ignore[arg-type]
+
+
+def test_aux_of_different_structure() -> None:
+    def changing(params: Any, microbatch: Any) -> ps.LossTerms:
+        losses = loss_fn(params, microbatch)
+        return ps.LossTerms(losses, aux={str(len(losses)): losses.sum()})
+
+    step = ps.make_update_step(changing, SGD, weight_fn=weight_fn)
+    other = {key: value[:1] for key, value in MICROBATCH.items()}
+    with pytest.raises(ValueError, match=r"trees differ in structure: .*'2'.* against .*'1'"):
+        step(PARAMS, SGD.init(PARAMS), [MICROBATCH, other])
+
+
+def test_metrics() -> None:
+    """Σ w ℓ / N, N, ‖∇L‖ and the rest, by hand."""
+    _, _, metrics = step_with()
+    assert metrics.loss == (4 + 9) / 2
+    assert metrics.num_tokens == 2
+    assert metrics.num_microbatches == 1
+    assert metrics.grad_norm == abs((2 * -2 * 1 + 2 * -3 * 2) / 2)
+    assert metrics.applied
+    assert metrics.aux == ()
+    assert all(isinstance(leaf, Tensor) for leaf in tree.leaves_of(metrics))
+
+
+@pytest.mark.parametrize("normalize", ["loss", "grads"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision(dtype: torch.dtype, normalize: Any) -> None:
+    """Params keep their dtype; losses, their sum and the gradients' norm are float32."""
+    params = {"w": torch.ones(2, 2, dtype=dtype)}
+    optimizer = ps.optim.adamw(0.1)
+    step = ps.make_update_step(
+        lambda p, m: (m @ p["w"]).sum(-1),
+        optimizer,
+        weight_fn=lambda m: m[:, 0] > 0,
+        normalize=normalize,
+    )
+    new, state, metrics = step(params, optimizer.init(params), [torch.ones(3, 2, dtype=dtype)])
+    assert new["w"].dtype == dtype
+    assert metrics.loss.dtype == metrics.grad_norm.dtype == torch.float32
+    assert {leaf.dtype for leaf in tree.leaves_of(state)} == {torch.int64, torch.float32}
+    assert metrics.loss == 4
+
+
+def test_microbatches_of_any_container_and_shape() -> None:
+    step = ps.make_update_step(loss_fn, SGD, weight_fn=weight_fn)
+    parts = ({key: value[:1] for key, value in MICROBATCH.items()}, MICROBATCH)
+    state = SGD.init(PARAMS)
+    assert torch.equal(step(PARAMS, state, parts)[0]["w"], step(PARAMS, state, list(parts))[0]["w"])
+
+
+def test_flow_can_be_copied() -> None:
+    """The public parts, called in order, are the step."""
+    optimizer = ps.optim.adamw(0.1)
+    state = optimizer.init(PARAMS)
+    group = [MICROBATCH, MICROBATCH]
+    axis = ps.LocalAxis()
+    num_tokens = ps.psum(ps.count_tokens(group, weight_fn), axis)
+    sums = ps.accumulate(loss_fn, PARAMS, group, weight_fn=weight_fn, num_tokens=num_tokens)
+    grads, loss, _ = ps.psum(sums, axis)
+    params, _ = optimizer.update(grads, state, PARAMS)
+    expected, _, metrics = ps.make_update_step(loss_fn, optimizer, weight_fn=weight_fn)(
+        PARAMS, state, group
+    )
+    assert params["w"] == expected["w"]
+    assert loss == metrics.loss
+
+
+def test_donation_is_ignored_where_autograd_records() -> None:
+    """A tape still needs the old values."""
+    rate = torch.tensor(0.1, requires_grad=True)
+    step = ps.make_update_step(loss_fn, ps.optim.sgd(rate), weight_fn=weight_fn, donate=True)
+    params = {"w": torch.tensor(1.0, requires_grad=True)}
+    new, _, _ = step(params, SGD.init(params), [MICROBATCH])
+    new["w"].backward()
+    assert params["w"] == 1
+    assert rate.grad == 8

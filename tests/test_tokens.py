@@ -1,0 +1,71 @@
+"""Weights and their count."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+import purestep as ps
+
+
+def ones(microbatch: Tensor) -> Tensor:
+    return microbatch
+
+
+@pytest.mark.parametrize(
+    ("dtype", "count_dtype"),
+    [
+        (torch.bool, torch.int64),
+        (torch.uint8, torch.int64),
+        (torch.int32, torch.int64),
+        (torch.float32, torch.float64),
+        (torch.bfloat16, torch.float64),
+    ],
+)
+def test_counts_exactly(dtype: torch.dtype, count_dtype: torch.dtype) -> None:
+    """Also where the weights' own dtype could not hold the count."""
+    count = ps.count_tokens([torch.ones(1000, dtype=dtype), torch.ones(3, 5, dtype=dtype)], ones)
+    assert count == 1015
+    assert count.dtype == count_dtype
+
+
+def test_no_microbatch_has_no_tokens() -> None:
+    assert ps.count_tokens([]) == 0
+
+
+def test_mixed_weights() -> None:
+    assert ps.count_tokens([torch.tensor([True]), torch.tensor([0.5])], ones) == 1.5
+
+
+def test_weights_are_data() -> None:
+    """No gradient flows through a count."""
+    weights = torch.ones(3, requires_grad=True)
+    assert not ps.count_tokens([weights], ones).requires_grad
+
+
+@pytest.mark.parametrize("bad", [-1.0, float("nan"), float("inf")])
+def test_refuses_bad_weights(bad: float) -> None:
+    with pytest.raises(ValueError, match=f"must be finite and not negative, but one is {bad}"):
+        ps.count_tokens([torch.tensor([1.0, bad])], ones)
+    under_vmap = torch.vmap(lambda w: ps.count_tokens([w], ones))
+    with pytest.raises(ValueError, match=f"one is {bad}"):
+        under_vmap(torch.tensor([[1.0], [bad]]))
+
+
+def test_refuses_negative_integers() -> None:
+    with pytest.raises(ValueError, match="one is -2"):
+        ps.count_tokens([torch.tensor([1, -2])], ones)
+
+
+def test_refuses_what_is_no_tensor() -> None:
+    with pytest.raises(TypeError, match="one per token; got list"):
+        ps.count_tokens([[1, 2]], lambda microbatch: microbatch)
+    with pytest.raises(TypeError, match=r"got torch\.complex64"):
+        ps.count_tokens([torch.ones(2, dtype=torch.complex64)], ones)
+
+
+@pytest.mark.parametrize("microbatch", [{"target": torch.ones(2)}, torch.ones(2)])
+def test_label_weights_says_what_it_needs(microbatch: object) -> None:
+    with pytest.raises(ValueError, match=r"reads microbatch\['labels'\], but .* pass weight_fn="):
+        ps.label_weights(microbatch)

@@ -1,0 +1,69 @@
+"""Trees of tensors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import optree
+import pytest
+import torch
+
+from purestep import tree
+
+register: Any = optree.dataclasses.dataclass
+
+
+@register(namespace=tree.NAMESPACE)
+class Layer:
+    """A class of one's own."""
+
+    weight: torch.Tensor
+
+
+def test_map_knows_registered_classes() -> None:
+    make: Any = Layer
+    params = {"layer": make(torch.ones(2)), "none": None, "list": [torch.zeros(1)]}
+    doubled = tree.map(lambda a, b: a + b, params, params)
+    assert torch.equal(doubled["layer"].weight, torch.full((2,), 2.0))
+    assert doubled["none"] is None
+    assert tree.paths(params, "params") == ["params['layer'].weight", "params['list'][0]"]
+
+
+@pytest.mark.parametrize("other", [{"w": None}, {"w": {"v": 1}}, {"v": 1}, [1], {"w": 1, "x": 2}])
+def test_map_refuses_another_structure(other: object) -> None:
+    with pytest.raises(ValueError, match=r"trees differ in structure: {'w': \*} against"):
+        tree.map(lambda a, b: a, {"w": 1}, other)
+    with pytest.raises(ValueError, match="trees differ in structure"):
+        tree.select(torch.tensor(True), {"w": torch.ones(())}, other)
+
+
+def test_select_takes_bits_and_leaves_order() -> None:
+    chosen, other = (
+        [torch.tensor(1.0), torch.tensor(2)],
+        [torch.tensor(float("nan")), torch.tensor(7)],
+    )
+    assert tree.select(torch.tensor(True), chosen, other) == chosen
+    assert tree.select(torch.tensor(False), other, chosen) == chosen
+
+
+def test_global_norm() -> None:
+    leaves = {"a": torch.full((4,), 1e15), "b": torch.zeros(2, 0)}
+    assert tree.global_norm(leaves) == pytest.approx(2e15)
+    assert tree.global_norm({"half": torch.full((4,), 300.0, dtype=torch.float16)}) == 600
+    assert torch.equal(torch.func.grad(tree.global_norm)(torch.zeros(3)), torch.zeros(3))
+    assert tree.global_norm(()) == 0
+
+
+@pytest.mark.parametrize(
+    ("dtype", "wide"),
+    [
+        (torch.bool, torch.int64),
+        (torch.uint8, torch.int64),
+        (torch.float16, torch.float32),
+        (torch.bfloat16, torch.float32),
+        (torch.float64, torch.float64),
+    ],
+)
+def test_accumulation_dtype(dtype: torch.dtype, wide: torch.dtype) -> None:
+    assert tree.accumulation_dtype(dtype) == wide
+    assert tree.zeros_like([torch.ones(1).to(dtype)])[0].dtype == wide
