@@ -2,7 +2,7 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test proofs format clean
+.PHONY: demo test proofs bench format clean
 
 demo: .venv/installed
 	OMP_NUM_THREADS=2 $(BIN)/python -m purestep.examples.docstrings
@@ -15,6 +15,9 @@ test: .venv/installed
 
 proofs: .venv/installed
 	HYPOTHESIS_PROFILE=explore $(BIN)/pytest -q -n 2 proofs
+
+bench: .venv/installed
+	OMP_NUM_THREADS=2 $(BIN)/python benchmarks/batching.py
 
 format: .venv/installed
 	$(BIN)/ruff check --fix-only .

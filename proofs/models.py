@@ -60,11 +60,16 @@ def transformer_params(generator: torch.Generator, dtype: torch.dtype = torch.fl
 
 
 def transformer_loss(params: Params, batch: Batch) -> Tensor:
-    """Cross entropy of each next token: ``tokens`` and ``labels`` are ``(rows, length)``."""
+    """Cross entropy of each next token: ``tokens`` and ``labels`` are ``(rows, length)``.
+
+    Rows of several documents bring their own ``positions`` and ``mask``.
+    """
     tokens, labels = batch["tokens"], batch["labels"]
     length = tokens.shape[1]
-    x = functional.embedding(tokens, params["embedding"]) + params["position"][:length]
-    x = x + _attention(_norm(x, params["norms"][0]), params["attention"])
+    x = functional.embedding(tokens, params["embedding"])
+    x = x + params["position"][batch.get("positions", torch.arange(length))]
+    mask = batch.get("mask", torch.ones(length, length, dtype=torch.bool).tril())
+    x = x + _attention(_norm(x, params["norms"][0]), mask, params["attention"])
     hidden = functional.gelu(_norm(x, params["norms"][1]) @ params["feedforward"]["up"])
     x = x + hidden @ params["feedforward"]["down"]
     logits = _norm(x, params["norms"][2]) @ params["embedding"].T
@@ -79,13 +84,12 @@ def _norm(x: Tensor, scale: Tensor) -> Tensor:
     return functional.layer_norm(x, (WIDTH,)) * scale
 
 
-def _attention(x: Tensor, params: Params) -> Tensor:
+def _attention(x: Tensor, mask: Tensor, params: Params) -> Tensor:
     rows, length, _ = x.shape
     heads = (x @ params["qkv"]).view(rows, length, 3, HEADS, WIDTH // HEADS).transpose(1, 3)
     query, key, value = heads.unbind(2)
     scores = query @ key.transpose(-1, -2) / (WIDTH // HEADS) ** 0.5
-    causal = torch.ones(length, length, dtype=torch.bool).tril()
-    mixed = scores.masked_fill(~causal, float("-inf")).softmax(-1) @ value
+    mixed = scores.masked_fill(~mask, torch.finfo(x.dtype).min).softmax(-1) @ value
     return mixed.transpose(1, 2).reshape(rows, length, WIDTH) @ params["out"]
 
 

@@ -12,7 +12,9 @@ import importlib
 import inspect
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
+from multiprocessing import get_context
 from pathlib import Path
 from types import ModuleType
 from typing import NamedTuple
@@ -20,7 +22,15 @@ from typing import NamedTuple
 from proofs.theorem import System, Theorem
 
 README = Path(__file__).with_name("README.md")
-MODULES = ["purestep.tokens", "purestep.grads", "purestep.optim.base", "purestep.step"]
+MODULES = [
+    "purestep.tokens",
+    "purestep.batching.group",
+    "purestep.batching.pack",
+    "purestep.batching.prefetch",
+    "purestep.grads",
+    "purestep.optim.base",
+    "purestep.step",
+]
 THEOREM_FILES = [
     "test_t01_cut",
     "test_t02_ranks",
@@ -30,6 +40,7 @@ THEOREM_FILES = [
     "test_t06_purity",
     "test_t07_identity",
     "test_t13_donation",
+    "test_t14_repartition",
     "test_t17_denominators",
 ]
 
@@ -70,6 +81,11 @@ def step(old: str, new: str) -> Patch:
     return Patch("purestep.step", old, new)
 
 
+def batching(module: str, old: str, new: str) -> Patch:
+    """A patch of the way from examples to groups."""
+    return Patch(f"purestep.batching.{module}", old, new)
+
+
 SEED = "seed = seed / divisor(num_tokens).to(losses)"
 LOCAL_MEAN = "seed = seed / divisor(weights.sum()).to(losses)"
 COUNTED = "checked_weights(weight_fn(microbatch))"
@@ -80,7 +96,7 @@ ADD = "sums[index] = grad if so_far is None else so_far + grad"
 TERM = "torch.where(present, term, 0) / divisor(num_microbatches).to(losses)"
 STEP_LOSS = "loss=_over(loss, grad_scale)"
 STEP_TOKENS = "num_tokens=total.num_tokens,\n            num_microbatches=total.num_microbatches,\n            grad_norm"
-GRAD_NORM = "grad_norm=_over(tree.global_norm(grads), grad_scale)"
+GRAD_NORM = "grad_norm = _over(tree.global_norm(grads), grad_scale)"
 SKIP = "applied = applied & tree.all_finite(grads)"
 SELECTED = "tree.select(applied, update(grads, opt_state, params, grad_scale=grad_scale), state)"
 PER_STEP = "    transit = transition(optimizer, donate=donate)\n"
@@ -293,7 +309,7 @@ MUTANTS = [
         ],
     ),
     Mutant(
-        "33",
+        "33a",
         "the first step taken after a single microbatch",
         [
             step(PER_STEP, PER_STEP + "    taken: list[bool] = []\n"),
@@ -306,12 +322,34 @@ MUTANTS = [
         ],
     ),
     Mutant(
-        "34",
+        "33b",
+        "the first group handed over after a single microbatch",
+        [
+            batching(
+                "group",
+                "while len(self._taken) < self._k:",
+                "while len(self._taken) < (self._k if self.position else 1):",
+            )
+        ],
+    ),
+    Mutant(
+        "34a",
         "a short tail divided by the full K",
         [grads(SEED, LOCAL_MEAN + " / 4")],
     ),
     Mutant(
-        "35",
+        "34b",
+        "a short tail filled up to the full K",
+        [
+            batching(
+                "group",
+                "self.position += len(taken)",
+                "self.position += len(taken)\n        taken = (taken * self._k)[: self._k]",
+            )
+        ],
+    ),
+    Mutant(
+        "35a",
         "a tail that leaks into the next group",
         [
             step(PER_STEP, PER_STEP + "    left: list[Any] = []\n"),
@@ -321,6 +359,28 @@ MUTANTS = [
                 + "        microbatches = [*left, *microbatches]\n"
                 + "        left[:] = microbatches[-1:]\n",
             ),
+        ],
+    ),
+    Mutant(
+        "35b",
+        "a tail that leaks into the next group, in the stream",
+        [
+            batching(
+                "group",
+                "taken, self._taken = self._taken, []",
+                "taken, self._taken = self._taken, self._taken[-1:] if self._k > 1 else []",
+            )
+        ],
+    ),
+    Mutant(
+        "35c",
+        "a tail that is lost",
+        [
+            batching(
+                "group",
+                'if not taken or (len(taken) < self._k and self._last == "drop"):',
+                "if len(taken) < self._k:",
+            )
         ],
     ),
     Mutant(
@@ -379,9 +439,24 @@ MUTANTS = [
         ],
     ),
     Mutant(
+        "39c",
+        "tokens counting padding, on the host",
+        [
+            batching(
+                "prefetch",
+                "PrefetchedGroup(on_host, count(on_host, self.weight_fn), self)",
+                "PrefetchedGroup(\n"
+                "            on_host,\n"
+                "            count(on_host, lambda m: torch.ones_like(self.weight_fn(m))),\n"
+                "            self,\n"
+                "        )",
+            )
+        ],
+    ),
+    Mutant(
         "40a",
         "norm of one rank",
-        [step(GRAD_NORM, "grad_norm=_over(tree.global_norm(sums[0]), grad_scale)")],
+        [step(GRAD_NORM, "grad_norm = _over(tree.global_norm(sums[0]), grad_scale)")],
     ),
     Mutant(
         "40b",
@@ -439,10 +514,18 @@ def build(patches: list[Patch]) -> System:
             module.__file__ = f"<mutant of {name}>"
             exec(compile(source, module.__file__, "exec"), module.__dict__)
             # Types are shared: an Optimizer of the tests is an Optimizer of the mutant.
-            module.__dict__.update({k: v for k, v in vars(real).items() if isinstance(v, type)})
+            types = {k: v for k, v in vars(real).items() if isinstance(v, type)}
+            module.__dict__.update({} if "batching" in name else types)
             sys.modules[name] = mutated[name] = module
     flow = mutated["purestep.step"]
-    return System(flow.make_update_step, flow.make_eval_step)
+    return System(
+        flow.make_update_step,
+        flow.make_eval_step,
+        mutated["purestep.batching.group"].group,
+        mutated["purestep.batching.pack"].pack,
+        mutated["purestep.batching.pack"].balance,
+        mutated["purestep.batching.prefetch"].prefetch,
+    )
 
 
 @contextmanager
@@ -489,7 +572,8 @@ def table(rows: list[str]) -> str:
 
 def main() -> None:
     """Writes the table between its marks."""
-    rows = [row(mutant, killers(mutant)) for mutant in MUTANTS]
+    with ProcessPoolExecutor(mp_context=get_context("spawn")) as workers:
+        rows = list(map(row, MUTANTS, workers.map(killers, MUTANTS)))
     before, rest = README.read_text().split("<!-- mutants -->\n")[:2]
     after = rest.split("<!-- end -->\n")[1]
     README.write_text(f"{before}<!-- mutants -->\n{table(rows)}\n<!-- end -->\n{after}")

@@ -20,9 +20,15 @@ class System:
 
     make_update_step: Callable[..., Any]
     make_eval_step: Callable[..., Any]
+    group: Callable[..., Any]
+    pack: Callable[..., Any]
+    balance: Callable[..., Any]
+    prefetch: Callable[..., Any]
 
 
-PURESTEP = System(ps.make_update_step, ps.make_eval_step)
+PURESTEP = System(
+    ps.make_update_step, ps.make_eval_step, ps.group, ps.pack, ps.balance, ps.prefetch
+)
 
 
 @dataclass(frozen=True)

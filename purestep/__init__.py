@@ -14,7 +14,19 @@ from purestep.axis import (
     psum_scatter,
     pvary,
 )
-from purestep.batching import split
+from purestep.batching import (
+    BatchPlan,
+    DataExhausted,
+    balance,
+    group,
+    merge,
+    pack,
+    pack_documents,
+    plan,
+    prefetch,
+    segment_mask,
+    split,
+)
 from purestep.grads import accumulate, grad_and_value
 from purestep.step import make_eval_step, make_update_step
 from purestep.tokens import count_tokens, label_weights
@@ -35,7 +47,17 @@ __all__ = [
     "Params",
     "OptState",
     "Microbatch",
+    "BatchPlan",
+    "plan",
+    "balance",
+    "pack",
+    "pack_documents",
+    "segment_mask",
     "split",
+    "merge",
+    "group",
+    "DataExhausted",
+    "prefetch",
     "WeightFn",
     "label_weights",
     "count_tokens",

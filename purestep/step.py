@@ -106,6 +106,7 @@ def make_update_step(
         total, aux = carried or (no_count(device), ())
 
         grad_scale = None if known else divisor(total.num_tokens)
+        grad_norm = _over(tree.global_norm(grads), grad_scale)
         applied = total.num_tokens > 0
         if on_nonfinite == "skip":
             applied = applied & tree.all_finite(grads)
@@ -117,7 +118,7 @@ def make_update_step(
             loss=_over(loss, grad_scale),
             num_tokens=total.num_tokens,
             num_microbatches=total.num_microbatches,
-            grad_norm=_over(tree.global_norm(grads), grad_scale),
+            grad_norm=grad_norm,
             applied=applied,
             aux=aux,
         )

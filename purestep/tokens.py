@@ -60,7 +60,13 @@ def count_tokens(microbatches: Sequence[Microbatch], weight_fn: WeightFn = label
 def count(
     microbatches: Sequence[Microbatch], weight_fn: WeightFn, device: torch.device | None = None
 ) -> Count:
-    """Both denominators of this rank's group, on ``device``."""
+    """Both denominators of this rank's group, on ``device``.
+
+    A group that is on its way to the device (``prefetch``) brings its count from the host.
+    """
+    if hasattr(microbatches, "counted"):
+        counted = microbatches.counted(weight_fn)
+        return Count(*(value.to(device, non_blocking=True) for value in counted))
     total = no_count(device)
     for microbatch in microbatches:
         here = count_weights(checked_weights(weight_fn(microbatch)))

@@ -26,6 +26,7 @@ import purestep as ps
 from purestep import tree
 from purestep.examples import gpt
 
+Example = dict[str, Tensor]
 Batch = dict[str, Tensor]
 
 CONFIG = gpt.Config()
@@ -48,41 +49,34 @@ def docstrings() -> list[bytes]:
     return sorted(text.encode() for text in found if text and len(text) > 40)
 
 
-def batch_of(examples: list[bytes], length: int) -> Batch:
-    """Examples as one padded batch: each byte but the last, and the byte that follows it."""
-    tokens = torch.zeros(len(examples), length, dtype=torch.int64)
-    labels = torch.full((len(examples), length), -100)
-    for row, example in enumerate(examples):
-        data = torch.tensor(list(example[: length + 1]))
-        tokens[row, : len(data) - 1] = data[:-1]
-        labels[row, : len(data) - 1] = data[1:]
-    return {"tokens": tokens, "labels": labels}
+def example_of(text: bytes) -> Example:
+    """Each byte but the last, and the byte that follows it; as long as the model can see."""
+    data = torch.tensor(list(text[: CONFIG.context + 1]))
+    return {"tokens": data[:-1], "labels": data[1:]}
 
 
-def cut(examples: list[bytes], ranks: int, microbatches: int) -> list[Batch]:
-    """The same examples as microbatches with a leading dimension of ranks, each as long as it must be."""
-    size = len(examples) // microbatches
-    parts = [examples[k * size : (k + 1) * size] for k in range(microbatches)]
-    return [
-        tree.map(
-            lambda leaf: rearrange(leaf, "(rank b) time -> rank b time", rank=ranks),
-            batch_of(part, length_of(part)),
+def cut(examples: list[Example], ranks: int, max_tokens: int) -> list[Batch]:
+    """The examples packed into microbatches, each dealt out to the ranks, which are its leading dimension.
+
+    Ranks that are simulated hold the same shapes: rows are filled up with examples that have no labels.
+    """
+    ignored = {"tokens": torch.zeros(1, dtype=torch.int64), "labels": torch.full((1,), -100)}
+    microbatches = []
+    for packed in ps.pack(examples, max_tokens=max_tokens * ranks):
+        missing = -len(packed["tokens"]) % ranks
+        rows = [dict(zip(packed, row, strict=True)) for row in zip(*packed.values(), strict=True)]
+        (full,) = ps.pack([*rows, *[ignored] * missing], max_tokens=10**9)
+        microbatches.append(
+            tree.map(lambda leaf: rearrange(leaf, "(b rank) time -> rank b time", rank=ranks), full)
         )
-        for part in parts
-    ]
+    return microbatches
 
 
-def length_of(examples: list[bytes]) -> int:
-    """The longest of them, as far as the model can see."""
-    return min(CONFIG.context, max(map(len, examples)) - 1)
-
-
-def groups(corpus: list[bytes], size: int, generator: torch.Generator) -> Iterator[list[bytes]]:
-    """Random groups of docstrings, without end."""
+def shuffled(corpus: list[bytes], generator: torch.Generator) -> Iterator[Example]:
+    """Docstrings in random order, again and again."""
     while True:
-        order = torch.randperm(len(corpus), generator=generator).tolist()
-        for start in range(0, len(order) - size + 1, size):
-            yield [corpus[i] for i in order[start : start + size]]
+        for i in torch.randperm(len(corpus), generator=generator).tolist():
+            yield example_of(corpus[i])
 
 
 def loss_fn(params: Any, batch: Batch) -> Tensor:
@@ -93,7 +87,7 @@ def loss_fn(params: Any, batch: Batch) -> Tensor:
 def mean_of_means_weights(batch: Batch) -> Tensor:
     """The usual mistake as weights: however many tokens a microbatch has, together they weigh 1."""
     present = ps.label_weights(batch).to(torch.float64)
-    return present / present.sum()
+    return present / present.sum().clamp(min=1)
 
 
 def sample(params: Any, prompt: str, length: int, generator: torch.Generator) -> str:
@@ -151,22 +145,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--steps", type=int, default=180)
+    parser.add_argument("--examples", type=int, default=16, help="docstrings in one update")
     parser.add_argument("--ranks", type=int, default=2, help="simulated data-parallel ranks")
-    parser.add_argument("--microbatches", type=int, default=4, help="microbatches per rank")
-    parser.add_argument("--examples", type=int, default=2, help="docstrings per microbatch")
+    parser.add_argument("--max-tokens", type=int, default=256, help="per microbatch of a rank")
     parser.add_argument("--dtype", choices=["float64", "float32"], default="float64")
     parser.add_argument("--picture", type=Path, default=Path("docstrings.png"))
     options = parser.parse_args()
 
     dtype = getattr(torch, options.dtype)
-    size = options.ranks * options.microbatches * options.examples
     generator = torch.Generator().manual_seed(0)
     corpus = docstrings()
     print(f"{len(corpus)} docstrings of {min(map(len, corpus))} to {max(map(len, corpus))} bytes")
 
     schedule = ps.optim.warmup_cosine_decay_schedule(
-        0.0, 3e-3, options.steps // 10 + 1, options.steps + 1, 3e-4
+        0.0, 2e-3, options.steps // 10 + 1, options.steps + 1, 3e-4
     )
     matrices = tree.map(lambda leaf: leaf.ndim > 1, gpt.init(CONFIG, generator))
     optimizer = ps.optim.chain(
@@ -189,11 +182,11 @@ def main() -> None:
     distances: dict[str, list[float]] = {"mean of means": [], "purestep": []}
     seconds, tokens = 0.0, 0
 
-    stream = groups(corpus, size, generator)
+    stream = ps.group(shuffled(corpus, generator), options.examples)
     bar = tqdm(range(options.steps), unit="step")
     for _, examples in zip(bar, stream, strict=False):
-        whole = [batch_of(examples, length_of(examples))]
-        pieces = cut(examples, options.ranks, options.microbatches)
+        whole = ps.pack(examples, max_tokens=options.examples * CONFIG.context)
+        pieces = cut(examples, options.ranks, options.max_tokens)
         for name, step in steps.items():
             start = time.perf_counter()
             *state, metrics = step(*states[name], whole if name == "one large batch" else pieces)

@@ -16,7 +16,7 @@ class Config:
     """The sizes of the model."""
 
     vocabulary: int = 256
-    context: int = 160
+    context: int = 256
     layers: int = 2
     heads: int = 4
     width: int = 64
