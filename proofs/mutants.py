@@ -86,8 +86,8 @@ def batching(module: str, old: str, new: str) -> Patch:
     return Patch(f"purestep.batching.{module}", old, new)
 
 
-SEED = "seed = seed / divisor(num_tokens).to(losses)"
-LOCAL_MEAN = "seed = seed / divisor(weights.sum()).to(losses)"
+SEED = "seed = weights if num_tokens is None else weights.to(torch.float64) / divisor(num_tokens)"
+LOCAL_MEAN = SEED.replace("divisor(num_tokens)", "divisor(weights.sum())")
 COUNTED = "checked_weights(weight_fn(microbatch))"
 GLOBAL_COUNT = 'psum(count(microbatches, cast("WeightFn", weight_fn), device), axis)._asdict()'
 SUMS = "sums = accumulate(counted_loss_fn, theta, microbatches, weight_fn=None, **known, **how)"
@@ -106,7 +106,7 @@ MUTANTS = [
     Mutant(
         "1",
         "mean of microbatch means",
-        [grads(SEED, LOCAL_MEAN + " / divisor(num_microbatches).to(losses)")],
+        [grads(SEED, LOCAL_MEAN + " / divisor(num_microbatches)")],
     ),
     Mutant(
         "2",
@@ -175,12 +175,12 @@ MUTANTS = [
     Mutant(
         "14a",
         "divided by the number of microbatches as well",
-        [grads(SEED, SEED + " / divisor(num_microbatches).to(losses)")],
+        [grads(SEED, SEED + " / divisor(num_microbatches)")],
     ),
     Mutant(
         "14b",
         "multiplied by the number of microbatches",
-        [grads(SEED, SEED + " * divisor(num_microbatches).to(losses)")],
+        [grads(SEED, SEED + " * divisor(num_microbatches)")],
     ),
     Mutant(
         "15",
@@ -190,7 +190,10 @@ MUTANTS = [
     Mutant(
         "16",
         "loss normalised after the backward: metric right, gradient N times too large",
-        [grads(SEED, "pass"), step(STEP_LOSS, "loss=loss / divisor(total.num_tokens).to(loss)")],
+        [
+            grads(SEED, "seed = weights"),
+            step(STEP_LOSS, "loss=loss / divisor(total.num_tokens).to(loss)"),
+        ],
     ),
     Mutant(
         "17",
@@ -201,7 +204,7 @@ MUTANTS = [
     Mutant(
         "19",
         "normaliser dropped: the learning rate follows the token count",
-        [grads(SEED, "pass")],
+        [grads(SEED, "seed = weights")],
     ),
     Mutant(
         "20",

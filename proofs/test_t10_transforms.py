@@ -24,6 +24,9 @@ RECIPES: dict[str, Callable[[Tensor], ps.optim.Optimizer]] = {
     "sgd": lambda rate: ps.optim.sgd(rate),
     "momentum": lambda rate: ps.optim.sgd(rate, 0.9, nesterov=True, weight_decay=0.01),
     "adamw": lambda rate: ps.optim.adamw(rate),
+    "masked": lambda rate: ps.optim.adamw(
+        rate, weight_decay=0.1, mask=lambda params: tree.map(lambda leaf: leaf.ndim > 1, params)
+    ),
     "clipped": lambda rate: ps.optim.chain(
         ps.optim.clip_by_global_norm(0.5), ps.optim.adamw(rate, weight_decay=0.1)
     ),
@@ -158,7 +161,13 @@ def test_compile(how: dict[str, Any], backend: str) -> None:
     """``torch.compile(fullgraph=True)``: one graph, the same step."""
     torch.compiler.reset()
     optimizer = ps.optim.chain(
-        ps.optim.clip_by_global_norm(0.5), ps.optim.sgd(ps.optim.cosine_decay_schedule(0.1, 9), 0.9)
+        ps.optim.clip_by_global_norm(0.5),
+        ps.optim.sgd(
+            ps.optim.cosine_decay_schedule(0.1, 9),
+            momentum=0.9,
+            weight_decay=0.1,
+            mask=lambda params: tree.map(lambda leaf: leaf.ndim > 1, params),
+        ),
     )
     step = ps.make_update_step(models.transformer_loss, optimizer, **how)
     compiled = torch.compile(step, fullgraph=True, backend=backend)
@@ -174,6 +183,20 @@ def assert_compiled_same(actual: Any, expected: Any) -> None:
     for a, b in zip(tree.leaves_of(actual), tree.leaves_of(expected), strict=True):
         assert a.dtype == b.dtype
         assert ((a.double() - b.double()).abs() <= bound * b.double().abs().max()).all()
+
+
+def test_compile_of_a_whole_training() -> None:
+    """The step may be built inside of what is compiled, and differentiated there."""
+    torch.compiler.reset()
+    params, group = start(0), cut(text(0), [[0, 1], [2, 3]])
+
+    def final_loss(rate: Tensor) -> Tensor:
+        return train(rate, "momentum", params, group, 2)[0]["embedding"].sum()
+
+    rate = torch.tensor(0.01, dtype=torch.float64)
+    for function in (final_loss, torch.func.grad(final_loss)):
+        compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+        assert_compiled_same(compiled(rate), function(rate))
 
 
 def test_compile_on_ranks_and_in_ensembles() -> None:

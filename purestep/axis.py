@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
 
 import optree
 import torch
@@ -119,7 +119,7 @@ def psum_scatter(x: Tree, axis: Axis, dim: int = 0, *, tiled: bool = False) -> T
                 f"psum_scatter over {axis} along dim={dim} needs {wanted} {axis.size} entries there, "
                 f"one for each rank, but the shape is {tuple(leaf.shape)}"
             )
-        blocks = leaf.movedim(dim, 0)
+        blocks = _summable(leaf).movedim(dim, 0)
         if not tiled:
             return axis.apply("psum_scatter", blocks)
         blocks = rearrange(blocks, "(r d) ... -> r d ...", r=axis.size)
@@ -163,19 +163,27 @@ class VmapAxis:
     """
 
     def __init__(self, size: int) -> None:
-        if size < 1:
-            raise ValueError(f"VmapAxis(size={size}): an axis has at least one rank")
+        if not isinstance(size, int) or size < 1:
+            raise ValueError(
+                f"VmapAxis(size={size!r}): an axis has a whole number of ranks, at least one"
+            )
         self.size = size
         self._bound = threading.local()
 
     def map(
-        self, fn: Callable[..., Any], in_dims: InDims = 0, out_dims: OutDims = 0
+        self,
+        fn: Callable[..., Any],
+        in_dims: InDims = 0,
+        out_dims: OutDims = 0,
+        *,
+        randomness: Literal["error", "same", "different"] = "error",
     ) -> Callable[..., Any]:
         """``fn`` run by every rank.
 
         ``in_dims`` and ``out_dims`` are as in ``torch.vmap``, for trees: an integer says which dimension of
         the leaves runs over ranks, None that every rank has the same. An output of ``out_dims=None`` must
-        really be the same, which is checked: it comes from ``psum`` or from shared inputs.
+        really be the same, which is checked: it comes from ``psum`` or from shared inputs. ``randomness`` is
+        that of ``torch.vmap`` as well, for functions that draw from the global generator.
         """
 
         def mapped(*args: Any) -> Any:
@@ -200,7 +208,7 @@ class VmapAxis:
                     self._bound.token = outer
 
             ranks = torch.arange(self.size)
-            results = torch.vmap(rank, (0, *dims), 0)(ranks, *leaves)
+            results = torch.vmap(rank, (0, *dims), 0, randomness=randomness)(ranks, *leaves)
             assert outputs is not None
             output_structure, output_dims = outputs
             return tree.unflatten(

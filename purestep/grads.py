@@ -214,16 +214,16 @@ def partial_loss(
 
     The same weights that were counted multiply the losses here, shape against shape, so numerator and
     denominator cannot disagree. A loss at a weight of zero may be anything, even NaN: it is taken away
-    by selection.
+    by selection, and what flows back to it is exactly zero.
     """
 
     def loss_of(params: Params, microbatch: Microbatch) -> tuple[Tensor, Tree]:
         terms = loss_terms(loss_fn, params, microbatch)
         weights = weights_of(weight_fn, terms, microbatch)
         losses = terms.tokens.to(accumulation_dtype(terms.tokens.dtype))
-        seed = weights.to(losses.dtype)
-        if num_tokens is not None:
-            seed = seed / divisor(num_tokens).to(losses)
+        # Divided before it is rounded: a weight need not be a number of the losses' dtype.
+        seed = weights if num_tokens is None else weights.to(torch.float64) / divisor(num_tokens)
+        seed = seed.to(losses.dtype)
         loss = (torch.where(weights != 0, losses, 0) * seed).sum()
         if terms.microbatch is not None:
             if num_microbatches is None:
@@ -254,6 +254,11 @@ def counting(loss_fn: LossFn, weight_fn: WeightFn | None) -> LossFn:
 def loss_terms(loss_fn: LossFn, params: Params, microbatch: Microbatch) -> LossTerms:
     """What ``loss_fn`` returned, as ``LossTerms``, refused where it cannot be a loss."""
     output = loss_fn(params, microbatch)
+    if isinstance(output, tuple) and not isinstance(output, LossTerms):
+        raise TypeError(
+            f"loss_fn returned a tuple of {len(output)}: return one loss per token, or name the parts as "
+            "ps.LossTerms(tokens=losses, aux=...)"
+        )
     terms = output if isinstance(output, LossTerms) else LossTerms(output)
     if terms.aux is None:
         terms = terms._replace(aux=())
@@ -263,10 +268,12 @@ def loss_terms(loss_fn: LossFn, params: Params, microbatch: Microbatch) -> LossT
             "loss_fn must return a floating point tensor, one loss per token, or LossTerms "
             f"(tokens=, microbatch=, aux=); got {found}"
         )
-    if terms.microbatch is not None and terms.microbatch.ndim != 0:
+    term = terms.microbatch
+    if term is not None and (not isinstance(term, Tensor) or term.ndim != 0):
+        kind = f"shape {tuple(term.shape)}" if isinstance(term, Tensor) else type(term).__name__
         raise ValueError(
-            f"LossTerms.microbatch must be a scalar, got shape {tuple(terms.microbatch.shape)}; "
-            "what has one value per token belongs into LossTerms.tokens"
+            f"LossTerms.microbatch must be a scalar tensor, got {kind}; what has one value per token "
+            "belongs into LossTerms.tokens"
         )
     for path, leaf in zip(tree.paths(terms.aux, "aux"), tree.leaves_of(terms.aux), strict=True):
         if not isinstance(leaf, Tensor):
@@ -314,5 +321,16 @@ def no_loss(params: Params) -> Tensor:
 
 def plus(total: Tree, term: Tree) -> Tree:
     """``total + term`` in the dtype in which each leaf is summed; a ``total`` of None is nothing yet."""
-    wide = tree.map(lambda leaf: leaf.to(accumulation_dtype(leaf.dtype)), term)
-    return wide if total is None else tree.map(torch.add, total, wide)
+
+    def add(so_far: Tensor, leaf: Tensor) -> Tensor:
+        if so_far.shape != leaf.shape:
+            raise ValueError(
+                f"LossTerms.aux has a leaf of shape {tuple(so_far.shape)} in one microbatch and "
+                f"{tuple(leaf.shape)} in another: it is summed, so return sums over the tokens"
+            )
+        return so_far + leaf
+
+    if total is None:
+        # A copy: what a loss returns may be a view of its inputs, and outputs share no storage with them.
+        return tree.map(lambda leaf: leaf.to(accumulation_dtype(leaf.dtype), copy=True), term)
+    return tree.map(add, total, term)

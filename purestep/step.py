@@ -8,6 +8,7 @@ The sums run over all tokens of all microbatches on all ranks.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from types import FunctionType
 from typing import Any, Literal, cast, get_args
 
 import torch
@@ -17,7 +18,7 @@ from purestep import tree
 from purestep.axis import Axis, LocalAxis, psum, pvary
 from purestep.grads import accumulate, counting, divisor, evaluate, grad_and_value
 from purestep.optim.base import Optimizer, Transform, transition
-from purestep.tokens import count, label_weights, no_count
+from purestep.tokens import Count, count, label_weights, no_count
 from purestep.types import (
     EvalMetrics,
     GradAndValue,
@@ -72,7 +73,13 @@ def make_update_step(
         ``update_step``. ``params`` is a tree of floating point tensors (``None`` is an empty subtree and comes
         back as it is; keep integers in the microbatch, or close over them), ``opt_state`` comes from
         ``optimizer.init(params)``, and ``microbatches`` is a sequence of microbatches of any shapes; see
-        ``StepMetrics`` for the rest.
+        ``StepMetrics`` for the rest, which is cut off from autograd and outer transforms: differentiate
+        the new parameters, not the metrics. Where parameters require grad, so do the new ones, and the
+        graph grows with every step: detach them where you make them, unless that is what you want.
+
+    A weight of zero takes a token's loss away and sends exactly zero back to it. Where the loss of such a
+    token has no finite derivative (a NaN target, say), zero times that is NaN: mend it inside ``loss_fn``,
+    with ``torch.where`` on what goes in.
 
     >>> import torch
     >>> from purestep.optim import sgd
@@ -87,7 +94,20 @@ def make_update_step(
     >>> update_step(w, opt_state, one)[0], update_step(w, opt_state, two)[0]
     (tensor(1.8667), tensor(1.8667))
     """
-    _check_settings(loss_fn, optimizer, weight_fn, normalize, on_nonfinite, accum_dtype)
+    _check_functions(loss_fn, weight_fn, axis)
+    _check_optimizer(optimizer)
+    _check_callable("grad_and_value", grad_and_value)
+    _check_choice("normalize", normalize, Normalize)
+    _check_choice("on_nonfinite", on_nonfinite, OnNonfinite)
+    if weight_fn is None and normalize == "loss":
+        raise ValueError(
+            'weight_fn=None means that the forward pass brings the weights, but normalize="loss" counts '
+            'them before it: pass normalize="grads", or a weight_fn'
+        )
+    if not isinstance(accum_dtype, torch.dtype | None) or not (
+        accum_dtype is None or accum_dtype.is_floating_point
+    ):
+        raise ValueError(f"{accum_dtype=} must be a floating point dtype, such as torch.float32")
     counted_loss_fn = counting(loss_fn, weight_fn)
     how: dict[str, Any] = {"grad_and_value": grad_and_value, "accum_dtype": accum_dtype}
     transit = transition(optimizer, donate=donate)
@@ -103,7 +123,8 @@ def make_update_step(
             known = psum(count(microbatches, cast("WeightFn", weight_fn), device), axis)._asdict()
         sums = accumulate(counted_loss_fn, theta, microbatches, weight_fn=None, **known, **how)
         grads, loss, carried = psum(sums, axis)
-        total, aux = carried or (no_count(device), ())
+        counted, aux = carried or (no_count(device), ())
+        total = Count(**known) if known else counted
 
         grad_scale = None if known else divisor(total.num_tokens)
         grad_norm = _over(tree.global_norm(grads), grad_scale)
@@ -146,7 +167,7 @@ def make_eval_step(
     >>> eval_step(torch.tensor(2.0), [{"x": torch.tensor([1.0, 3.0])}, {"x": torch.tensor([0.0])}]).loss
     tensor(4.)
     """
-    _check_callable("loss_fn", loss_fn)
+    _check_functions(loss_fn, weight_fn, axis)
     counted_loss_fn = counting(loss_fn, weight_fn)
 
     def eval_step(params: Params, microbatches: Sequence[Microbatch], /) -> EvalMetrics:
@@ -157,7 +178,8 @@ def make_eval_step(
             known = psum(count(microbatches, weight_fn, device), axis)._asdict()
         sums = evaluate(counted_loss_fn, params, microbatches, weight_fn=None, **known)
         loss, carried = psum(sums, axis)
-        total, aux = carried or (no_count(device), ())
+        counted, aux = carried or (no_count(device), ())
+        total = Count(**known) if known else counted
 
         metrics = EvalMetrics(
             loss=_over(loss, None if known else divisor(total.num_tokens)),
@@ -174,36 +196,29 @@ def _over(value: Tensor, scale: Tensor | None) -> Tensor:
     return value if scale is None else value / scale.to(value)
 
 
-def _check_settings(
-    loss_fn: LossFn,
-    optimizer: Optimizer,
-    weight_fn: WeightFn | None,
-    normalize: str,
-    on_nonfinite: str,
-    accum_dtype: torch.dtype | None,
-) -> None:
+def _check_functions(loss_fn: LossFn, weight_fn: WeightFn | None, axis: Axis) -> None:
     _check_callable("loss_fn", loss_fn)
-    if not isinstance(optimizer, Optimizer):
-        way_out = {
-            Transform: "end the chain with one: ps.optim.chain(transform, ps.optim.descend(lr))",
-            torch.optim.Optimizer: "it owns its parameters; take a pure one such as ps.optim.adamw(lr)",
-        }
-        hints = [hint for kind, hint in way_out.items() if isinstance(optimizer, kind)]
+    if weight_fn is not None:
+        _check_callable("weight_fn", weight_fn)
+    if isinstance(axis, type) or not hasattr(axis, "apply"):
         raise TypeError(
-            f"optimizer must be a ps.optim.Optimizer, got {type(optimizer).__name__}: "
-            + "".join(
-                hints or ["a NamedTuple of init(params) and update(grads, opt_state, params)"]
-            )
+            f"axis must be an axis object, such as ps.LocalAxis() or ps.VmapAxis(size), got {axis!r}"
         )
-    _check_choice("normalize", normalize, Normalize)
-    _check_choice("on_nonfinite", on_nonfinite, OnNonfinite)
-    if weight_fn is None and normalize == "loss":
-        raise ValueError(
-            'weight_fn=None means that the forward pass brings the weights, but normalize="loss" counts '
-            'them before it: pass normalize="grads", or a weight_fn'
-        )
-    if accum_dtype is not None and not accum_dtype.is_floating_point:
-        raise ValueError(f"{accum_dtype=} must be a floating point dtype, such as torch.float32")
+
+
+def _check_optimizer(optimizer: Optimizer) -> None:
+    if isinstance(optimizer, Optimizer):
+        return
+    way_out = {
+        Transform: "end the chain with one: ps.optim.chain(transform, ps.optim.descend(lr))",
+        torch.optim.Optimizer: "it owns its parameters; take a pure one such as ps.optim.adamw(lr)",
+        FunctionType: "call it with its settings first, as in ps.optim.adamw(lr)",
+    }
+    hints = [hint for kind, hint in way_out.items() if isinstance(optimizer, kind)]
+    raise TypeError(
+        f"optimizer must be a ps.optim.Optimizer, got {type(optimizer).__name__}: "
+        + "".join(hints or ["a NamedTuple of init(params) and update(grads, opt_state, params)"])
+    )
 
 
 def _check_callable(name: str, value: object) -> None:
@@ -221,12 +236,19 @@ def _check_choice(name: str, value: str, choices: Any) -> None:
 def _check_arguments(params: Params, microbatches: Sequence[Microbatch]) -> torch.device:
     """Refuses what is not params or not microbatches; returns where the params are."""
     leaves = tree.leaves_of(params)
+    if isinstance(params, torch.nn.Module):
+        raise TypeError(
+            f"params is a module, {type(params).__name__}: pass its parameters, "
+            "{name: p.detach() for name, p in module.named_parameters()}, and call it in loss_fn through "
+            "torch.func.functional_call"
+        )
     for position, leaf in enumerate(leaves):
         if not isinstance(leaf, Tensor) or not leaf.is_floating_point():
             found = leaf.dtype if isinstance(leaf, Tensor) else type(leaf).__name__
             raise TypeError(
                 f"{tree.paths(params, 'params')[position]} is {found}, which has no gradient: params are "
-                "floating point tensors; keep anything else in the microbatch, or close over it"
+                "floating point tensors in containers that optree knows; keep other data in the "
+                "microbatch or close over it, and register classes of your own in purestep.tree.NAMESPACE"
             )
     if not leaves:
         raise ValueError("params holds no tensors, so there is nothing to update")

@@ -101,9 +101,42 @@ def select(condition: Tensor, chosen: Tree, other: Tree) -> Tree:
     other_leaves, other_structure = flatten(other)
     _check_same(structure, other_structure)
     selected = []
-    for leaf in reversed(other_leaves):
-        selected.append(torch.where(condition, chosen_leaves.pop(), leaf))
+    for position, leaf in reversed(list(enumerate(other_leaves))):
+        new = chosen_leaves.pop()
+        _check_alike(new, leaf, other, position)
+        selected.append(torch.where(condition, new, leaf))
+        del new
     return unflatten(structure, selected[::-1])
+
+
+def overwrite(old: Tree, new: Tree, condition: Tensor | None) -> Tree:
+    """``new`` written over ``old``, in its buffers, where the scalar ``condition`` holds (None: always)."""
+    new_leaves, structure = flatten(new)
+    del new
+    old_leaves, old_structure = flatten(old)
+    _check_same(structure, old_structure)
+    for position, leaf in reversed(list(enumerate(old_leaves))):
+        value = new_leaves.pop()
+        _check_alike(value, leaf, old, position)
+        leaf.copy_(value if condition is None else torch.where(condition, value, leaf))
+        del value
+    return old
+
+
+def _check_alike(new: Any, old: Any, tree: Tree, position: int) -> None:
+    """State keeps its shapes and dtypes: what broadcasts or promotes belongs to other parameters."""
+
+    def kind(leaf: Any) -> str:
+        if not isinstance(leaf, Tensor):
+            return f"{type(leaf).__name__}, no tensor"
+        return f"{leaf.dtype} of shape {tuple(leaf.shape)}"
+
+    if kind(new) != kind(old) or not isinstance(old, Tensor):
+        name = paths(tree, "(params, opt_state)")[position]
+        raise ValueError(
+            f"the optimizer turned {name} from {kind(old)} into {kind(new)}: params and state keep their "
+            "shapes and dtypes; was opt_state made by optimizer.init of these params?"
+        )
 
 
 def global_norm(tree: Tree) -> Tensor:

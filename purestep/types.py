@@ -29,6 +29,7 @@ class LossTerms(NamedTuple):
         A scalar, averaged over all non-empty microbatches of the group on all ranks: an auxiliary loss
         such as load balancing. Unlike everything else here it is **not** invariant to the cut, because
         it is a statement about a microbatch: cut the batch elsewhere and it says something else.
+        It is asked of empty microbatches too, at weight 0: let it be finite there.
     ``aux``
         A tree of tensors, summed over microbatches and ranks into ``metrics.aux``. Return sums and
         counts, never means; divide them when they arrive.

@@ -143,7 +143,7 @@ def test_refuses_aux_that_is_no_tensor() -> None:
 
 
 def test_refuses_a_microbatch_term_per_token() -> None:
-    with pytest.raises(ValueError, match=r"microbatch must be a scalar, got shape \(2,\)"):
+    with pytest.raises(ValueError, match=r"microbatch must be a scalar tensor, got shape \(2,\)"):
         accumulate_one(ps.LossTerms(torch.ones(2), microbatch=torch.ones(2)))
 
 

@@ -82,14 +82,18 @@ def test_mask_as_a_tree_or_a_function() -> None:
     def matrices(params: Any) -> Any:
         return tree.map(lambda leaf: leaf.ndim > 1, params)
 
-    for mask in (matrices, matrices(PARAMS)):
+    masks: list[Any] = [matrices, matrices(PARAMS)]
+    for mask in masks:
         optimizer = ps.optim.adamw(0.1, weight_decay=0.5, mask=mask)
         zero = tree.zeros_like(PARAMS)
         new, _ = optimizer.update(zero, optimizer.init(PARAMS), PARAMS)
         assert torch.equal(new["b"], PARAMS["b"])
         assert torch.allclose(new["w"], torch.full((2, 2), 0.95))
-    with pytest.raises(ValueError, match="trees differ in structure"):
-        ps.optim.sgd(0.1, weight_decay=0.1, mask={"w": True}).update(GRADS, ((), ()), PARAMS)
+    for mask in ({"w": True}, True, tree.map(lambda leaf: torch.tensor(True), PARAMS)):
+        with pytest.raises(
+            ValueError, match="the weight-decay mask must be a tree of bools like the params"
+        ):
+            ps.optim.sgd(0.1, weight_decay=0.1, mask=mask).init(PARAMS)
 
 
 def test_state_is_complete_and_detached() -> None:
@@ -100,6 +104,25 @@ def test_state_is_complete_and_detached() -> None:
         _, after = optimizer.update(GRADS, state, PARAMS)
         assert tree.flatten(state)[1] == tree.flatten(after)[1]
         assert not any(leaf.requires_grad for leaf in tree.leaves_of(state))
+
+
+def test_chain_uses_the_last_optimizers_own_update_() -> None:
+    """Clipping in front of it does not take a fast in-place step away."""
+    calls = []
+
+    def update_(grads: Any, state: Any, params: Any) -> Any:
+        calls.append(grads["w"])
+        tree.map(lambda p, g: p.sub_(g), params, grads)
+        return params, state
+
+    own = ps.optim.descend(1.0)._replace(update_=update_)
+    optimizer = ps.optim.chain(TRANSFORMS["clip"], own)
+    params = tree.map(torch.clone, PARAMS)
+    assert optimizer.update_ is not None
+    new, _ = optimizer.update_(GRADS, optimizer.init(params), params)
+    assert len(calls) == 1
+    assert new["w"].data_ptr() == params["w"].data_ptr()
+    assert torch.equal(new["w"], PARAMS["w"] - calls[0])
 
 
 def test_sgd_refuses_nesterov_without_momentum() -> None:

@@ -203,7 +203,11 @@ def test_half_precision(dtype: torch.dtype, normalize: Any) -> None:
     new, state, metrics = step(params, optimizer.init(params), [torch.ones(3, 2, dtype=dtype)])
     assert new["w"].dtype == dtype
     assert metrics.loss.dtype == metrics.grad_norm.dtype == torch.float32
-    assert {leaf.dtype for leaf in tree.leaves_of(state)} == {torch.int64, torch.float32}
+    assert {leaf.dtype for leaf in tree.leaves_of(state)} == {
+        torch.bool,
+        torch.int64,
+        torch.float32,
+    }
     assert metrics.loss == 4
 
 
@@ -240,3 +244,87 @@ def test_donation_is_ignored_where_autograd_records() -> None:
     new["w"].backward()
     assert params["w"] == 1
     assert rate.grad == 8
+
+
+def test_outputs_are_no_views_of_inputs() -> None:
+    """What a loss hands out as aux may be a parameter; the metrics hold a copy, donated or not."""
+    step = ps.make_update_step(
+        lambda p, m: ps.LossTerms(loss_fn(p, m), aux=p["w"]), SGD, weight_fn=weight_fn, donate=True
+    )
+    params = tree.map(torch.clone, PARAMS)
+    new, _, metrics = step(params, SGD.init(params), [MICROBATCH])
+    assert new["w"].data_ptr() == params["w"].data_ptr()
+    assert metrics.aux == 1 != new["w"]
+
+
+def test_a_buffer_is_given_away_once() -> None:
+    w = torch.ones(2)
+    params = {"a": w, "b": w}
+    step = ps.make_update_step(
+        lambda p, m: p["a"] * p["b"] * m, SGD, weight_fn=torch.ones_like, donate=True
+    )
+    with pytest.raises(
+        ValueError, match=r"\[0\]\['a'\] and \(.*\)\[0\]\['b'\] share one: clone one of them"
+    ):
+        step(params, SGD.init(params), [torch.ones(2)])
+
+
+@pytest.mark.parametrize("donate", [False, True])
+def test_state_keeps_its_shapes_and_dtypes(donate: bool) -> None:
+    optimizer = ps.optim.adamw(0.1)
+    step = ps.make_update_step(loss_fn, optimizer, weight_fn=weight_fn, donate=donate)
+    params = {"w": torch.ones(2)}
+    stale = optimizer.init({"w": torch.ones(2, 1)})
+    with pytest.raises(
+        ValueError, match=r"\['w'\] from torch.float32 of shape \(2, 1\).*optimizer\.init of these"
+    ):
+        step(params, stale, [MICROBATCH])
+    with pytest.raises(ValueError, match=r"a tuple of 3 states, but opt_state is \(DescentState"):
+        step(params, SGD.init(params), [MICROBATCH])
+    for how in ({"normalize": "grads"}, {"accum_dtype": torch.float64}):
+        step = ps.make_update_step(loss_fn, optimizer, weight_fn=weight_fn, donate=donate, **how)
+        scalar = tree.map(torch.clone, PARAMS)
+        state = optimizer.init(scalar)
+        kinds = [leaf.dtype for leaf in tree.leaves_of(state)]
+        _, state, _ = step(scalar, state, [MICROBATCH])
+        assert [leaf.dtype for leaf in tree.leaves_of(state)] == kinds
+
+
+@pytest.mark.parametrize("scale", [1e-300, 1e300])
+def test_weights_beyond_the_losses_dtype(scale: float) -> None:
+    """Only their ratio to N matters, so it is what is rounded."""
+    scaled = step_with(weight_fn=lambda m: torch.full_like(m["x"], scale, dtype=torch.float64))
+    assert torch.equal(scaled[0]["w"], step_with()[0]["w"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"axis": "dp"}, r"axis must be an axis object, such as .*got 'dp'"),
+        ({"axis": ps.VmapAxis}, "axis must be an axis object"),
+        ({"grad_and_value": None}, "grad_and_value must be a function, got NoneType"),
+        ({"weight_fn": torch.ones(1)}, "weight_fn must be a function, got Tensor"),
+        ({"optimizer": ps.optim.adamw}, r"got function: call it with its settings first"),
+        (
+            {"loss": lambda p, m: (loss_fn(p, m), 1)},
+            r"returned a tuple of 2: .*ps\.LossTerms\(tokens",
+        ),
+    ],
+)
+def test_first_mistakes(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        step_with(**arguments)
+
+
+def test_a_module_is_not_its_params() -> None:
+    with pytest.raises(TypeError, match=r"params is a module, Linear: .*functional_call"):
+        ps.make_update_step(loss_fn, SGD)(torch.nn.Linear(1, 1), (), [])
+
+
+def test_aux_of_different_shapes_is_not_broadcast() -> None:
+    step = ps.make_update_step(
+        lambda p, m: ps.LossTerms(loss_fn(p, m), aux=m["x"]), SGD, weight_fn=weight_fn
+    )
+    other = {key: value[:1] for key, value in MICROBATCH.items()}
+    with pytest.raises(ValueError, match=r"shape \(2,\) in one microbatch and \(1,\) in another"):
+        step(PARAMS, SGD.init(PARAMS), [MICROBATCH, other])

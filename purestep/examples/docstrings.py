@@ -167,7 +167,7 @@ def main() -> None:
         ps.optim.adamw(schedule, b2=0.95, weight_decay=0.1, mask=matrices),
     )
     axis = ps.VmapAxis(options.ranks)
-    over_ranks = {"in_dims": (None, None, 0), "out_dims": None}
+    over_ranks: dict[str, Any] = {"in_dims": (None, None, 0), "out_dims": None}
     steps = {
         "one large batch": ps.make_update_step(loss_fn, optimizer),
         "purestep": axis.map(ps.make_update_step(loss_fn, optimizer, axis=axis), **over_ranks),

@@ -19,7 +19,6 @@ torch's fused kernels.
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol, TypeVar, cast
@@ -89,7 +88,7 @@ class Optimizer(NamedTuple):
     update_: Callable[..., tuple[Params, OptState]] | None = None
 
 
-Last = TypeVar("Last", Transform, Optimizer)
+Last = TypeVar("Last", bound=Transform | Optimizer)
 
 
 def chain(*transforms: *tuple[*tuple[Transform, ...], Last]) -> Last:
@@ -104,35 +103,71 @@ def chain(*transforms: *tuple[*tuple[Transform, ...], Last]) -> Last:
     for position, part in enumerate(transforms):
         if not isinstance(part, Transform | Optimizer):
             raise TypeError(f"chain: part {position} is a {type(part).__name__}, not a Transform")
-        if isinstance(part, Optimizer) and part is not transforms[-1]:
+        if isinstance(part, Optimizer) and position < len(transforms) - 1:
             raise TypeError(
                 f"chain: part {position} of {len(transforms)} is an Optimizer, which turns gradients "
                 "into parameters; nothing can follow it, so put it last"
             )
-    parts: tuple[Transform | Optimizer, ...] = transforms
-    first, *rest = parts
+    leading: tuple[Transform, ...] = transforms[:-1]
+    last: Transform | Optimizer = transforms[-1]
 
     def init(params: Params) -> OptState:
-        return tuple(part.init(params) for part in parts)
+        return tuple(part.init(params) for part in (*leading, last))
+
+    def lead(
+        grads: Tree, state: OptState, params: Params, grad_scale: Tensor | None
+    ) -> tuple[Tree, tuple[OptState, ...], Tensor | None]:
+        states: list[OptState] = []
+        for part, old in zip(leading, _states(state, len(leading) + 1), strict=False):
+            grads, new = with_grad_scale(part.update)(grads, old, params, grad_scale=grad_scale)
+            states.append(new)
+            grad_scale = None  # whoever reads the gradients first has divided them
+        return grads, tuple(states), grad_scale
 
     def update(
         grads: Tree, state: OptState, params: Params, *, grad_scale: Tensor | None = None
     ) -> tuple[Tree, OptState]:
-        result, new = with_grad_scale(first.update)(grads, state[0], params, grad_scale=grad_scale)
-        states = [new]
-        for part, old in zip(rest, state[1:], strict=True):
-            result, new = part.update(result, old, params)
-            states.append(new)
-        return result, tuple(states)
+        updates, states, left = lead(grads, state, params, grad_scale)
+        result, new = with_grad_scale(last.update)(updates, state[-1], params, grad_scale=left)
+        return result, (*states, new)
 
-    is_optimizer = isinstance(transforms[-1], Optimizer)
-    whole = Optimizer(init, update, in_place(update)) if is_optimizer else Transform(init, update)
-    return cast("Last", whole)
+    if isinstance(last, Transform):
+        return cast("Last", cast("Any", Transform(init, update)))
+    last_update_ = guarded(last)
+
+    def update_(
+        grads: Tree,
+        state: OptState,
+        params: Params,
+        *,
+        grad_scale: Tensor | None = None,
+        applied: Tensor | None = None,
+    ) -> tuple[Params, OptState]:
+        updates, states, left = lead(grads, state, params, grad_scale)
+        tree.overwrite(state[:-1], states, applied)
+        params, new = last_update_(updates, state[-1], params, grad_scale=left, applied=applied)
+        return params, (*state[:-1], new)
+
+    return cast("Last", cast("Any", Optimizer(init, update, update_)))
+
+
+def _states(state: OptState, count: int) -> tuple[OptState, ...]:
+    if not isinstance(state, tuple) or len(state) != count:
+        found = tree.describe(tree.flatten(state)[1])
+        raise ValueError(
+            f"this chain of {count} has a tuple of {count} states, but opt_state is {found}: take "
+            "optimizer.init(params) of this very optimizer"
+        )
+    return state
 
 
 def takes(function: Callable[..., Any], keyword: str) -> bool:
     """Whether the function takes this optional keyword."""
-    return keyword in inspect.signature(function).parameters
+    if not hasattr(function, "__code__"):
+        return keyword in inspect.signature(function).parameters
+    # What ``inspect`` would say; but this, a compiler can trace.
+    code = function.__code__
+    return keyword in code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
 
 
 def with_grad_scale(update: Callable[..., Any]) -> Callable[..., Any]:
@@ -140,15 +175,48 @@ def with_grad_scale(update: Callable[..., Any]) -> Callable[..., Any]:
     if takes(update, "grad_scale"):
         return update
 
-    @functools.wraps(update)
     def divided(
-        grads: Tree, state: OptState, params: Params, *, grad_scale: Tensor | None, **extra: Any
+        grads: Tree,
+        state: OptState,
+        params: Params,
+        *,
+        grad_scale: Tensor | None = None,
+        **extra: Any,
     ) -> Any:
         if grad_scale is not None:
-            grads = tree.map(lambda grad: grad / grad_scale, grads)
+            grads = tree.map(lambda grad: (grad / grad_scale).to(grad.dtype), grads)
         return update(grads, state, params, **extra)
 
     return divided
+
+
+def guarded(optimizer: Optimizer) -> Callable[..., tuple[Params, OptState]]:
+    """The optimizer's ``update_`` with both keywords, whichever it takes itself.
+
+    Without an ``update_``, what ``update`` gives is written over what it replaces. For an ``update_`` without
+    ``applied``, the scalar is read on the host.
+    """
+    own = optimizer.update_
+    if own is None:
+        update = with_grad_scale(optimizer.update)
+
+        def overwriting(
+            grads: Tree, state: OptState, params: Params, *, applied: Tensor | None, **extra: Any
+        ) -> Any:
+            return tree.overwrite((params, state), update(grads, state, params, **extra), applied)
+
+        return overwriting
+    scaled = with_grad_scale(own)
+    if takes(own, "applied"):
+        return scaled
+
+    def on_host(
+        grads: Tree, state: OptState, params: Params, *, applied: Tensor | None, **extra: Any
+    ) -> Any:
+        wanted = applied is None or bool(applied)
+        return scaled(grads, state, params, **extra) if wanted else (params, state)
+
+    return on_host
 
 
 class Transition(Protocol):
@@ -174,8 +242,7 @@ def transition(optimizer: Optimizer, *, donate: bool) -> Transition:
     still needed, and donation is not made use of.
     """
     update = with_grad_scale(optimizer.update)
-    update_ = optimizer.update_ or in_place(optimizer.update)
-    update_ = with_applied(with_grad_scale(update_))
+    update_ = guarded(optimizer)
 
     def pure(
         grads: Tree,
@@ -201,48 +268,29 @@ def transition(optimizer: Optimizer, *, donate: bool) -> Transition:
         grad_scale: Tensor | None,
         applied: Tensor,
     ) -> tuple[Params, OptState]:
-        in_use = _is_recorded((grads, opt_state, params))
-        return (pure if in_use else update_)(
-            grads, opt_state, params, grad_scale=grad_scale, applied=applied
-        )
+        if torch._C._are_functorch_transforms_active() or _records((grads, opt_state, params)):
+            return pure(grads, opt_state, params, grad_scale=grad_scale, applied=applied)
+        _check_buffers((params, opt_state))
+        return update_(grads, opt_state, params, grad_scale=grad_scale, applied=applied)
 
     return consuming if donate else pure
 
 
-def _is_recorded(values: Tree) -> bool:
-    return torch._C._are_functorch_transforms_active() or any(
-        leaf.requires_grad for leaf in tree.leaves_of(values)
-    )
+def _records(values: Tree) -> bool:
+    return any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in tree.leaves_of(values))
 
 
-def with_applied(update_: Callable[..., Any]) -> Callable[..., Any]:
-    """``update_`` with the keyword ``applied``; for one without it, the scalar is read on the host."""
-    if takes(update_, "applied"):
-        return update_
-
-    def guarded(
-        grads: Tree, state: OptState, params: Params, *, applied: Tensor, **extra: Any
-    ) -> Any:
-        return update_(grads, state, params, **extra) if bool(applied) else (params, state)
-
-    return guarded
-
-
-def in_place(update: Callable[..., tuple[Params, OptState]]) -> Callable[..., Any]:
-    """``update_`` of an ``update``: the same values, written over the ones they replace."""
-
-    def update_(
-        grads: Tree,
-        opt_state: OptState,
-        params: Params,
-        *,
-        grad_scale: Tensor | None = None,
-        applied: Tensor | None = None,
-    ) -> tuple[Params, OptState]:
-        old = (params, opt_state)
-        new = with_grad_scale(update)(grads, opt_state, params, grad_scale=grad_scale)
-        if applied is not None:
-            new = tree.select(applied, new, old)
-        return cast("tuple[Params, OptState]", tree.map(Tensor.copy_, old, new))
-
-    return update_
+def _check_buffers(state: Tree) -> None:
+    """Refuses a buffer that is given away twice: one of its owners would find the other's values."""
+    if torch.compiler.is_compiling():
+        return
+    owners: dict[int, int] = {}
+    for position, leaf in enumerate(tree.leaves_of(state)):
+        if isinstance(leaf, Tensor) and leaf.numel():
+            first = owners.setdefault(leaf.data_ptr(), position)
+            if first != position:
+                names = tree.paths(state, "(params, opt_state)")
+                raise ValueError(
+                    f"donate=True needs a buffer for each leaf, but {names[first]} and "
+                    f"{names[position]} share one: clone one of them, or tie them inside loss_fn"
+                )

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from purestep import tree
-from purestep.optim.base import Optimizer, Transform, chain, in_place
+from purestep.optim.base import Optimizer, Transform, chain
 from purestep.optim.schedules import LearningRate, rate_at
 from purestep.optim.transforms import (
     Mask,
@@ -41,13 +41,23 @@ def descend(learning_rate: LearningRate) -> Optimizer:
     def update(
         grads: Tree, opt_state: DescentState, params: Params, *, grad_scale: Tensor | None = None
     ) -> tuple[Params, DescentState]:
-        rate = rate_at(learning_rate, opt_state.step)
+        step = _descent_of(opt_state).step
+        rate = rate_at(learning_rate, step)
         if grad_scale is not None:
             rate = rate / grad_scale
         params = tree.map(lambda param, u: (param - rate * u).to(param.dtype), params, grads)
-        return params, DescentState(opt_state.step + 1)
+        return params, DescentState(step + 1)
 
-    return Optimizer(init, update, in_place(update))
+    return Optimizer(init, update)
+
+
+def _descent_of(opt_state: DescentState) -> DescentState:
+    if not isinstance(opt_state, DescentState):
+        raise ValueError(
+            f"opt_state is {type(opt_state).__name__} where DescentState was expected: take "
+            "optimizer.init(params) of this very optimizer"
+        )
+    return opt_state
 
 
 def sgd(

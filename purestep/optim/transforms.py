@@ -29,7 +29,7 @@ def clip_by_global_norm(max_norm: float | Tensor) -> Transform:
         scale = _inverse(grad_scale)
         norm = tree.global_norm(grads) * scale
         factor = scale * torch.where(norm > max_norm, max_norm / norm, 1)
-        return tree.map(lambda grad: grad * factor, grads), state
+        return tree.map(lambda grad: (grad * factor).to(grad.dtype), grads), state
 
     return Transform(_stateless, update)
 
@@ -60,7 +60,7 @@ def momentum(decay: float | Tensor, *, nesterov: bool = False) -> Transform:
         def after(grad: Tensor, trace: Tensor) -> Tensor:
             return decay * trace + (grad if grad_scale is None else grad * scale)
 
-        trace = tree.map(after, grads, state.trace)
+        trace = tree.map(lambda g, t: after(g, t).to(t.dtype), grads, state.trace)
         updates = tree.map(after, grads, trace) if nesterov else trace
         return updates, MomentumState(trace)
 
@@ -97,41 +97,68 @@ def scale_by_adam(b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8) -> Tran
     ) -> tuple[Tree, AdamState]:
         scale = _inverse(grad_scale)
         step = state.step + 1
-        mu = tree.map(lambda m, g: b1 * m + ((1 - b1) * scale) * g, state.mu, grads)
-        nu = tree.map(lambda v, g: b2 * v + ((1 - b2) * scale * scale) * (g * g), state.nu, grads)
+        c1, c2 = (1 - b1) * scale, (1 - b2) * scale * scale
+        mu = tree.map(lambda m, g: (b1 * m + c1 * g).to(m.dtype), state.mu, grads)
+        nu = tree.map(lambda v, g: (b2 * v + c2 * (g * g)).to(v.dtype), state.nu, grads)
         mu_correction = 1 - b1 ** step.to(torch.float64)
         nu_correction = 1 - b2 ** step.to(torch.float64)
 
         def direction(m: Tensor, v: Tensor) -> Tensor:
-            return (m / mu_correction) / (_sqrt(v / nu_correction) + eps)
+            return ((m / mu_correction) / (_sqrt(v / nu_correction) + eps)).to(m.dtype)
 
         return tree.map(direction, mu, nu), AdamState(step, mu, nu)
 
     return Transform(init, update)
 
 
+class DecayState(NamedTuple):
+    """Which leaves decay, in the order of the leaves; empty where all do."""
+
+    decays: Tensor
+
+
 def add_decayed_weights(weight_decay: float | Tensor, mask: Mask | None = None) -> Transform:
     """u + weight_decay · θ, where the mask says so (None: everywhere).
 
+    The mask is asked once, by ``init``, and is part of the state from then on.
+
     >>> decay = add_decayed_weights(0.1, mask=lambda params: tree.map(lambda p: p.ndim > 1, params))
     >>> params = {"bias": torch.ones(1), "weight": torch.ones(1, 1)}
-    >>> decay.update(tree.zeros_like(params), (), params)[0]
+    >>> decay.update(tree.zeros_like(params), decay.init(params), params)[0]
     {'bias': tensor([0.]), 'weight': tensor([[0.1000]])}
     """
 
+    def init(params: Params) -> DecayState:
+        flags = [] if mask is None else _flags(mask(params) if callable(mask) else mask, params)
+        return DecayState(torch.tensor(flags, dtype=torch.bool, device=zero_step(params).device))
+
     def update(
-        grads: Tree, state: OptState, params: Params, *, grad_scale: Tensor | None = None
-    ) -> tuple[Tree, OptState]:
+        grads: Tree, state: DecayState, params: Params, *, grad_scale: Tensor | None = None
+    ) -> tuple[Tree, DecayState]:
         scale = _inverse(grad_scale)
-        masks = () if mask is None else (mask(params) if callable(mask) else mask,)
+        rates = []
+        if state.decays.numel():
+            flags = (weight_decay * state.decays.to(torch.float64)).unbind()
+            rates.append(tree.unflatten(tree.flatten(params)[1], flags))
 
-        def decayed(grad: Tensor, param: Tensor, decays: bool = True) -> Tensor:
+        def decayed(grad: Tensor, param: Tensor, rate: float | Tensor = weight_decay) -> Tensor:
             update = grad if grad_scale is None else grad * scale
-            return update + weight_decay * param if decays else update
+            return (update + rate * param).to(grad.dtype)
 
-        return tree.map(decayed, grads, params, *masks), state
+        return tree.map(decayed, grads, params, *rates), state
 
-    return Transform(_stateless, update)
+    return Transform(init, update)
+
+
+def _flags(mask: Tree, params: Params) -> list[bool]:
+    flags, structure = tree.flatten(mask)
+    wanted = tree.flatten(params)[1]
+    if structure != wanted or not all(isinstance(flag, bool) for flag in flags):
+        raise ValueError(
+            f"the weight-decay mask must be a tree of bools like the params, {tree.describe(wanted)}, but "
+            f"it is {mask}"
+        )
+    return flags
 
 
 def zero_step(params: Params) -> Tensor:
