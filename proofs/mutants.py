@@ -91,7 +91,7 @@ LOCAL_MEAN = SEED.replace("divisor(num_tokens)", "divisor(weights.sum())")
 COUNTED = "checked_weights(weight_fn(microbatch))"
 GLOBAL_COUNT = 'psum(count(microbatches, cast("WeightFn", weight_fn), device), axis)._asdict()'
 SUMS = "sums = accumulate(counted_loss_fn, theta, microbatches, weight_fn=None, **known, **how)"
-REDUCED = "grads, loss, carried = psum(sums, axis)\n        total, aux = carried or (no_count(device), ())\n\n        grad_scale"
+REDUCED = "grads, loss, carried = psum(sums, axis)\n        counted, aux = carried or (no_count(device), ())\n"
 ADD = "sums[index] = grad if so_far is None else so_far + grad"
 TERM = "torch.where(present, term, 0) / divisor(num_microbatches).to(losses)"
 STEP_LOSS = "loss=_over(loss, grad_scale)"
@@ -411,12 +411,12 @@ MUTANTS = [
         [
             step(SUMS, "sums: Any = None"),
             step(
-                "grads, loss, carried = psum(sums, axis)\n        total, aux = carried or (no_count(device), ())\n\n        grad_scale",
+                "grads, loss, carried = psum(sums, axis)\n        counted, aux = carried or (no_count(device), ())\n",
                 "for part in [[m] for m in microbatches] or [[]]:\n"
                 "            one = psum(accumulate(counted_loss_fn, theta, part, weight_fn=None, **known, **how), axis)\n"
                 "            sums = one if sums is None else tree.map(torch.add, sums, one)\n"
                 "        grads, loss, carried = sums\n"
-                "        total, aux = carried or (no_count(device), ())\n\n        grad_scale",
+                "        counted, aux = carried or (no_count(device), ())\n",
             ),
         ],
     ),

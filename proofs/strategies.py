@@ -164,7 +164,11 @@ def assert_same(actual: Any, expected: Any, what: str = "state") -> None:
 def capture() -> ps.optim.Optimizer:
     """An optimizer that moves nothing and keeps the gradients that it was given as its state."""
     return ps.optim.Optimizer(
-        init=tree.zeros_like, update=lambda grads, opt_state, params: (params, grads)
+        init=tree.zeros_like,
+        update=lambda grads, opt_state, params: (
+            params,
+            tree.map(lambda grad, kept: grad.to(kept.dtype), grads, opt_state),
+        ),
     )
 
 
