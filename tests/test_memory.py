@@ -70,6 +70,17 @@ def test_accumulating_holds_one_gradient_tree() -> None:
     assert held(4, grad_and_value=torch.func.grad_and_value) > 2
 
 
+def test_a_donated_step_holds_one_gradient_tree() -> None:
+    """The whole step: new parameters are written into the old ones, leaf by leaf."""
+    params, optimizer = network(), ps.optim.sgd(0.1)
+    opt_state = optimizer.init(params)
+    step = ps.make_update_step(loss_fn, optimizer, weight_fn=weight_fn, donate=True)
+    group = [rows(2)] * 4
+    with LiveBytes() as live:
+        step(params, opt_state, group)
+    assert TREE <= live.peak <= 1.15 * TREE
+
+
 def test_reverse_mode_frees_as_it_goes() -> None:
     """``ps.grad_and_value`` peaks where ``.backward()`` does; ``torch.func`` needs twice as much."""
     batch, peaks = rows(2048), {}

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple, cast
 
 from torch import Tensor
 
@@ -38,17 +39,39 @@ def descend(learning_rate: LearningRate) -> Optimizer:
     def init(params: Params) -> DescentState:
         return DescentState(zero_step(params))
 
-    def update(
-        grads: Tree, opt_state: DescentState, params: Params, *, grad_scale: Tensor | None = None
-    ) -> tuple[Params, DescentState]:
+    def rule(
+        opt_state: DescentState, grad_scale: Tensor | None
+    ) -> tuple[Callable[[Tensor, Tensor], Tensor], DescentState]:
         step = _descent_of(opt_state).step
         rate = rate_at(learning_rate, step)
         if grad_scale is not None:
             rate = rate / grad_scale
-        params = tree.map(lambda param, u: (param - rate * u).to(param.dtype), params, grads)
-        return params, DescentState(step + 1)
+        return lambda param, u: (param - rate * u).to(param.dtype), DescentState(step + 1)
 
-    return Optimizer(init, update)
+    def update(
+        grads: Tree, opt_state: DescentState, params: Params, *, grad_scale: Tensor | None = None
+    ) -> tuple[Params, DescentState]:
+        moved, after = rule(opt_state, grad_scale)
+        return tree.map(moved, params, grads), after
+
+    def update_(
+        grads: Tree,
+        opt_state: DescentState,
+        params: Params,
+        *,
+        grad_scale: Tensor | None = None,
+        applied: Tensor | None = None,
+    ) -> tuple[Params, DescentState]:
+        moved, after = rule(opt_state, grad_scale)
+
+        def move_(param: Tensor, u: Tensor) -> Tensor:
+            return cast("Tensor", tree.overwrite(param, moved(param, u), applied))
+
+        return tree.map(move_, params, grads), cast(
+            "DescentState", tree.overwrite(opt_state, after, applied)
+        )
+
+    return Optimizer(init, update, update_)
 
 
 def _descent_of(opt_state: DescentState) -> DescentState:
