@@ -9,7 +9,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from hypothesis import strategies as st
 
 import purestep as ps
 from proofs import models
@@ -18,24 +17,13 @@ from proofs.strategies import (
     Case,
     RealCase,
     assert_same,
-    assignments,
     capture,
-    cases,
     real_cases,
-    simulate,
     weights_of,
 )
-from proofs.test_t02_ranks import on_ranks
+from proofs.test_t02_ranks import on_ranks, rank_cases
 from proofs.theorem import System, theorem
 from purestep import tree
-
-
-@st.composite
-def denominator_cases(draw: st.DrawFn) -> tuple[Case, int, list[Batch]]:
-    """A case on ranks."""
-    case = draw(cases())
-    assignment = draw(assignments(case.rows))
-    return case, len(assignment), simulate(case, assignment)
 
 
 def weighing_loss(params: Any, batch: Batch) -> ps.LossTerms:
@@ -49,7 +37,7 @@ def plain_loss(params: Any, batch: Batch) -> ps.LossTerms:
     return weighing_loss(params, batch)._replace(weights=None)
 
 
-@theorem("T17", denominator_cases())
+@theorem("T17", rank_cases())
 def denominators(system: System, drawn: tuple[Case, int, list[Batch]]) -> None:
     """Seeded, divided afterwards, or weighed by the loss: the same state and metrics, to the bit."""
     case, size, group = drawn
