@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from typing import Any
 
 import pytest
 import torch
@@ -91,3 +92,14 @@ def test_threads_do_not_meet() -> None:
     for thread in threads:
         thread.join(timeout=20)
     assert totals == {1.0: 2.0, 10.0: 20.0}
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int32])
+@pytest.mark.parametrize("law", [ps.psum, ps.psum_scatter])
+def test_integers_are_summed_in_int64_on_every_axis(law: Any, dtype: torch.dtype) -> None:
+    x = torch.ones(1, 1, dtype=dtype)
+    axis = ps.VmapAxis(1)
+    for in_dims, argument in ((0, x), (None, x[0])):
+        summed = axis.map(lambda block: law(block, axis), in_dims=in_dims)(argument)
+        assert summed.dtype == torch.int64
+    assert law(x[0], ps.LocalAxis()).dtype == torch.int64

@@ -81,9 +81,14 @@ def test_a_donated_step_holds_one_gradient_tree() -> None:
     assert TREE <= live.peak <= 1.15 * TREE
 
 
-def test_reverse_mode_frees_as_it_goes() -> None:
-    """``ps.grad_and_value`` peaks where ``.backward()`` does; ``torch.func`` needs twice as much."""
-    batch, peaks = rows(2048), {}
+@pytest.mark.parametrize("count", [WIDTH, 2048])
+def test_reverse_mode_frees_as_it_goes(count: int) -> None:
+    """``ps.grad_and_value`` peaks where ``.backward()`` does; ``torch.func`` needs twice as much.
+
+    With as many rows as features, gradients are as large as activations, and take the place of those
+    that are freed.
+    """
+    batch, peaks = rows(count), {}
     params = network()
 
     def loss(params: list[Tensor]) -> Tensor:
