@@ -3,10 +3,12 @@
 The names below stand in the order in which data flows through an update.
 """
 
-from purestep import losses, optim
+from purestep import losses, optim, testing
 from purestep.axis import (
     Axis,
     LocalAxis,
+    MeshAxis,
+    RankError,
     VmapAxis,
     all_gather,
     pmean,
@@ -70,6 +72,8 @@ __all__ = [
     "Axis",
     "LocalAxis",
     "VmapAxis",
+    "MeshAxis",
+    "RankError",
     "psum",
     "pmean",
     "pvary",
@@ -81,4 +85,5 @@ __all__ = [
     "StepMetrics",
     "make_eval_step",
     "EvalMetrics",
+    "testing",
 ]

@@ -104,6 +104,8 @@ def accumulate(
     num_microbatches: Tensor | None = None,
     grad_and_value: GradAndValue = grad_and_value,
     accum_dtype: torch.dtype | None = None,
+    out: Sequence[Tensor] | None = None,
+    ready: Callable[[int], None] | None = None,
 ) -> tuple[Tree, Tensor, Tree]:
     """Forward and backward over a group of microbatches: its part of ∇L and of L, without an optimizer.
 
@@ -126,6 +128,9 @@ def accumulate(
             and its gradients are added when they are returned. It differentiates a function of
             ``(leaves, microbatch)``, the params' leaves as a list.
         accum_dtype: the dtype of the sums; None: float32 for half precision, else the params' own.
+        out: buffers to add up in, one for each leaf of params, whatever they hold; not under a transform.
+        ready: called with a leaf's position as soon as its sum is final: during the last backward pass
+            where it can be told, at the latest before ``accumulate`` returns. Communication may begin then.
 
     Returns:
         ``(grads, loss, aux)``; ``aux`` is the sum of ``LossTerms.aux``, or ``()``.
@@ -143,13 +148,25 @@ def accumulate(
     """
     loss_of = partial_loss(loss_fn, weight_fn, num_tokens, num_microbatches)
     leaves, structure = tree.flatten(params)
-    dtypes = [accum_dtype or accumulation_dtype(leaf.dtype) for leaf in leaves]
+    dtypes = sum_dtypes(leaves, accum_dtype)
     sums: list[Tensor | None] = [None] * len(leaves)
+    unready = set(range(len(leaves)))
+    remaining = len(microbatches)
 
     def add(index: int, grad: Tensor) -> None:
-        grad = grad.to(dtypes[index])
         so_far = sums[index]
-        sums[index] = grad if so_far is None else so_far + grad
+        if out is not None:
+            sums[index] = out[index].copy_(grad) if so_far is None else so_far.add_(grad)
+        else:
+            grad = grad.to(dtypes[index])
+            sums[index] = grad if so_far is None else so_far + grad
+        if remaining == 1:
+            finished(index)
+
+    def finished(index: int) -> None:
+        unready.discard(index)
+        if ready is not None:
+            ready(index)
 
     def take(index: int, grad: Tensor) -> Tensor:
         add(index, grad)
@@ -179,12 +196,20 @@ def accumulate(
         while returned:
             add(len(returned) - 1, returned.pop())
         total = plus(total, (term, tree.unflatten(aux_structure, aux_leaves)))
+        remaining -= 1
     loss, aux = total or (no_loss(params), ())
-    grads = [
-        torch.zeros_like(leaf, dtype=dtype) if grad is None else grad
-        for leaf, dtype, grad in zip(leaves, dtypes, sums, strict=True)
-    ]
-    return tree.unflatten(structure, grads), loss, aux
+    for index, (leaf, dtype) in enumerate(zip(leaves, dtypes, strict=True)):
+        if sums[index] is None:
+            zeros = torch.zeros_like(leaf, dtype=dtype) if out is None else out[index].zero_()
+            sums[index] = zeros
+    for index in sorted(unready, reverse=True):
+        finished(index)
+    return tree.unflatten(structure, sums), loss, aux
+
+
+def sum_dtypes(leaves: Sequence[Tensor], accum_dtype: torch.dtype | None) -> list[torch.dtype]:
+    """The dtype in which each leaf's gradients are summed."""
+    return [accum_dtype or accumulation_dtype(leaf.dtype) for leaf in leaves]
 
 
 def evaluate(

@@ -8,6 +8,7 @@ The sums run over all tokens of all microbatches on all ranks.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from types import FunctionType
 from typing import Any, Literal, cast, get_args
 
@@ -15,10 +16,12 @@ import torch
 from torch import Tensor
 
 from purestep import tree
-from purestep.axis import Axis, LocalAxis, psum, pvary
+from purestep.agreement import Statement, agree
+from purestep.axis import Axis, LocalAxis, pvary
 from purestep.grads import accumulate, counting, divisor, evaluate, grad_and_value
 from purestep.optim.base import Optimizer, Transform, transition
-from purestep.tokens import Count, count, label_weights, no_count
+from purestep.reduction import reduce
+from purestep.tokens import count, label_weights, no_count
 from purestep.types import (
     EvalMetrics,
     GradAndValue,
@@ -27,6 +30,7 @@ from purestep.types import (
     OptState,
     Params,
     StepMetrics,
+    Tree,
     UpdateStep,
     WeightFn,
 )
@@ -109,22 +113,29 @@ def make_update_step(
     ):
         raise ValueError(f"{accum_dtype=} must be a floating point dtype, such as torch.float32")
     counted_loss_fn = counting(loss_fn, weight_fn)
+    counted_first = weight_fn if normalize == "loss" else None
     how: dict[str, Any] = {"grad_and_value": grad_and_value, "accum_dtype": accum_dtype}
+    settings = {
+        "normalize": normalize,
+        "weight_fn": "given" if weight_fn else "None",
+        "accum_dtype": str(accum_dtype),
+        "on_nonfinite": on_nonfinite,
+    }
     transit = transition(optimizer, donate=donate)
 
     def update_step(
         params: Params, opt_state: OptState, microbatches: Sequence[Microbatch], /
     ) -> tuple[Params, OptState, StepMetrics]:
-        device = _check_arguments(params, microbatches)
-        theta = pvary(params, axis)
+        shared = {"params": params, "opt_state": opt_state, "settings": settings}
+        agreement = agree(axis, lambda: _statement(params, microbatches, counted_first, shared))
+        known = agreement.counted._asdict() if counted_first else {}
 
-        known: dict[str, Any] = {}
-        if normalize == "loss":
-            known = psum(count(microbatches, cast("WeightFn", weight_fn), device), axis)._asdict()
-        sums = accumulate(counted_loss_fn, theta, microbatches, weight_fn=None, **known, **how)
-        grads, loss, carried = psum(sums, axis)
-        counted, aux = carried or (no_count(device), ())
-        total = Count(**known) if known else counted
+        theta = pvary(params, axis)
+        compute = partial(
+            accumulate, counted_loss_fn, theta, microbatches, weight_fn=None, **known, **how
+        )
+        grads, loss, counted, aux = reduce(axis, agreement, compute, params, accum_dtype)
+        total = agreement.counted if known else counted
 
         grad_scale = None if known else divisor(total.num_tokens)
         grad_norm = _over(tree.global_norm(grads), grad_scale)
@@ -169,17 +180,18 @@ def make_eval_step(
     """
     _check_functions(loss_fn, weight_fn, axis)
     counted_loss_fn = counting(loss_fn, weight_fn)
+    settings = {"weight_fn": "given" if weight_fn else "None", "evaluation": "yes"}
 
     def eval_step(params: Params, microbatches: Sequence[Microbatch], /) -> EvalMetrics:
-        device = _check_arguments(params, microbatches)
+        shared = {"params": params, "settings": settings}
+        agreement = agree(axis, lambda: _statement(params, microbatches, weight_fn, shared))
+        known = agreement.counted._asdict() if weight_fn else {}
 
-        known: dict[str, Any] = {}
-        if weight_fn is not None:
-            known = psum(count(microbatches, weight_fn, device), axis)._asdict()
-        sums = evaluate(counted_loss_fn, params, microbatches, weight_fn=None, **known)
-        loss, carried = psum(sums, axis)
-        counted, aux = carried or (no_count(device), ())
-        total = Count(**known) if known else counted
+        def compute(**_: Any) -> tuple[Tree, Tensor, Tree]:
+            return (), *evaluate(counted_loss_fn, params, microbatches, weight_fn=None, **known)
+
+        _, loss, counted, aux = reduce(axis, agreement, compute)
+        total = agreement.counted if known else counted
 
         metrics = EvalMetrics(
             loss=_over(loss, None if known else divisor(total.num_tokens)),
@@ -231,6 +243,18 @@ def _check_choice(name: str, value: str, choices: Any) -> None:
         raise ValueError(
             f"{name}={value!r} must be one of {', '.join(map(repr, get_args(choices)))}"
         )
+
+
+def _statement(
+    params: Params,
+    microbatches: Sequence[Microbatch],
+    weight_fn: WeightFn | None,
+    shared: dict[str, Any],
+) -> Statement:
+    """What a rank brings to a step; its count too, where the weights are known before the loss."""
+    device = _check_arguments(params, microbatches)
+    counted = count(microbatches, weight_fn, device) if weight_fn else no_count(device)
+    return Statement(counted, len(microbatches), shared)
 
 
 def _check_arguments(params: Params, microbatches: Sequence[Microbatch]) -> torch.device:

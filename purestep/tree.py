@@ -126,17 +126,30 @@ def overwrite(old: Tree, new: Tree, condition: Tensor | None) -> Tree:
 def _check_alike(new: Any, old: Any, tree: Tree, position: int) -> None:
     """State keeps its shapes and dtypes: what broadcasts or promotes belongs to other parameters."""
 
-    def kind(leaf: Any) -> str:
-        if not isinstance(leaf, Tensor):
-            return f"{type(leaf).__name__}, no tensor"
-        return f"{leaf.dtype} of shape {tuple(leaf.shape)}"
-
     if kind(new) != kind(old) or not isinstance(old, Tensor):
         name = paths(tree, "(params, opt_state)")[position]
         raise ValueError(
             f"the optimizer turned {name} from {kind(old)} into {kind(new)}: params and state keep their "
             "shapes and dtypes; was opt_state made by optimizer.init of these params?"
         )
+
+
+def kind(leaf: Any) -> str:
+    """What a leaf is: all that its values leave open."""
+    if not isinstance(leaf, Tensor):
+        return repr(leaf) if isinstance(leaf, str) else f"{type(leaf).__name__}, no tensor"
+    return f"{leaf.dtype} of shape {tuple(leaf.shape)}"
+
+
+def untransformed(*trees: Tree) -> bool:
+    """Whether nobody differentiates or batches what is done with these leaves.
+
+    Only then may a buffer be written to, or a kernel be used that no transform knows.
+    """
+    if torch._C._are_functorch_transforms_active():
+        return False
+    leaves = (leaf for tree in trees for leaf in leaves_of(tree))
+    return not any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves)
 
 
 def global_norm(tree: Tree) -> Tensor:

@@ -268,16 +268,12 @@ def transition(optimizer: Optimizer, *, donate: bool) -> Transition:
         grad_scale: Tensor | None,
         applied: Tensor,
     ) -> tuple[Params, OptState]:
-        if torch._C._are_functorch_transforms_active() or _records((grads, opt_state, params)):
+        if not tree.untransformed(grads, opt_state, params):
             return pure(grads, opt_state, params, grad_scale=grad_scale, applied=applied)
         _check_buffers((params, opt_state))
         return update_(grads, opt_state, params, grad_scale=grad_scale, applied=applied)
 
     return consuming if donate else pure
-
-
-def _records(values: Tree) -> bool:
-    return any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in tree.leaves_of(values))
 
 
 def _check_buffers(state: Tree) -> None:

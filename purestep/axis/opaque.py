@@ -9,8 +9,6 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from purestep import axis
+from purestep.axis import laws
 
-apply_collective: Callable[[Tensor, Tensor, str], Tensor] = torch.compiler.allow_in_graph(
-    axis.apply_collective
-)
+apply_collective: Callable[..., Tensor] = torch.compiler.allow_in_graph(laws.apply_collective)

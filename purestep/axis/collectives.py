@@ -1,0 +1,132 @@
+"""Where the tokens are spread: axes, and the sums over them.
+
+An axis is an object that you hold, never a global name. Four linear laws and their transposes:
+
+    psum          y = Σᵣ xᵣ, the same on every rank           transpose: pvary
+    pvary         yᵣ = x, for each rank to use as its own     transpose: psum
+    all_gather    yᵣ = (x₀, x₁, ...)                          transpose: psum_scatter
+    psum_scatter  yᵣ = Σₛ xₛ[r]                               transpose: all_gather
+
+Differentiate what each rank computes alone, and sum outside: ``psum`` of the gradients of local sums.
+Where a value that all ranks share (parameters, say) enters such a program, ``pvary`` marks the place;
+its transpose is the sum that an outer derivative needs.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from einops import rearrange
+from torch import Tensor
+
+from purestep import tree
+from purestep.axis.buckets import bucketwise
+from purestep.axis.ranks import Ranks
+from purestep.types import Tree
+
+
+class Axis(Protocol):
+    """The dimension, or dimensions, that split a batch's tokens."""
+
+    @property
+    def size(self) -> int:
+        """How many ranks there are."""
+
+    @property
+    def index(self) -> Tensor:
+        """Which of them this is, as a scalar tensor."""
+
+    def apply(self, law: str, x: Tensor) -> Tensor:
+        """One of the four laws, of one tensor."""
+
+
+def psum(x: Tree, axis: Axis) -> Tree:
+    """The sum over all ranks of every leaf: the same on each rank.
+
+    >>> from purestep import VmapAxis
+    >>> axis = VmapAxis(4)
+    >>> axis.map(lambda x: psum(x, axis), in_dims=0, out_dims=None)(torch.arange(4.0))
+    tensor(6.)
+    """
+    leaves, structure = tree.flatten(x)
+    leaves = [_summable(leaf) for leaf in leaves]
+    if isinstance(axis, Ranks):
+        return tree.unflatten(structure, bucketwise(axis, leaves))
+    return tree.unflatten(structure, [axis.apply("psum", leaf) for leaf in leaves])
+
+
+def pmean(x: Tree, axis: Axis) -> Tree:
+    """The mean over all ranks of every leaf. Means of means are not means: for tokens, ``psum`` and divide.
+
+    >>> from purestep import VmapAxis
+    >>> axis = VmapAxis(4)
+    >>> axis.map(lambda x: pmean(x, axis), in_dims=0, out_dims=None)(torch.arange(4.0))
+    tensor(1.5000)
+    """
+    return tree.map(lambda total: total / axis.size, psum(x, axis))
+
+
+def _summable(x: Tensor) -> Tensor:
+    return x if x.is_floating_point() or x.is_complex() else x.to(torch.int64)
+
+
+def pvary(x: Tree, axis: Axis) -> Tree:
+    """Every leaf as it is, marked as used by each rank for itself: derivatives through it are summed.
+
+    >>> from purestep import VmapAxis
+    >>> axis = VmapAxis(4)
+    >>> slope = torch.func.grad(lambda w, x: pvary(w, axis) * x)
+    >>> axis.map(slope, in_dims=(None, 0), out_dims=None)(torch.tensor(1.0), torch.arange(4.0))
+    tensor(6.)
+    """
+    return tree.map(lambda leaf: axis.apply("pvary", leaf), x)
+
+
+def all_gather(x: Tree, axis: Axis, dim: int = 0, *, tiled: bool = False) -> Tree:
+    """All ranks' leaves, in order of rank, stacked along a new ``dim``; ``tiled`` joins them along it.
+
+    >>> from purestep import VmapAxis
+    >>> axis = VmapAxis(2)
+    >>> axis.map(lambda x: all_gather(x, axis), in_dims=0, out_dims=None)(torch.eye(2))
+    tensor([[1., 0.],
+            [0., 1.]])
+    """
+
+    def gather(leaf: Tensor) -> Tensor:
+        stacked = axis.apply("all_gather", leaf)
+        if not tiled:
+            return stacked.movedim(0, dim)
+        return rearrange(
+            stacked.movedim(dim + 1 if dim >= 0 else dim, 1), "r d ... -> (r d) ..."
+        ).movedim(0, dim)
+
+    return tree.map(gather, x)
+
+
+def psum_scatter(x: Tree, axis: Axis, dim: int = 0, *, tiled: bool = False) -> Tree:
+    """The sum over all ranks of every leaf, of which rank r keeps the r-th slice along ``dim``.
+
+    ``dim`` has one entry per rank and disappears; ``tiled`` cuts it into equal blocks instead.
+
+    >>> from purestep import VmapAxis
+    >>> axis = VmapAxis(2)
+    >>> axis.map(lambda x: psum_scatter(x, axis), in_dims=0)(torch.tensor([[1, 2], [3, 4]]))
+    tensor([4, 6])
+    """
+
+    def scatter(leaf: Tensor) -> Tensor:
+        length = leaf.shape[dim]
+        if (length % axis.size != 0) if tiled else (length != axis.size):
+            wanted = "a multiple of" if tiled else "exactly"
+            raise ValueError(
+                f"psum_scatter over {axis} along dim={dim} needs {wanted} {axis.size} entries there, "
+                f"one for each rank, but the shape is {tuple(leaf.shape)}"
+            )
+        blocks = _summable(leaf).movedim(dim, 0)
+        if not tiled:
+            return axis.apply("psum_scatter", blocks)
+        blocks = rearrange(blocks, "(r d) ... -> r d ...", r=axis.size)
+        return axis.apply("psum_scatter", blocks).movedim(0, dim)
+
+    return tree.map(scatter, x)

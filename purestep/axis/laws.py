@@ -1,0 +1,126 @@
+"""The laws of the collectives: each one's sum, its transpose, its tangent and its batching, written once.
+
+The axes differ only in where the ranks are: a dimension of ``torch.vmap``, threads, processes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+
+class Law(NamedTuple):
+    """One collective, as it is over a single rank and over a dimension that holds all of them.
+
+    ``across(x, dim, size)`` returns the result and its dimension over ranks. ``dim`` is None where x is
+    the same on every rank, and None is returned where the result is.
+    """
+
+    transpose: str
+    alone: Callable[[Tensor], Tensor]
+    across: Callable[[Tensor, int | None, int], tuple[Tensor, int | None]]
+
+
+def _invariant_across(x: Tensor, dim: int | None, size: int) -> tuple[Tensor, None]:
+    if dim is not None:
+        raise ValueError(
+            f"an output of out_dims=None is not the same on all {size} ranks: psum it, or give it a "
+            "dimension in out_dims"
+        )
+    return x, None
+
+
+LAWS = {
+    "psum": Law(
+        transpose="pvary",
+        alone=lambda x: x,
+        across=lambda x, dim, size: (x * size if dim is None else x.sum(dim), None),
+    ),
+    "pvary": Law(
+        transpose="psum",
+        alone=lambda x: x,
+        across=lambda x, dim, size: (x.view_as(x), dim),
+    ),
+    "all_gather": Law(
+        transpose="psum_scatter",
+        alone=lambda x: x.unsqueeze(0),
+        across=lambda x, dim, size: (
+            x.expand(size, *x.shape) if dim is None else x.movedim(dim, 0),
+            None,
+        ),
+    ),
+    "psum_scatter": Law(
+        transpose="all_gather",
+        alone=lambda x: x.squeeze(0),
+        across=lambda x, dim, size: (x * size if dim is None else x.sum(dim), 0),
+    ),
+    "invariant": Law(transpose="invariant", alone=lambda x: x, across=_invariant_across),
+}
+
+
+class Where(Protocol):
+    """Ranks that run programs of their own: they meet to carry out a law on one plain tensor each."""
+
+    def meet(self, law: str, x: Tensor) -> Tensor: ...
+
+
+class _Collective(Function):
+    """A law on one tensor, with its transpose, its tangent and its batching.
+
+    Ranks that run programs of their own meet in ``where``. Ranks of one program are a dimension of
+    ``torch.vmap``: ``token`` is batched by the axis's own vmap and by no other. Any other vmap that comes by
+    is an ensemble, whose dimension is carried along behind the law's own.
+    """
+
+    @staticmethod
+    def forward(x: Tensor, token: Tensor | None, law: str, where: Where | None) -> Tensor:
+        if where is None:
+            raise RuntimeError(
+                f"{law} over an axis that is not being mapped: call it inside axis.map"
+            )
+        return where.meet(law, x)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        _, token, ctx.law, ctx.where = inputs
+        ctx.save_for_backward(token)
+        ctx.save_for_forward(token)
+
+    @staticmethod
+    def backward(ctx: Any, cotangent: Tensor) -> Any:
+        (token,) = ctx.saved_tensors
+        transpose = LAWS[ctx.law].transpose
+        return collective(cotangent, token, transpose, ctx.where), None, None, None
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor, *_: None) -> Any:
+        (token,) = ctx.saved_tensors
+        return collective(tangent, token, ctx.law, ctx.where)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, x: Tensor, token: Any, law: str, where: Where | None) -> Any:
+        dim, token_dim, _, _ = in_dims
+        if token_dim is not None:
+            return LAWS[law].across(x, dim, info.batch_size)
+        result = collective(x.movedim(dim, -1), token, law, where)
+        return result, result.ndim - 1
+
+
+def apply_collective(x: Tensor, token: Tensor | None, law: str, where: Where | None) -> Tensor:
+    """The law on one tensor, as autograd and functorch see it."""
+    apply: Callable[..., Tensor] = _Collective.apply
+    return apply(x, token, law, where)
+
+
+def collective(x: Tensor, token: Tensor | None, law: str, where: Where | None = None) -> Tensor:
+    """The law on one tensor, as a compiler sees it too."""
+    if torch.compiler.is_compiling():
+        # Marks ``apply_collective`` for the compiler on import, which only a compiler needs to pay for.
+        from purestep.axis import opaque
+
+        return opaque.apply_collective(x, token, law, where)
+    return apply_collective(x, token, law, where)

@@ -1,0 +1,153 @@
+"""Real ranks: dimensions of a DeviceMesh under torchrun."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from purestep.axis.ranks import BUCKET_BYTES, RankError, Ranks, Wait
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+class MeshAxis(Ranks):
+    """One or several dimensions of a ``DeviceMesh``: the processes of ``torchrun``.
+
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        update_step = ps.make_update_step(loss_fn, optimizer, axis=ps.MeshAxis(mesh, "dp"))
+
+    An axis names the dimensions that split tokens, and no others: ``("dp", "cp")`` where sequences are split
+    too, ``"dp"`` alone beside tensor parallelism, whose ranks hold the same tokens. Make it on every rank of
+    the mesh, at the same place of the program: several dimensions become one process group.
+
+    Args:
+        mesh: from ``torch.distributed.device_mesh.init_device_mesh``, with ``mesh_dim_names``.
+        dims: the name of a dimension, or several names in the order of the mesh.
+        bucket_bytes: how many bytes of gradients travel in one collective. Smaller ones start earlier
+            during the backward pass, larger ones waste less.
+
+    >>> from torch.distributed.device_mesh import init_device_mesh
+    >>> store = torch.distributed.HashStore()
+    >>> torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    >>> axis = MeshAxis(init_device_mesh("cpu", (1,), mesh_dim_names=("dp",)), "dp")
+    >>> axis, axis.apply("psum", torch.tensor([1.0]))
+    (MeshAxis('dp', 1 rank), tensor([1.]))
+    >>> torch.distributed.destroy_process_group()
+    """
+
+    def __init__(
+        self, mesh: DeviceMesh, dims: str | Sequence[str], *, bucket_bytes: int = BUCKET_BYTES
+    ) -> None:
+        super().__init__(bucket_bytes)
+        self.dims = (dims,) if isinstance(dims, str) else tuple(dims)
+        names = getattr(mesh, "mesh_dim_names", None)
+        if names is None:
+            raise ValueError(
+                "MeshAxis needs a DeviceMesh whose dimensions have names: "
+                'init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))'
+            )
+        places = [names.index(dim) if dim in names else -1 for dim in self.dims]
+        if not places or -1 in places or places != sorted(set(places)):
+            raise ValueError(
+                f"MeshAxis(dims={self.dims}) must name one or several different dimensions of the mesh, "
+                f"in its order: {tuple(names)}"
+            )
+        part = mesh[self.dims]
+        flat = part if len(self.dims) == 1 else part._flatten()
+        self._group = flat.get_group()
+        self.size = flat.size()
+        self._rank: int = flat.get_local_rank()
+        self.device = torch.device(mesh.device_type)
+        self._where = Group(self._group.group_name, flat.size(), repr(self.dims))
+
+    @property
+    def where(self) -> Group:
+        """The process group."""
+        return self._where
+
+    @property
+    def rank(self) -> int:
+        """The number of this process, 0 to size - 1."""
+        return self._rank
+
+    def launch(self, flat: Tensor) -> Wait:
+        """Starts to sum ``flat`` over ranks, in its own buffer."""
+        with _explained(self.where):
+            work = dist.all_reduce(flat, group=self._group, async_op=True)
+
+        def wait(timeout: float | None) -> None:
+            with _explained(self.where):
+                work.wait() if timeout is None else work.wait(timedelta(seconds=timeout))
+
+        return wait
+
+    def __repr__(self) -> str:
+        return str(self.where)
+
+
+class Group(NamedTuple):
+    """A process group, in words that a compiler can carry."""
+
+    name: str
+    size: int
+    dims: str
+
+    def meet(self, law: str, x: Tensor) -> Tensor:
+        """The law on a plain tensor, by the functional collectives, which compile."""
+        with _explained(self):
+            return _MEET[law](x, self)
+
+    def __str__(self) -> str:
+        dims = self.dims.removesuffix(",)").strip("()")
+        return f"MeshAxis({dims}, {self.size} rank{'s' if self.size > 1 else ''})"
+
+
+def _psum(x: Tensor, group: Group) -> Tensor:
+    return _wait(torch.ops._c10d_functional.all_reduce(x.contiguous(), "sum", group.name))
+
+
+def _all_gather(x: Tensor, group: Group) -> Tensor:
+    flat = x.reshape(-1)
+    gathered = torch.ops._c10d_functional.all_gather_into_tensor(flat, group.size, group.name)
+    return _wait(gathered).view(group.size, *x.shape)
+
+
+def _psum_scatter(x: Tensor, group: Group) -> Tensor:
+    flat = x.reshape(-1)
+    scatter = torch.ops._c10d_functional.reduce_scatter_tensor
+    return _wait(scatter(flat, "sum", group.size, group.name)).view(x.shape[1:])
+
+
+def _wait(x: Tensor) -> Tensor:
+    waited: Tensor = torch.ops._c10d_functional.wait_tensor(x)
+    return waited
+
+
+_MEET: dict[str, Callable[[Tensor, Group], Tensor]] = {
+    "psum": _psum,
+    "pvary": lambda x, group: x.view_as(x),
+    "all_gather": _all_gather,
+    "psum_scatter": _psum_scatter,
+}
+
+
+@contextmanager
+def _explained(group: Any) -> Iterator[None]:
+    """A broken connection, in words that say what to look for."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise RankError(
+            f"a collective over {group} failed: most likely another rank has died, and its own output tells "
+            "why. This process group is lost; start again from the last checkpoint, as torchrun "
+            f"--max-restarts does. What the backend says: {str(error).splitlines()[0]}"
+        ) from error

@@ -1,0 +1,66 @@
+"""What axes have in common whose ranks run programs of their own: processes, or threads."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from purestep.axis.laws import Where, collective
+
+Wait: TypeAlias = Callable[[float | None], None]
+"""Waits for what was launched: for so many seconds, or as long as the axis itself allows."""
+
+BUCKET_BYTES = 25 * 2**20
+
+
+class RankError(RuntimeError):
+    """This rank cannot go on because of another, which has failed, died or gone elsewhere."""
+
+
+class Ranks(ABC):
+    """Ranks that run programs of their own, and may therefore disagree.
+
+    They meet in ``where`` for one law on one plain tensor each; ``device`` is where such tensors live.
+    """
+
+    size: int
+    device: torch.device
+
+    def __init__(self, bucket_bytes: int) -> None:
+        if not isinstance(bucket_bytes, int) or bucket_bytes < 1:
+            raise ValueError(
+                f"{bucket_bytes=} must be a whole number of bytes, such as {BUCKET_BYTES}"
+            )
+        self.bucket_bytes = bucket_bytes
+
+    @property
+    @abstractmethod
+    def where(self) -> Where:
+        """Where the ranks meet."""
+
+    @property
+    @abstractmethod
+    def rank(self) -> int:
+        """Which rank this is."""
+
+    @property
+    def index(self) -> Tensor:
+        """The same as a scalar tensor."""
+        return torch.tensor(self.rank)
+
+    @property
+    def on_host(self) -> bool:
+        """Whether what the ranks exchange can be read without waiting for a device."""
+        return self.device.type == "cpu"
+
+    def apply(self, law: str, x: Tensor) -> Tensor:
+        """The law over the ranks, with its transpose, under any transform."""
+        return collective(x, None, law, self.where)
+
+    @abstractmethod
+    def launch(self, flat: Tensor) -> Wait:
+        """Starts to sum ``flat`` over ranks, in its own buffer."""

@@ -1,0 +1,127 @@
+"""A whole data-parallel group in one process: ranks as a dimension of ``torch.vmap``."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any, Literal, TypeAlias
+
+import optree
+import torch
+from torch import Tensor
+
+from purestep import tree
+from purestep.axis.laws import collective
+from purestep.types import Tree
+
+InDims: TypeAlias = Any
+OutDims: TypeAlias = Any
+
+
+class VmapAxis:
+    """``size`` ranks in one process, one ``torch.vmap`` dimension: the same program on each.
+
+    >>> from purestep import psum
+    >>> axis = VmapAxis(2)
+    >>> axis.map(lambda x: x / psum(x, axis))(torch.tensor([1.0, 3.0]))
+    tensor([0.2500, 0.7500])
+
+    It nests, in other axes and in ensembles (``torch.vmap`` around or inside), under ``grad``, ``jvp`` and
+    ``torch.compile``. Ranks run one and the same program: a rank with less data has microbatches whose
+    weights are zero.
+    """
+
+    def __init__(self, size: int) -> None:
+        if not isinstance(size, int) or size < 1:
+            raise ValueError(
+                f"VmapAxis(size={size!r}): an axis has a whole number of ranks, at least one"
+            )
+        self.size = size
+        self._bound = threading.local()
+
+    def map(
+        self,
+        fn: Callable[..., Any],
+        in_dims: InDims = 0,
+        out_dims: OutDims = 0,
+        *,
+        randomness: Literal["error", "same", "different"] = "error",
+    ) -> Callable[..., Any]:
+        """``fn`` run by every rank.
+
+        ``in_dims`` and ``out_dims`` are as in ``torch.vmap``, for trees: an integer says which dimension of
+        the leaves runs over ranks, None that every rank has the same. An output of ``out_dims=None`` must
+        really be the same, which is checked: it comes from ``psum`` or from shared inputs. ``randomness`` is
+        that of ``torch.vmap`` as well, for functions that draw from the global generator.
+        """
+
+        def mapped(*args: Any) -> Any:
+            leaves, structure = tree.flatten(args)
+            dims = _spread(in_dims, args, "in_dims")
+            outputs: tuple[tree.Structure, list[int | None]] | None = None
+
+            def rank(token: Tensor, *leaves: Any) -> list[Tensor]:
+                nonlocal outputs
+                outer = getattr(self._bound, "token", None)
+                self._bound.token = token
+                try:
+                    output = fn(*tree.unflatten(structure, leaves))
+                    output_leaves, output_structure = tree.flatten(output)
+                    output_dims = _spread(out_dims, output, "out_dims")
+                    outputs = output_structure, output_dims
+                    return [
+                        leaf if dim is not None else self.apply("invariant", leaf)
+                        for leaf, dim in zip(output_leaves, output_dims, strict=True)
+                    ]
+                finally:
+                    self._bound.token = outer
+
+            ranks = torch.arange(self.size)
+            results = torch.vmap(rank, (0, *dims), 0, randomness=randomness)(ranks, *leaves)
+            assert outputs is not None
+            output_structure, output_dims = outputs
+            return tree.unflatten(
+                output_structure,
+                [
+                    result[0] if dim is None else result.movedim(0, dim)
+                    for result, dim in zip(results, output_dims, strict=True)
+                ],
+            )
+
+        return mapped
+
+    @property
+    def index(self) -> Tensor:
+        """This rank's number, 0 to size - 1: a different one on every rank of ``map``."""
+        token: Tensor | None = getattr(self._bound, "token", None)
+        if token is None:
+            raise RuntimeError(
+                f"{self} has ranks only while it maps: run the function that uses it through "
+                "axis.map(fn, in_dims, out_dims)"
+            )
+        return token
+
+    def apply(self, law: str, x: Tensor) -> Tensor:
+        """The law over the vmap dimension of ``map``."""
+        return collective(x, self.index, law)
+
+    def __repr__(self) -> str:
+        return f"VmapAxis({self.size})"
+
+
+def _spread(dims: Any, args: Tree, name: str) -> list[int | None]:
+    """The dimension of every leaf of ``args``, from a tree of dimensions that may end above the leaves."""
+    structure = optree.tree_structure(dims, none_is_leaf=True, namespace=tree.NAMESPACE)
+    try:
+        subtrees = structure.flatten_up_to(args)
+    except ValueError:
+        found = tree.describe(tree.flatten(args)[1])
+        raise ValueError(
+            f"{name}={dims} does not fit the structure it describes: {found}"
+        ) from None
+    leaf_dims = optree.tree_leaves(dims, none_is_leaf=True, namespace=tree.NAMESPACE)
+    return [
+        dim
+        for dim, subtree in zip(leaf_dims, subtrees, strict=True)
+        for _ in tree.leaves_of(subtree)
+    ]
