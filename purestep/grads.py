@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -91,7 +91,7 @@ def _value_and_aux(output: Any, has_aux: bool) -> tuple[Tensor, Tree]:
     return value, aux
 
 
-_streaming_grad_and_value = grad_and_value
+_own_grad_and_value = grad_and_value
 
 
 def accumulate(
@@ -112,9 +112,9 @@ def accumulate(
         loss  = Σₘ ( Σᵢ wᵢ ℓᵢ(θ) / num_tokens  +  [m has tokens] · term(θ) / num_microbatches )
         grads = ∇ loss
 
-    The gradients of one microbatch at a time are added to the sums, leaf by leaf, while its backward
-    pass still runs: one tree of gradients is alive, not two. No rank hears of any other here: ``psum``
-    what comes out, once.
+    Gradients are added to the sums leaf by leaf, while the backward pass still runs: one tree of them is
+    alive, not two. (Under a transform they are added when the pass is done.) No rank hears of any other
+    here: ``psum`` what comes out, once.
 
     Args:
         loss_fn: one loss per token, or ``LossTerms``.
@@ -129,8 +129,8 @@ def accumulate(
             ``(leaves, microbatch)``, the params' leaves as a list.
         accum_dtype: the dtype of the sums; None: float32 for half precision, else the params' own.
         out: buffers to add up in, one for each leaf of params, whatever they hold; not under a transform.
-        ready: called with a leaf's position as soon as its sum is final: during the last backward pass
-            where it can be told, at the latest before ``accumulate`` returns. Communication may begin then.
+        ready: called with a leaf's position when its sum in ``out`` is final, where that is known during
+            the last backward pass: communication may begin.
 
     Returns:
         ``(grads, loss, aux)``; ``aux`` is the sum of ``LossTerms.aux``, or ``()``.
@@ -149,62 +149,137 @@ def accumulate(
     loss_of = partial_loss(loss_fn, weight_fn, num_tokens, num_microbatches)
     leaves, structure = tree.flatten(params)
     dtypes = sum_dtypes(leaves, accum_dtype)
-    sums: list[Tensor | None] = [None] * len(leaves)
-    unready = set(range(len(leaves)))
+
+    def loss_of_leaves(leaves: list[Tensor], microbatch: Microbatch) -> tuple[Tensor, Tree]:
+        return loss_of(tree.unflatten(structure, leaves), microbatch)
+
+    accumulated = None
+    if (
+        grad_and_value is _own_grad_and_value
+        and not torch.compiler.is_compiling()
+        and tree.untransformed(params, num_tokens, num_microbatches)
+    ):
+        accumulated = _accumulate_in_place(loss_of_leaves, leaves, dtypes, microbatches, out, ready)
+    if accumulated is None:
+        accumulated = _accumulate_returned(
+            loss_of_leaves, leaves, dtypes, microbatches, grad_and_value
+        )
+    sums, total = accumulated
+    loss, aux = total or (no_loss(params), ())
+    for index, (leaf, dtype) in enumerate(zip(leaves, dtypes, strict=True)):
+        if out is None:
+            sums[index] = (
+                torch.zeros_like(leaf, dtype=dtype) if sums[index] is None else sums[index]
+            )
+        elif sums[index] is not out[index]:
+            out[index].zero_() if sums[index] is None else out[index].copy_(sums[index])
+            sums[index] = out[index]
+    return tree.unflatten(structure, sums), loss, aux
+
+
+LossOfLeaves: TypeAlias = Callable[[list[Tensor], Microbatch], tuple[Tensor, Tree]]
+Accumulated: TypeAlias = tuple[list[Any], tuple[Tensor, Tree] | None]
+"""The sum of each leaf's gradients, or None where there is none; and the sum of losses and aux."""
+
+
+def _accumulate_in_place(
+    loss_of: LossOfLeaves,
+    leaves: list[Tensor],
+    dtypes: list[torch.dtype],
+    microbatches: Sequence[Microbatch],
+    out: Sequence[Tensor] | None,
+    ready: Callable[[int], None] | None,
+) -> Accumulated | None:
+    """Where nobody transforms: autograd's own accumulation, into the ``.grad`` of leaves of our own.
+
+    None where the loss depends on something else that requires grad: somebody is going to differentiate
+    what we compute, and autograd must record it.
+    """
+    own = [leaf.detach().requires_grad_() for leaf in leaves]
+    sums: list[Tensor | None] = [None] * len(own)
     remaining = len(microbatches)
 
-    def add(index: int, grad: Tensor) -> None:
-        so_far = sums[index]
-        if out is not None:
-            sums[index] = out[index].copy_(grad) if so_far is None else so_far.add_(grad)
-        else:
-            grad = grad.to(dtypes[index])
-            sums[index] = grad if so_far is None else so_far + grad
-        if remaining == 1:
-            finished(index)
-
-    def finished(index: int) -> None:
-        unready.discard(index)
-        if ready is not None:
+    def take(index: int, leaf: Tensor) -> None:
+        grad, so_far = leaf.grad, sums[index]
+        assert grad is not None
+        if so_far is None:
+            so_far = grad.to(dtypes[index]) if out is None else out[index].copy_(grad)
+        elif so_far is not grad:
+            so_far.add_(grad)
+        sums[index] = so_far
+        # Where autograd can add to the sum itself, it does.
+        leaf.grad = so_far if so_far.dtype == leaf.dtype else None
+        if ready is not None and remaining == 1:
             ready(index)
 
-    def take(index: int, grad: Tensor) -> Tensor:
-        add(index, grad)
-        return grad.new_zeros(()).expand_as(grad)
+    for index, leaf in enumerate(own):
+        if out is not None or dtypes[index] != leaf.dtype:
+            leaf.register_post_accumulate_grad_hook(functools.partial(take, index))
 
-    # A hook sees the leaf's whole gradient before the backward pass goes on, and hands back a zero
-    # that takes no memory. Only our own reverse mode is known to differentiate the leaves it is given;
-    # a compiler cannot trace hooks, and frees memory by its own plan.
-    streaming = grad_and_value is _streaming_grad_and_value and not torch.compiler.is_compiling()
+    total: tuple[Tensor, Tree] | None = None
+    for microbatch in microbatches:
+        with torch.enable_grad():
+            loss, aux = loss_of(own, microbatch)
+        if loss.requires_grad:
+            if _requires_others(loss, own):
+                return None
+            torch.autograd.backward(loss, inputs=own)
+        total = plus(total, tree.map(Tensor.detach, (loss, aux)))
+        del loss, aux
+        remaining -= 1
+    grads = [
+        so_far if leaf.grad is None else leaf.grad for leaf, so_far in zip(own, sums, strict=True)
+    ]
+    return grads, total
+
+
+def _requires_others(loss: Tensor, own: list[Tensor]) -> bool:
+    """Whether the loss depends on a tensor that requires grad and is none of our own."""
+    known = {id(leaf) for leaf in own}
+    seen: set[Any] = {loss.grad_fn}
+    stack: list[Any] = [loss.grad_fn]
+    while stack:
+        for node, _ in stack.pop().next_functions:
+            if node is None or node in seen:
+                continue
+            seen.add(node)
+            if node.next_functions:
+                stack.append(node)
+            elif id(getattr(node, "variable", None)) not in known:
+                return True
+    return False
+
+
+def _accumulate_returned(
+    loss_of: LossOfLeaves,
+    leaves: list[Tensor],
+    dtypes: list[torch.dtype],
+    microbatches: Sequence[Microbatch],
+    grad_and_value: GradAndValue,
+) -> Accumulated:
+    """Under a transform, or with a reverse mode of the user's: gradients added when they are returned."""
+    sums: list[Tensor | None] = [None] * len(leaves)
+    total: tuple[Tensor, Tree] | None = None
     aux_structure: tree.Structure = None
 
-    def loss_of_leaves(leaves: list[Tensor], microbatch: Microbatch) -> tuple[Tensor, list[Tensor]]:
+    def loss_and_aux(leaves: list[Tensor], microbatch: Microbatch) -> tuple[Tensor, list[Tensor]]:
         nonlocal aux_structure
-        if streaming:
-            for index, leaf in enumerate(leaves):
-                leaf.register_hook(functools.partial(take, index))
-        loss, aux = loss_of(tree.unflatten(structure, leaves), microbatch)
+        loss, aux = loss_of(leaves, microbatch)
         aux_leaves, aux_structure = tree.flatten(aux)
         return loss, aux_leaves
 
-    differentiate = grad_and_value(loss_of_leaves, has_aux=True)
-    total: tuple[Tensor, Tree] | None = None
+    differentiate = grad_and_value(loss_and_aux, has_aux=True)
     for microbatch in microbatches:
-        grads, (term, aux_leaves) = differentiate(leaves, microbatch)
-        returned = [] if streaming else list(grads)
+        grads, (loss, aux_leaves) = differentiate(leaves, microbatch)
+        returned = list(grads)
         del grads
         while returned:
-            add(len(returned) - 1, returned.pop())
-        total = plus(total, (term, tree.unflatten(aux_structure, aux_leaves)))
-        remaining -= 1
-    loss, aux = total or (no_loss(params), ())
-    for index, (leaf, dtype) in enumerate(zip(leaves, dtypes, strict=True)):
-        if sums[index] is None:
-            zeros = torch.zeros_like(leaf, dtype=dtype) if out is None else out[index].zero_()
-            sums[index] = zeros
-    for index in sorted(unready, reverse=True):
-        finished(index)
-    return tree.unflatten(structure, sums), loss, aux
+            grad, index = returned.pop(), len(returned)
+            so_far, grad = sums[index], grad.to(dtypes[index])
+            sums[index] = grad if so_far is None else so_far + grad
+            del so_far, grad
+        total = plus(total, (loss, tree.unflatten(aux_structure, aux_leaves)))
+    return sums, total
 
 
 def sum_dtypes(leaves: Sequence[Tensor], accum_dtype: torch.dtype | None) -> list[torch.dtype]:

@@ -20,6 +20,7 @@ from typing import Any, TypeAlias
 import optree
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from purestep.types import Tree
 
@@ -146,7 +147,7 @@ def untransformed(*trees: Tree) -> bool:
 
     Only then may a buffer be written to, or a kernel be used that no transform knows.
     """
-    if torch._C._are_functorch_transforms_active():
+    if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
         return False
     leaves = (leaf for tree in trees for leaf in leaves_of(tree))
     return not any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves)

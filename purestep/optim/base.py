@@ -219,6 +219,18 @@ def guarded(optimizer: Optimizer) -> Callable[..., tuple[Params, OptState]]:
     return on_host
 
 
+def runs_kernels(*values: Tree) -> bool:
+    """Whether kernels that work in place, and that no transform knows, may run on these tensors.
+
+    The one rule for all optimizers: nobody transforms, records or compiles, and scalars can be read here
+    without waiting for a device.
+    """
+    if torch.compiler.is_compiling() or not tree.untransformed(*values):
+        return False
+    leaves = (leaf for value in values for leaf in tree.leaves_of(value))
+    return all(leaf.device.type == "cpu" for leaf in leaves if isinstance(leaf, Tensor))
+
+
 class Transition(Protocol):
     """The optimizer's update where ``applied`` holds, and the identity where it does not."""
 
@@ -237,14 +249,15 @@ class Transition(Protocol):
 def transition(optimizer: Optimizer, *, donate: bool) -> Transition:
     """The optimizer's update where ``applied`` holds, and the identity, to the bit, where it does not.
 
-    The choice is a selection, never a multiplication, so that nothing non-finite passes through it. With
-    ``donate`` the state that comes in is overwritten; under a transform, or where autograd records, it is
-    still needed, and donation is not made use of.
+    Where nobody transforms, ``update_`` does it in place: on the buffers that come in, with ``donate``, and
+    else on one copy of them. Under a transform the old state is still needed, and the choice is a
+    selection, never a multiplication, so that nothing non-finite passes through it.
     """
     update = with_grad_scale(optimizer.update)
     update_ = guarded(optimizer)
+    copies = not donate and optimizer.update_ is not None
 
-    def pure(
+    def transit(
         grads: Tree,
         opt_state: OptState,
         params: Params,
@@ -253,33 +266,32 @@ def transition(optimizer: Optimizer, *, donate: bool) -> Transition:
         grad_scale: Tensor | None,
         applied: Tensor,
     ) -> tuple[Params, OptState]:
-        state = (params, opt_state)
-        return cast(
-            "tuple[Params, OptState]",
-            tree.select(applied, update(grads, opt_state, params, grad_scale=grad_scale), state),
-        )
+        compiling = torch.compiler.is_compiling()
+        in_place = donate or (copies and not compiling)
+        if not in_place or not tree.untransformed(grads, opt_state, params):
+            state = (params, opt_state)
+            return cast(
+                "tuple[Params, OptState]",
+                tree.select(
+                    applied, update(grads, opt_state, params, grad_scale=grad_scale), state
+                ),
+            )
+        if copies:
+            params, opt_state = tree.map(torch.clone, (params, opt_state))
+        elif not compiling:
+            _check_buffers((params, opt_state))
+        if compiling or applied.device.type != "cpu":
+            return update_(grads, opt_state, params, grad_scale=grad_scale, applied=applied)
+        # The host knows already whether the step is taken, so nothing has to be selected.
+        if not applied:
+            return params, opt_state
+        return update_(grads, opt_state, params, grad_scale=grad_scale, applied=None)
 
-    def consuming(
-        grads: Tree,
-        opt_state: OptState,
-        params: Params,
-        /,
-        *,
-        grad_scale: Tensor | None,
-        applied: Tensor,
-    ) -> tuple[Params, OptState]:
-        if not tree.untransformed(grads, opt_state, params):
-            return pure(grads, opt_state, params, grad_scale=grad_scale, applied=applied)
-        _check_buffers((params, opt_state))
-        return update_(grads, opt_state, params, grad_scale=grad_scale, applied=applied)
-
-    return consuming if donate else pure
+    return transit
 
 
 def _check_buffers(state: Tree) -> None:
     """Refuses a buffer that is given away twice: one of its owners would find the other's values."""
-    if torch.compiler.is_compiling():
-        return
     owners: dict[int, int] = {}
     for position, leaf in enumerate(tree.leaves_of(state)):
         if isinstance(leaf, Tensor) and leaf.numel():

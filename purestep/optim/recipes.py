@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple, cast
 
+import torch
 from torch import Tensor
 
 from purestep import tree
-from purestep.optim.base import Optimizer, Transform, chain
+from purestep.optim.base import Optimizer, Transform, chain, runs_kernels
 from purestep.optim.schedules import LearningRate, rate_at
 from purestep.optim.transforms import (
     Mask,
@@ -62,6 +63,12 @@ def descend(learning_rate: LearningRate) -> Optimizer:
         grad_scale: Tensor | None = None,
         applied: Tensor | None = None,
     ) -> tuple[Params, DescentState]:
+        rate = rate_at(learning_rate, _descent_of(opt_state).step)
+        if applied is None and runs_kernels(grads, opt_state, params, rate, grad_scale):
+            alpha = -float(rate if grad_scale is None else rate / grad_scale)
+            torch._foreach_add_(tree.leaves_of(params), tree.leaves_of(grads), alpha=alpha)
+            opt_state.step.add_(1)
+            return params, opt_state
         moved, after = rule(opt_state, grad_scale)
 
         def move_(param: Tensor, u: Tensor) -> Tensor:
