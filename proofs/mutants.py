@@ -28,8 +28,11 @@ MODULES = [
     "purestep.batching.pack",
     "purestep.batching.prefetch",
     "purestep.grads",
+    "purestep.agreement",
+    "purestep.reduction",
     "purestep.optim.base",
     "purestep.step",
+    "proofs.parallel",
 ]
 THEOREM_FILES = [
     "test_t01_cut",
@@ -81,6 +84,11 @@ def step(old: str, new: str) -> Patch:
     return Patch("purestep.step", old, new)
 
 
+def in_parallel(old: str, new: str) -> Patch:
+    """A patch of the programs on a mesh of two dimensions."""
+    return Patch("proofs.parallel", old, new)
+
+
 def batching(module: str, old: str, new: str) -> Patch:
     """A patch of the way from examples to groups."""
     return Patch(f"purestep.batching.{module}", old, new)
@@ -89,16 +97,20 @@ def batching(module: str, old: str, new: str) -> Patch:
 SEED = "seed = weights if num_tokens is None else weights.to(torch.float64) / divisor(num_tokens)"
 LOCAL_MEAN = SEED.replace("divisor(num_tokens)", "divisor(weights.sum())")
 COUNTED = "checked_weights(weight_fn(microbatch))"
-GLOBAL_COUNT = 'psum(count(microbatches, cast("WeightFn", weight_fn), device), axis)._asdict()'
-SUMS = "sums = accumulate(counted_loss_fn, theta, microbatches, weight_fn=None, **known, **how)"
-REDUCED = "grads, loss, carried = psum(sums, axis)\n        counted, aux = carried or (no_count(device), ())\n"
+KNOWN = "known = agreement.counted._asdict() if counted_first else {}\n"
+LOCAL_COUNT = "_statement(params, microbatches, counted_first, shared).counted._asdict()"
+REDUCED = "grads, loss, counted, aux = reduce(axis, agreement, compute, params, accum_dtype)\n"
+LOCAL_SUMS = "compute(out=None, ready=None)"
+ACCUMULATED = "accumulate(counted_loss_fn, theta, {}, weight_fn=None, **known, **how)"
+BACKWARD = "torch.autograd.backward(loss, inputs=own)"
 ADD = "sums[index] = grad if so_far is None else so_far + grad"
 TERM = "torch.where(present, term, 0) / divisor(num_microbatches).to(losses)"
 STEP_LOSS = "loss=_over(loss, grad_scale)"
 STEP_TOKENS = "num_tokens=total.num_tokens,\n            num_microbatches=total.num_microbatches,\n            grad_norm"
 GRAD_NORM = "grad_norm = _over(tree.global_norm(grads), grad_scale)"
 SKIP = "applied = applied & tree.all_finite(grads)"
-SELECTED = "tree.select(applied, update(grads, opt_state, params, grad_scale=grad_scale), state)"
+SELECTED = "tree.select(applied, moved(), (params, opt_state))"
+NOT_APPLIED = "if not applied:\n            return params, opt_state\n"
 PER_STEP = "    transit = transition(optimizer, donate=donate)\n"
 ENTRY = "        theta = pvary(params, axis)\n"
 
@@ -111,7 +123,7 @@ MUTANTS = [
     Mutant(
         "2",
         "count summed over microbatches, not over ranks",
-        [step(GLOBAL_COUNT, 'count(microbatches, cast("WeightFn", weight_fn), device)._asdict()')],
+        [step(KNOWN, f"known = {LOCAL_COUNT} if counted_first else {{}}\n")],
     ),
     Mutant(
         "3",
@@ -140,13 +152,23 @@ MUTANTS = [
         [tokens(COUNTED, f'{COUNTED} * (microbatch.get("y", microbatch.get("tokens")) != 0)')],
     ),
     Mutant(
+        "7",
+        "context-parallel ranks left out of the count",
+        [in_parallel("axis=grid.both", "axis=grid.first")],
+    ),
+    Mutant(
+        "8",
+        "tensor-parallel replicas counted again",
+        [in_parallel("axis=grid.first", "axis=grid.both")],
+    ),
+    Mutant(
         "9",
         "count carried over from the last step",
         [
             step(PER_STEP, PER_STEP + "    last: list[Any] = []\n"),
             step(
-                GLOBAL_COUNT,
-                f"{GLOBAL_COUNT}\n            last.append(known)\n            known = last[-2:][0]",
+                KNOWN,
+                f"{KNOWN}        last.append(known)\n        known = last[-2:][0]\n",
             ),
         ],
     ),
@@ -161,9 +183,17 @@ MUTANTS = [
         [
             step(
                 REDUCED,
-                REDUCED.replace(
-                    "\n", "\n        grads = tree.map(lambda g: g / axis.size, grads)\n", 1
-                ),
+                f"{REDUCED}        grads = tree.map(lambda g: g / axis.size, grads)\n",
+            )
+        ],
+    ),
+    Mutant(
+        "12",
+        "world size used where data-parallel size is meant",
+        [
+            in_parallel(
+                'return (output - batch["y"]).square()',
+                'return (output - batch["y"]).square() * grid.first.size / grid.both.size',
             )
         ],
     ),
@@ -198,7 +228,14 @@ MUTANTS = [
     Mutant(
         "17",
         "gradients rescaled at every microbatch: a decaying average",
-        [grads(ADD, "sums[index] = grad if so_far is None else (so_far + grad) / 2")],
+        [
+            grads(ADD, "sums[index] = grad if so_far is None else (so_far + grad) / 2"),
+            grads(
+                BACKWARD,
+                "for leaf in own:\n                leaf.grad = None if leaf.grad is None else leaf.grad / 2\n"
+                f"            {BACKWARD}",
+            ),
+        ],
     ),
     Mutant("18", "the normaliser is accepted and ignored", [grads(SEED, LOCAL_MEAN)]),
     Mutant(
@@ -211,9 +248,9 @@ MUTANTS = [
         "skip scaling when K = 1, with the local count",
         [
             step(
-                GLOBAL_COUNT,
-                f"{GLOBAL_COUNT}\n            if len(microbatches) == 1:\n                known = "
-                'count(microbatches, cast("WeightFn", weight_fn), device)._asdict()',
+                KNOWN,
+                f"{KNOWN}        if known and len(microbatches) == 1:\n"
+                f"            known = {LOCAL_COUNT}\n",
             )
         ],
     ),
@@ -233,8 +270,9 @@ MUTANTS = [
         "global auxiliary gradient divided by world size",
         [
             step(
-                GLOBAL_COUNT,
-                f'{GLOBAL_COUNT}\n            known["num_microbatches"] = known["num_microbatches"] * axis.size',
+                KNOWN,
+                f"{KNOWN}        if known:\n"
+                '            known["num_microbatches"] = known["num_microbatches"] * axis.size\n',
             )
         ],
     ),
@@ -253,8 +291,8 @@ MUTANTS = [
         "the last microbatch's state overwrites the earlier ones",
         [
             grads(
-                "total = plus(total, (term, tree.unflatten(aux_structure, aux_leaves)))",
-                "total = (plus(total and total[0], term), tree.unflatten(aux_structure, aux_leaves))",
+                "total = plus(total, tree.map(Tensor.detach, (loss, aux)))",
+                "total = (plus(total and total[0], loss.detach()), tree.map(Tensor.detach, aux))",
             )
         ],
     ),
@@ -264,19 +302,22 @@ MUTANTS = [
         [
             base(
                 SELECTED,
-                "tree.map(lambda a, b: applied * a + ~applied * b, "
-                "update(grads, opt_state, params, grad_scale=grad_scale), state)",
+                "tree.map(lambda a, b: applied * a + ~applied * b, moved(), (params, opt_state))",
             )
         ],
     ),
     Mutant(
-        "28",
+        "28a",
         "skip that still moves moments and the step counter",
+        [base(SELECTED, "(lambda new: (tree.select(applied, new[0], params), new[1]))(moved())")],
+    ),
+    Mutant(
+        "28b",
+        "skip that still moves the step counter, on the host",
         [
             base(
-                SELECTED,
-                "(lambda new: (tree.select(applied, new[0], params), new[1]))"
-                "(update(grads, opt_state, params, grad_scale=grad_scale))",
+                NOT_APPLIED,
+                "if not applied:\n            return params, tree.map(lambda s: s if s.ndim else s + 1, opt_state)\n",
             )
         ],
     ),
@@ -288,28 +329,39 @@ MUTANTS = [
     Mutant(
         "30",
         "zeroing inside the loop: only the last microbatch survives",
-        [grads(ADD, "sums[index] = grad")],
+        [
+            grads(ADD, "sums[index] = grad"),
+            grads(
+                BACKWARD,
+                f"for leaf in own:\n                leaf.grad = None\n            {BACKWARD}",
+            ),
+        ],
     ),
     Mutant(
         "31",
         "copying instead of adding: only the first survives",
-        [grads(ADD, "sums[index] = grad if so_far is None else so_far")],
+        [
+            grads(ADD, "sums[index] = grad if so_far is None else so_far"),
+            grads(BACKWARD, f"if remaining == len(microbatches):\n                {BACKWARD}"),
+        ],
     ),
     Mutant(
-        "32",
+        "32a",
         "the last microbatch added after the reduction",
         [
             step(
                 REDUCED,
-                "early, late = (\n"
-                "            accumulate(counted_loss_fn, theta, part, weight_fn=None, **known, **how)[0]\n"
-                "            for part in (microbatches[:-1], microbatches[-1:])\n"
-                "        )\n        "
-                + REDUCED.replace(
-                    "\n", "\n        grads = tree.map(torch.add, psum(early, axis), late)\n", 1
-                ),
+                f"{REDUCED}        early = {ACCUMULATED.format('microbatches[:-1]')}[0]\n"
+                f"        late = {ACCUMULATED.format('microbatches[-1:]')}[0]\n"
+                "        early = tree.map(lambda leaf: axis.apply('psum', leaf), early)\n"
+                "        grads = tree.map(torch.add, early, late)\n",
             )
         ],
+    ),
+    Mutant(
+        "32b",
+        "the last microbatch added after its bucket has left",
+        [grads("remaining == 1", "remaining <= 2")],
     ),
     Mutant(
         "33a",
@@ -403,21 +455,31 @@ MUTANTS = [
     Mutant(
         "36b",
         "non-finite check on one rank alone",
-        [step(SKIP, "applied = applied & tree.all_finite(sums[0])")],
+        [step(SKIP, f"applied = applied & tree.all_finite({LOCAL_SUMS}[0])")],
     ),
     Mutant(
         "37",
         "reduction at every microbatch: right values, K times the traffic",
         [
-            step(SUMS, "sums: Any = None"),
             step(
-                "grads, loss, carried = psum(sums, axis)\n        counted, aux = carried or (no_count(device), ())\n",
-                "for part in [[m] for m in microbatches] or [[]]:\n"
-                "            one = psum(accumulate(counted_loss_fn, theta, part, weight_fn=None, **known, **how), axis)\n"
+                REDUCED,
+                "sums: Any = None\n"
+                "        for part in [[m] for m in microbatches] or [[]]:\n"
+                f"            one = reduce(axis, agreement, lambda part=part, **out: {ACCUMULATED.format('part, **out')}, "
+                "params, accum_dtype)\n"
                 "            sums = one if sums is None else tree.map(torch.add, sums, one)\n"
-                "        grads, loss, carried = sums\n"
-                "        counted, aux = carried or (no_count(device), ())\n",
+                "        grads, loss, counted, aux = sums\n",
             ),
+        ],
+    ),
+    Mutant(
+        "38",
+        "different numbers of microbatches per rank: a hang",
+        [
+            step(
+                ENTRY,
+                f"{ENTRY}        for _ in microbatches:\n            axis.apply('psum', torch.zeros(()))\n",
+            )
         ],
     ),
     Mutant(
@@ -459,7 +521,7 @@ MUTANTS = [
     Mutant(
         "40a",
         "norm of one rank",
-        [step(GRAD_NORM, "grad_norm = _over(tree.global_norm(sums[0]), grad_scale)")],
+        [step(GRAD_NORM, f"grad_norm = _over(tree.global_norm({LOCAL_SUMS}[0]), grad_scale)")],
     ),
     Mutant(
         "40b",
@@ -472,8 +534,8 @@ MUTANTS = [
         [
             step(
                 STEP_LOSS,
-                "loss=psum(sums[1] * total.num_tokens / divisor(sums[2][0].num_tokens), axis)"
-                " / axis.size if sums[2] else loss",
+                'loss=(lambda _, loss, carried: axis.apply("psum", loss * total.num_tokens / divisor(carried[0].num_tokens))'
+                f" / axis.size if carried else loss)(*{LOCAL_SUMS})",
             )
         ],
     ),
@@ -483,19 +545,15 @@ MUTANTS = [
         [
             step(
                 STEP_LOSS,
-                "loss=psum(sums[1] * total.num_tokens / sums[2][0].num_tokens, axis)"
-                " / axis.size if sums[2] else loss",
+                'loss=(lambda _, loss, carried: axis.apply("psum", loss * total.num_tokens / carried[0].num_tokens)'
+                f" / axis.size if carried else loss)(*{LOCAL_SUMS})",
             )
         ],
     ),
 ]
 
 NOT_YET = {
-    "7": "context-parallel ranks: needs an axis over several dimensions",
-    "8": "tensor-parallel replicas: needs an axis over several dimensions",
-    "12": "world size for data-parallel size: needs an axis over several dimensions",
     "25": "the same random key for two microbatches: needs `ps.random`",
-    "38": "different numbers of microbatches per rank: needs ranks that run different programs",
 }
 
 
@@ -528,6 +586,8 @@ def build(patches: list[Patch]) -> System:
         mutated["purestep.batching.pack"].pack,
         mutated["purestep.batching.pack"].balance,
         mutated["purestep.batching.prefetch"].prefetch,
+        mutated["proofs.parallel"].context_parallel_step,
+        mutated["proofs.parallel"].tensor_parallel_step,
     )
 
 

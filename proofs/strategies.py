@@ -50,9 +50,14 @@ class Case:
 
     params: Any
     batch: Batch
-    optimizer: ps.optim.Optimizer
+    recipe: str
     opt_state: Any
     seed: int
+
+    @property
+    def optimizer(self) -> ps.optim.Optimizer:
+        """The optimizer of that name."""
+        return OPTIMIZERS[self.recipe]
 
     def __repr__(self) -> str:
         return f"Case(seed={self.seed}, w={self.batch['w'].tolist()}, opt_state={self.opt_state})"
@@ -84,12 +89,17 @@ def cases(
     if fractional and draw(st.booleans()):
         weights = weights.to(torch.float64) / draw(st.sampled_from([1, 16, 256]))
     params = models.integer_params(generator)
-    optimizer = OPTIMIZERS[draw(st.sampled_from(optimizers))]
-    opt_state = tree.map(
+    recipe = draw(st.sampled_from(optimizers))
+    opt_state = some_opt_state(recipe, params, generator)
+    return Case(params, integer_batch(weights, generator), recipe, opt_state, seed)
+
+
+def some_opt_state(recipe: str, params: Any, generator: torch.Generator) -> Any:
+    """A state of small integers, as if training had gone on for a while."""
+    return tree.map(
         lambda leaf: torch.randint(0, 4, leaf.shape, generator=generator).to(leaf.dtype),
-        optimizer.init(params),
+        OPTIMIZERS[recipe].init(params),
     )
-    return Case(params, integer_batch(weights, generator), optimizer, opt_state, seed)
 
 
 def integer_batch(weights: Tensor, generator: torch.Generator) -> Batch:
@@ -126,6 +136,13 @@ def assignments(draw: st.DrawFn, rows: int) -> list[Cut]:
     owner = draw(st.lists(st.integers(0, ranks - 1), min_size=rows, max_size=rows))
     mine = [[row for row in range(rows) if owner[row] == rank] for rank in range(ranks)]
     return [[[own[i] for i in part] for part in draw(cuts(len(own), 3))] for own in mine]
+
+
+@st.composite
+def shares(draw: st.DrawFn, rows: int) -> list[Cut]:
+    """The same for ranks that need not hold as many microbatches as the others, or any at all."""
+    kept = draw(st.booleans())
+    return [[part for part in rank if part or kept] for rank in draw(assignments(rows))]
 
 
 def simulate(case: Case, assignment: list[Cut]) -> list[Batch]:

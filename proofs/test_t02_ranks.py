@@ -14,6 +14,15 @@ from torch import Tensor
 
 import purestep as ps
 from proofs import models
+from proofs.ranks import (
+    GridCase,
+    ShareCase,
+    check_context_parallel,
+    check_ranks,
+    check_tensor_parallel,
+    grid_cases,
+    share_cases,
+)
 from proofs.spec import spec
 from proofs.strategies import (
     Batch,
@@ -31,6 +40,7 @@ from proofs.strategies import (
     weights_of,
 )
 from proofs.theorem import System, theorem
+from proofs.worlds import on_threads
 from purestep import tree
 
 
@@ -161,7 +171,35 @@ def traffic(system: System, drawn: tuple[Case, int]) -> None:
     assert elements == sum(leaf.numel() for leaf in tree.leaves_of(case.params)) + 5
 
 
+@theorem("T2", share_cases())
+def separate_ranks(system: System, drawn: ShareCase) -> None:
+    """Ranks that run programs of their own, with microbatches as they come: the same, to the bit, on each."""
+    case, share, bucket_bytes, settings = drawn
+    groups = [cut(case.batch, rank) for rank in share]
+    results = check_ranks(on_threads, system, case, groups, bucket_bytes, settings)
+    *simulated, _ = on_ranks(
+        system, len(share), case.params, case.opt_state, simulate(case, share),
+        models.integer_loss, case.optimizer, weight_fn=weights_of,
+    )  # fmt: skip
+    assert_same(results[0][:2], tuple(simulated))
+
+
+@theorem("T2", grid_cases())
+def context_parallel(system: System, drawn: GridCase) -> None:
+    """Sequences split over a second dimension of the mesh: their tokens count there too."""
+    check_context_parallel(on_threads, system, drawn)
+
+
+@theorem("T2", grid_cases())
+def tensor_parallel(system: System, drawn: GridCase) -> None:
+    """Layers split over a second dimension of the mesh: tokens are not counted again there."""
+    check_tensor_parallel(on_threads, system, drawn)
+
+
 test_rank_invariance = rank_invariance.test()
 test_rank_terms = rank_terms.test()
 test_ranks_within_bound = ranks_within_bound.test()
 test_traffic = traffic.test()
+test_separate_ranks = separate_ranks.test()
+test_context_parallel = context_parallel.test()
+test_tensor_parallel = tensor_parallel.test()

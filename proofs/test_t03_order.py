@@ -6,6 +6,7 @@ import torch
 from hypothesis import strategies as st
 
 from proofs import models
+from proofs.ranks import ShareCase, check_ranks, share_cases, shuffled
 from proofs.strategies import (
     Batch,
     Case,
@@ -23,6 +24,7 @@ from proofs.strategies import (
 )
 from proofs.test_t02_ranks import on_ranks
 from proofs.theorem import System, theorem
+from proofs.worlds import on_threads
 from purestep import tree
 
 
@@ -71,5 +73,14 @@ def order_within_bound(system: System, drawn: tuple[RealCase, list[Batch]]) -> N
     case.assert_within_bound(grads)
 
 
+@theorem("T3", st.tuples(share_cases(), st.integers(0, 99)))
+def order_of_separate_ranks(system: System, drawn: tuple[ShareCase, int]) -> None:
+    """The same where every rank has its own program."""
+    (case, share, bucket_bytes, settings), seed = drawn
+    groups = shuffled(case, share, seed)
+    check_ranks(on_threads, system, case, groups, bucket_bytes, settings)
+
+
 test_order_invariance = order_invariance.test()
 test_order_within_bound = order_within_bound.test()
+test_order_of_separate_ranks = order_of_separate_ranks.test()

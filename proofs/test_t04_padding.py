@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 import purestep as ps
 from proofs import models
+from proofs.ranks import ShareCase, check_ranks, padded, share_cases
 from proofs.strategies import (
     Batch,
     Case,
@@ -26,6 +27,7 @@ from proofs.strategies import (
     weights_of,
 )
 from proofs.theorem import System, theorem
+from proofs.worlds import on_threads
 from purestep import tree
 
 
@@ -102,6 +104,14 @@ def padding_within_bound(system: System, case: RealCase) -> None:
     case.assert_loss_within_bound(metrics.loss)
 
 
+@theorem("T4", st.tuples(share_cases(), st.integers(0, 99)))
+def padding_on_separate_ranks(system: System, drawn: tuple[ShareCase, int]) -> None:
+    """Ignored microbatches on some ranks, of which each has its own program."""
+    (case, share, bucket_bytes, settings), seed = drawn
+    check_ranks(on_threads, system, case, padded(case, share, seed), bucket_bytes, settings)
+
+
 test_padding_invariance = padding_invariance.test()
 test_nan_at_weight_zero = nan_at_weight_zero.test()
 test_padding_within_bound = padding_within_bound.test()
+test_padding_on_separate_ranks = padding_on_separate_ranks.test()

@@ -18,6 +18,9 @@ from torch import Tensor
 
 import purestep as ps
 from proofs.models import integers
+from proofs.ranks import Run
+from proofs.strategies import assert_same
+from proofs.worlds import Ranks, on_threads
 
 Collective = Callable[[Tensor, ps.Axis], Tensor]
 
@@ -163,3 +166,39 @@ def test_index_and_trees(x: Tensor) -> None:
     assert torch.equal(total["a"][0], x.sum(0))
     assert total["none"] is None
     assert torch.equal(total["flag"], (x > 0).sum(0))
+
+
+def separately(axis: ps.Axis, name: str, forward_mode: bool, block: Tensor) -> list[Tensor]:
+    """What a rank of its own gets: the law, two at once as an ensemble, and the derivatives."""
+    collective = (LAWS | TRANSPOSES)[name][0]
+
+    def of(block: Tensor) -> Tensor:
+        return collective(block, axis)
+
+    def pull(block: Tensor, cotangent: Tensor) -> Tensor:
+        return torch.func.vjp(of, block)[1](cotangent)[0]
+
+    y = of(block)
+    ensemble = torch.vmap(of)(torch.stack([block, block + 1]))
+    push = [torch.func.jvp(of, (block,), (block,))[1]] if forward_mode else []
+    twice = torch.func.vjp(lambda c: pull(block, c), y)[1](block)[0]
+    return [y, *ensemble, *push, pull(block, y + 1), twice]
+
+
+def check_separate_ranks(run: Run, name: str, x: Tensor, forward_mode: bool = True) -> None:
+    """Ranks of their own get to the bit what a simulated rank gets, whose law and transposes are proved above."""
+    x = x.movedim(2, 1) if name == "psum_scatter" else x
+    axis = ps.VmapAxis(len(x))
+    expected = axis.map(lambda block: separately(axis, name, forward_mode, block))(x)
+    results = run(
+        Ranks(len(x), 1 << 20), separately, [name] * len(x), [forward_mode] * len(x), list(x)
+    )
+    for rank, result in enumerate(results):
+        assert_same(result, [leaf[rank] for leaf in expected], f"rank {rank}")
+
+
+@pytest.mark.parametrize("name", sorted(LAWS | TRANSPOSES))
+@given(x=ranks())
+def test_threads(name: str, x: Tensor) -> None:
+    """Threads are ranks; but torch has one level of forward-mode differentiation for all of them."""
+    check_separate_ranks(on_threads, name, x, forward_mode=False)

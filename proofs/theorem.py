@@ -12,6 +12,7 @@ from hypothesis.errors import HypothesisWarning
 from hypothesis.strategies import SearchStrategy
 
 import purestep as ps
+from proofs import parallel
 
 
 @dataclass(frozen=True)
@@ -24,10 +25,19 @@ class System:
     pack: Callable[..., Any]
     balance: Callable[..., Any]
     prefetch: Callable[..., Any]
+    context_parallel_step: Callable[..., Any]
+    tensor_parallel_step: Callable[..., Any]
 
 
 PURESTEP = System(
-    ps.make_update_step, ps.make_eval_step, ps.group, ps.pack, ps.balance, ps.prefetch
+    ps.make_update_step,
+    ps.make_eval_step,
+    ps.group,
+    ps.pack,
+    ps.balance,
+    ps.prefetch,
+    parallel.context_parallel_step,
+    parallel.tensor_parallel_step,
 )
 
 

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple, Protocol, TypeVar, cast
 
 import torch
@@ -269,13 +270,9 @@ def transition(optimizer: Optimizer, *, donate: bool) -> Transition:
         compiling = torch.compiler.is_compiling()
         in_place = donate or (copies and not compiling)
         if not in_place or not tree.untransformed(grads, opt_state, params):
-            state = (params, opt_state)
-            return cast(
-                "tuple[Params, OptState]",
-                tree.select(
-                    applied, update(grads, opt_state, params, grad_scale=grad_scale), state
-                ),
-            )
+            moved = partial(update, grads, opt_state, params, grad_scale=grad_scale)
+            selected = tree.select(applied, moved(), (params, opt_state))
+            return cast("tuple[Params, OptState]", selected)
         if copies:
             params, opt_state = tree.map(torch.clone, (params, opt_state))
         elif not compiling:

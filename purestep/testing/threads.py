@@ -19,7 +19,8 @@ class ThreadAxis(Ranks):
     For tests of what ``VmapAxis`` cannot run: ranks with different numbers of microbatches, and ranks that go
     wrong. They meet in their collectives. Where they cannot, because one calls another collective, with
     another shape or dtype, or has ended, every rank that takes part gets an error at once that names ranks
-    and calls: never a hang.
+    and calls: never a hang. (Forward-mode differentiation belongs to the whole process in torch: ``jvp`` is
+    for ``VmapAxis`` and ``MeshAxis``.)
 
     Args:
         size: how many ranks.

@@ -1,0 +1,81 @@
+"""Two programs whose mesh has a second dimension: one where it splits tokens, and one where it does not.
+
+Both are polynomials in integers, so that every operation is exact.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import purestep as ps
+from proofs.models import FEATURES, HIDDEN, integers
+from proofs.strategies import Batch, weights_of
+from proofs.worlds import Grid
+from purestep import tree
+
+MakeStep = Callable[..., Any]
+
+
+def attention_params(generator: torch.Generator) -> dict[str, Tensor]:
+    """Query, key and value matrices, and an output vector."""
+    return {
+        name: integers((FEATURES, FEATURES), generator, 1) for name in ("query", "key", "value")
+    } | {"out": integers((FEATURES,), generator, 1)}
+
+
+def attention_loss(params: Any, batch: Batch) -> Tensor:
+    """(out · Σ_{j ≤ i} (qᵢ · kⱼ) vⱼ − yᵢ)²: causal attention without the softmax, on all of the sequence."""
+    query, key, value = (batch["x"] @ params[name] for name in ("query", "key", "value"))
+    return _attend(query, key, value, 0, params["out"], batch["y"])
+
+
+def _attend(
+    query: Tensor, key: Tensor, value: Tensor, start: Any, out: Tensor, y: Tensor
+) -> Tensor:
+    earlier = torch.arange(key.shape[1]) <= start + torch.arange(query.shape[1])[:, None]
+    scores = (query @ key.mT).masked_fill(~earlier, 0)
+    return ((scores @ value) @ out - y).square()
+
+
+def context_parallel_step(make_update_step: MakeStep, grid: Grid, **how: Any) -> Any:
+    """Each rank holds a piece of every sequence of its row of the grid: tokens are spread over both."""
+    context = grid.second
+
+    def loss_fn(params: Any, batch: Batch) -> Tensor:
+        query, key, value = (batch["x"] @ params[name] for name in ("query", "key", "value"))
+        key, value = ps.all_gather((key, value), context, dim=1, tiled=True)
+        start = context.index * query.shape[1]
+        return _attend(query, key, value, start, params["out"], batch["y"])
+
+    return make_update_step(loss_fn, weight_fn=weights_of, axis=grid.both, **how)
+
+
+def tensor_parallel_step(make_update_step: MakeStep, grid: Grid, **how: Any) -> Any:
+    """Each rank holds a piece of the hidden layer, and its row's tokens: the rows alone spread them."""
+    pieces = grid.second
+
+    def loss_fn(params: Any, batch: Batch) -> Tensor:
+        hidden = torch.relu(batch["x"] @ params["hidden"]["weight"] + params["hidden"]["bias"])
+        output: Tensor = ps.psum(hidden @ params["out"][0], pieces)
+        return (output - batch["y"]).square()
+
+    return make_update_step(loss_fn, weight_fn=weights_of, axis=grid.first, **how)
+
+
+def context_piece(batch: Batch, place: int, places: int) -> Batch:
+    """A rank's piece of every sequence."""
+    return {key: value.chunk(places, 1)[place] for key, value in batch.items()}
+
+
+def tensor_piece(state: Any, place: int, places: int) -> Any:
+    """A rank's piece of the hidden layer, and of what the optimizer keeps for it."""
+
+    def piece(leaf: Tensor) -> Tensor:
+        sharded = leaf.ndim > 0 and leaf.shape[-1] == HIDDEN
+        return leaf.chunk(places, -1)[place].clone() if sharded else leaf.clone()
+
+    return tree.map(piece, state)

@@ -1,0 +1,78 @@
+"""T2, T3, T4 and T11 on real ranks: ``MeshAxis`` over gloo processes, of one group that stays up for the module.
+
+The claims are those that the same files make of threads, and each state is that of the threads, to the bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import given, strategies as st
+from torch import Tensor
+
+from proofs.ranks import (
+    GridCase,
+    ShareCase,
+    check_context_parallel,
+    check_ranks,
+    check_tensor_parallel,
+    grid_cases,
+    padded,
+    share_cases,
+    shuffled,
+)
+from proofs.strategies import assert_same, cut
+from proofs.test_t11_collectives import LAWS, TRANSPOSES, check_separate_ranks, ranks
+from proofs.theorem import PURESTEP
+from proofs.worlds import Processes, on_threads, processes
+
+
+@pytest.fixture(scope="module")
+def run() -> Iterator[Processes]:
+    """The processes, which run whatever the tests send them."""
+    with processes() as running:
+        yield running
+
+
+@given(drawn=share_cases())
+def test_t02_ranks(run: Processes, drawn: ShareCase) -> None:
+    """Any share of the sequences, uneven and empty ones included; and the state is that of threads."""
+    case, share, bucket_bytes, settings = drawn
+    groups = [cut(case.batch, rank) for rank in share]
+    results = check_ranks(run, PURESTEP, case, groups, bucket_bytes, settings)
+    threads = check_ranks(on_threads, PURESTEP, case, groups, bucket_bytes, settings)
+    assert_same(results, threads)
+
+
+@given(drawn=share_cases(), seed=st.integers(0, 99))
+def test_t03_order(run: Processes, drawn: ShareCase, seed: int) -> None:
+    """Ranks, microbatches and rows in any order."""
+    case, share, bucket_bytes, settings = drawn
+    check_ranks(run, PURESTEP, case, shuffled(case, share, seed), bucket_bytes, settings)
+
+
+@given(drawn=share_cases(), seed=st.integers(0, 99))
+def test_t04_padding(run: Processes, drawn: ShareCase, seed: int) -> None:
+    """Ignored microbatches on some of the ranks."""
+    case, share, bucket_bytes, settings = drawn
+    check_ranks(run, PURESTEP, case, padded(case, share, seed), bucket_bytes, settings)
+
+
+@pytest.mark.parametrize("name", sorted(LAWS | TRANSPOSES))
+@given(x=ranks())
+def test_t11_collectives(run: Processes, name: str, x: Tensor) -> None:
+    """Laws and transposes, with ensembles passing by."""
+    check_separate_ranks(run, name, x)
+
+
+@given(drawn=grid_cases())
+def test_context_parallel(run: Processes, drawn: GridCase) -> None:
+    """Sequences split over a second dimension of the mesh."""
+    check_context_parallel(run, PURESTEP, drawn)
+
+
+@given(drawn=grid_cases())
+def test_tensor_parallel(run: Processes, drawn: GridCase) -> None:
+    """Layers split over a second dimension of the mesh."""
+    check_tensor_parallel(run, PURESTEP, drawn)
