@@ -202,6 +202,7 @@ def _accumulate_in_place(
     def take(index: int, leaf: Tensor) -> None:
         grad, so_far = leaf.grad, sums[index]
         assert grad is not None
+        grad = _dense(grad)
         if so_far is None:
             so_far = grad.to(dtypes[index]) if out is None else out[index].copy_(grad)
         elif so_far is not grad:
@@ -228,9 +229,14 @@ def _accumulate_in_place(
         del loss, aux
         remaining -= 1
     grads = [
-        so_far if leaf.grad is None else leaf.grad for leaf, so_far in zip(own, sums, strict=True)
+        so_far if leaf.grad is None else _dense(leaf.grad)
+        for leaf, so_far in zip(own, sums, strict=True)
     ]
     return grads, total
+
+
+def _dense(grad: Tensor) -> Tensor:
+    return grad.to_dense() if grad.is_sparse else grad
 
 
 def _requires_others(loss: Tensor, own: list[Tensor]) -> bool:

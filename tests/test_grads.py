@@ -172,3 +172,100 @@ def test_the_function_that_is_differentiated_runs_once_per_microbatch() -> None:
         w = torch.tensor(1.0)
         step(w, ps.optim.sgd(0.1).init(w), [torch.ones(2)] * 3)
         assert len(calls) == 3
+
+
+def squares(w: Tensor, m: dict[str, Tensor]) -> Tensor:
+    return (w * m["x"]).square()
+
+
+def x_ones(microbatch: dict[str, Tensor]) -> Tensor:
+    return torch.ones_like(microbatch["x"])
+
+
+def test_an_outer_derivative_by_what_the_loss_closes_over() -> None:
+    """Autograd records where the loss depends on a tensor that requires grad, and only there."""
+    temperature = torch.tensor(3.0, requires_grad=True)
+    w, group = torch.tensor([2.0]), [{"x": torch.tensor([1.0])}, {"x": torch.tensor([2.0])}]
+
+    def loss_fn(w: Tensor, m: dict[str, Tensor]) -> Tensor:
+        return temperature * squares(w, m)
+
+    grads, loss, _ = ps.accumulate(loss_fn, w, group, weight_fn=x_ones)
+    grads.sum().backward()
+    assert grads == 2 * 3 * 2 * (1 + 4)
+    assert temperature.grad == 2 * 2 * (1 + 4)
+    grads, loss, _ = ps.accumulate(squares, w, group, weight_fn=x_ones)
+    assert not grads.requires_grad
+    assert not loss.requires_grad
+
+
+def test_an_outer_derivative_by_the_data() -> None:
+    """A microbatch may require grad, the second one alone too: dataset distillation, say."""
+    x = torch.tensor([2.0], requires_grad=True)
+    group = [{"x": torch.tensor([1.0])}, {"x": x}]
+    ps.accumulate(squares, torch.tensor([3.0]), group, weight_fn=x_ones)[0].sum().backward()
+    assert x.grad == 2 * 3 * 2 * 2
+
+
+def test_forward_mode_reaches_through() -> None:
+    """Dual numbers without functorch: the parameters' tangents are not lost."""
+    forward_ad = torch.autograd.forward_ad
+    with forward_ad.dual_level():
+        w = forward_ad.make_dual(torch.tensor([3.0]), torch.tensor([1.0]))
+        grads, _, _ = ps.accumulate(squares, w, [{"x": torch.tensor([2.0])}], weight_fn=x_ones)
+        assert forward_ad.unpack_dual(grads).tangent == 2 * 4
+
+
+def test_gradients_are_taken_without_grad_mode() -> None:
+    """As ``torch.func.grad``: what the caller's mode says is about the caller's graph."""
+    w, group = torch.tensor([3.0]), [{"x": torch.tensor([2.0])}]
+    with torch.no_grad():
+        assert ps.accumulate(squares, w, group, weight_fn=x_ones)[0] == 2 * 3 * 4
+
+
+def test_a_gradient_shared_by_two_leaves_is_two_sums() -> None:
+    """Autograd hands the same tensor to both; nobody adds to it in place."""
+    params = [torch.zeros(2), torch.zeros(2)]
+    group = [{"x": torch.ones(2)}] * 3
+    grads, _, _ = ps.accumulate(
+        lambda p, m: p[0] + p[1] * 1 + 0 * m["x"], params, group, weight_fn=x_ones
+    )
+    assert torch.equal(torch.stack(grads), torch.full((2, 2), 3.0))
+    assert grads[0].data_ptr() != grads[1].data_ptr()
+
+
+def test_sparse_gradients_arrive_dense() -> None:
+    table, group = torch.zeros(4, 2), [{"x": torch.tensor([1, 1])}, {"x": torch.tensor([3, 0])}]
+
+    def loss_fn(table: Tensor, m: dict[str, Tensor]) -> Tensor:
+        return torch.nn.functional.embedding(m["x"], table, sparse=True).sum(-1)
+
+    grads, _, _ = ps.accumulate(loss_fn, table, group, weight_fn=x_ones)
+    assert grads.layout == torch.strided
+    assert grads.sum(1).tolist() == [2, 4, 0, 2]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_out_and_ready(dtype: torch.dtype) -> None:
+    """Sums stand in the buffers, whatever those held; a leaf is announced once, when it is final."""
+    params = {
+        "a": torch.ones(2, dtype=dtype),
+        "b": torch.ones(2, dtype=dtype),
+        "unused": torch.ones(1),
+    }
+    out = [torch.full((2,), 7.0), torch.full((2,), float("nan")), torch.full((1,), 7.0)]
+    seen: dict[int, list[float]] = {}
+
+    def loss_fn(p: Any, m: dict[str, Tensor]) -> Tensor:
+        return (p["a"] * m["x"] + (p["b"] if len(m) > 1 else 0)).float()
+
+    group = [{"x": torch.ones(2), "y": torch.ones(2)}, {"x": 2 * torch.ones(2)}]
+
+    def ready(index: int) -> None:
+        assert index not in seen
+        seen[index] = out[index].tolist()
+
+    grads, _, _ = ps.accumulate(loss_fn, params, group, weight_fn=x_ones, out=out, ready=ready)
+    assert [leaf.tolist() for leaf in out] == [[3, 3], [1, 1], [0]]
+    assert all(grads[name] is out[i] for i, name in enumerate(sorted(grads)))
+    assert seen == {0: [3, 3]}
