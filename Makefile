@@ -18,6 +18,7 @@ proofs: .venv/installed
 
 bench: .venv/installed
 	OMP_NUM_THREADS=2 $(BIN)/python benchmarks/batching.py
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/ranks.py
 
 format: .venv/installed
 	$(BIN)/ruff check --fix-only .

@@ -5,12 +5,18 @@ simulated ranks; and once cut the same way, but with the mean of the microbatche
 loops compute. The picture shows how far the last two end up from the first, step by step.
 
     python -m purestep.examples.docstrings --help
+
+Under ``torchrun`` it trains once, over real ranks; rank 0 speaks for all. With a checkpoint, processes may be
+killed: the run goes on where it was saved, and ends in the same bits.
+
+    torchrun --nproc-per-node 2 --max-restarts 3 -m purestep.examples.docstrings --checkpoint state.pt
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
+import os
 import sysconfig
 import time
 from collections.abc import Iterator
@@ -24,7 +30,7 @@ from tqdm import tqdm
 
 import purestep as ps
 from purestep import tree
-from purestep.examples import gpt
+from purestep.examples import elastic, gpt
 
 Example = dict[str, Tensor]
 Batch = dict[str, Tensor]
@@ -47,6 +53,11 @@ def docstrings() -> list[bytes]:
         if isinstance(node, kinds)
     }
     return sorted(text.encode() for text in found if text and len(text) > 40)
+
+
+def lengths_of(corpus: list[bytes]) -> str:
+    """How many docstrings there are, and how long."""
+    return f"{len(corpus)} docstrings of {min(map(len, corpus))} to {max(map(len, corpus))} bytes"
 
 
 def example_of(text: bytes) -> Example:
@@ -101,6 +112,13 @@ def sample(params: Any, prompt: str, length: int, generator: torch.Generator) ->
     return bytes(tokens).decode(errors="replace")
 
 
+def print_sample(params: Any, generator: torch.Generator) -> None:
+    """What the model says, between two lines."""
+    print("---")
+    print(sample(params, "Return ", 160, generator))
+    print("---")
+
+
 def distance(params: Any, reference: Any) -> float:
     """‖θ − θ*‖ / ‖θ*‖."""
     difference = tree.map(torch.sub, params, reference)
@@ -140,24 +158,10 @@ def draw(path: Path, distances: dict[str, list[float]], losses: dict[str, list[f
     pyplot.close(figure)
 
 
-def main() -> None:
-    """Trains, prints, draws."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
-    parser.add_argument("--steps", type=int, default=180)
-    parser.add_argument("--examples", type=int, default=16, help="docstrings in one update")
-    parser.add_argument("--ranks", type=int, default=2, help="simulated data-parallel ranks")
-    parser.add_argument("--max-tokens", type=int, default=256, help="per microbatch of a rank")
-    parser.add_argument("--dtype", choices=["float64", "float32"], default="float64")
-    parser.add_argument("--picture", type=Path, default=Path("docstrings.png"))
-    options = parser.parse_args()
-
-    dtype = getattr(torch, options.dtype)
-    generator = torch.Generator().manual_seed(0)
-    corpus = docstrings()
-    print(f"{len(corpus)} docstrings of {min(map(len, corpus))} to {max(map(len, corpus))} bytes")
-
+def begin(
+    options: argparse.Namespace, generator: torch.Generator
+) -> tuple[ps.optim.Optimizer, Any]:
+    """The optimizer, and the parameters to begin with."""
     schedule = ps.optim.warmup_cosine_decay_schedule(
         0.0, 2e-3, options.steps // 10 + 1, options.steps + 1, 3e-4
     )
@@ -166,6 +170,16 @@ def main() -> None:
         ps.optim.clip_by_global_norm(1.0),
         ps.optim.adamw(schedule, b2=0.95, weight_decay=0.1, mask=matrices),
     )
+    return optimizer, gpt.init(CONFIG, generator, getattr(torch, options.dtype))
+
+
+def compare(options: argparse.Namespace) -> None:
+    """Trains three times side by side, the last two over simulated ranks; prints, draws."""
+    generator = torch.Generator().manual_seed(0)
+    corpus = docstrings()
+    print(lengths_of(corpus))
+
+    optimizer, params = begin(options, generator)
     axis = ps.VmapAxis(options.ranks)
     over_ranks: dict[str, Any] = {"in_dims": (None, None, 0), "out_dims": None}
     steps = {
@@ -176,7 +190,6 @@ def main() -> None:
             **over_ranks,
         ),
     }
-    params = gpt.init(CONFIG, generator, dtype)
     states = {name: (params, optimizer.init(params)) for name in steps}
     losses: dict[str, list[float]] = {name: [] for name in steps}
     distances: dict[str, list[float]] = {"mean of means": [], "purestep": []}
@@ -205,11 +218,84 @@ def main() -> None:
         print(
             f"distance from one large batch after {options.steps} steps, {name}: {values[-1]:.1e}"
         )
-    print("---")
-    print(sample(states["purestep"][0], "Return ", 160, generator))
-    print("---")
+    print_sample(states["purestep"][0], generator)
     draw(options.picture, distances, losses)
     print(f"picture: {options.picture}")
+
+
+def train(options: argparse.Namespace, axis: ps.MeshAxis) -> None:
+    """Trains once, over real ranks, from the checkpoint on if there is one; rank 0 prints and saves."""
+    speaks = axis.rank == 0
+    generator = torch.Generator().manual_seed(0)
+    corpus = docstrings()
+
+    optimizer, params = begin(options, generator)
+    update_step = ps.make_update_step(loss_fn, optimizer, axis=axis)
+    state = (params, optimizer.init(params), torch.tensor(0))
+    if options.checkpoint and options.checkpoint.exists():
+        state = elastic.load(options.checkpoint, like=state)
+    params, opt_state, taken = state
+    first = int(taken)
+    if speaks:
+        print(lengths_of(corpus))
+        print(f"from step {first} to {options.steps} over {axis.size} ranks")
+    losses: list[float] = []
+    seconds, tokens = 0.0, 0
+
+    position = first * options.examples
+    stream = ps.group(shuffled(corpus, generator), options.examples, start=position)
+    numbers = range(first + 1, options.steps + 1)
+    bar = tqdm(numbers, initial=first, total=options.steps, unit="step", disable=not speaks)
+    for step, examples in zip(bar, stream, strict=False):
+        mine = ps.balance(examples, ranks=axis.size)[axis.rank]
+        start = time.perf_counter()
+        params, opt_state, metrics = update_step(
+            params, opt_state, ps.pack(mine, max_tokens=options.max_tokens)
+        )
+        losses.append(float(metrics.loss))
+        seconds += time.perf_counter() - start
+        tokens += int(metrics.num_tokens)
+        bar.set_postfix_str(f"loss {losses[-1]:.3f}, {tokens / seconds:.0f} tokens/s")
+        due = step % options.save_every == 0 or step == options.steps
+        if speaks and options.checkpoint and due:
+            elastic.save(options.checkpoint, (params, opt_state, torch.tensor(step)))
+
+    if speaks:
+        if losses:
+            print(f"loss {losses[0]:.3f} -> {losses[-1]:.3f}")
+            print(f"{tokens / seconds:.0f} tokens per second over {axis.size} ranks")
+        print(f"parameters sha256 {elastic.fingerprint(params)}")
+        print_sample(params, generator)
+
+
+def main() -> None:
+    """Trains over the ranks of ``torchrun`` where there are any, else compares over simulated ones."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--steps", type=int, default=180)
+    parser.add_argument("--examples", type=int, default=16, help="docstrings in one update")
+    parser.add_argument(
+        "--ranks", type=int, default=2, help="simulated data-parallel ranks; not under torchrun"
+    )
+    parser.add_argument("--max-tokens", type=int, default=256, help="per microbatch of a rank")
+    parser.add_argument("--dtype", choices=["float64", "float32"], default="float64")
+    parser.add_argument(
+        "--picture", type=Path, default=Path("docstrings.png"), help="not under torchrun"
+    )
+    parser.add_argument(
+        "--checkpoint", type=Path, help="file to save to and to go on from; only under torchrun"
+    )
+    parser.add_argument("--save-every", type=int, default=20, help="steps between two saves")
+    options = parser.parse_args()
+
+    if "RANK" in os.environ:
+        with elastic.processes() as axis:
+            train(options, axis)
+    elif options.checkpoint:
+        parser.error("--checkpoint needs torchrun")
+    else:
+        compare(options)
 
 
 if __name__ == "__main__":
