@@ -150,3 +150,22 @@ def test_schedules_keep_their_precision() -> None:
     assert schedule(torch.tensor(5)) == pytest.approx(0.15, rel=1e-15)
     assert schedule(torch.tensor(10)) == pytest.approx(0.3, rel=1e-15)
     assert schedule(torch.tensor(1000)) == pytest.approx(0.03, rel=1e-15)
+
+
+@pytest.mark.parametrize("rate", [0.1, torch.tensor(0.1), ps.optim.linear_schedule(0.3, 0.1, 3)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_descent_has_one_rounding(rate: Any, dtype: torch.dtype) -> None:
+    """In place, out of place and under a transform: the same bits, at any length and whatever the rate is."""
+    optimizer = ps.optim.descend(rate)
+    generator = torch.Generator().manual_seed(0)
+    params = [torch.randn(n, generator=generator).to(dtype) for n in (1, 7, 64, 1003)]
+    grads = [torch.randn(len(p), generator=generator) for p in params]
+    plain, state = optimizer.update(grads, optimizer.init(params), params)
+    assert optimizer.update_ is not None
+    own = [p.clone() for p in params]
+    in_place, in_place_state = optimizer.update_(grads, optimizer.init(own), own)
+    assert all(map(torch.equal, in_place, plain))
+    assert torch.equal(in_place_state.step, state.step)
+    together = torch.vmap(lambda g, p: optimizer.update(g, optimizer.init(params), p)[0])
+    batched = together([torch.stack([g, -g]) for g in grads], [torch.stack([p, p]) for p in params])
+    assert all(torch.equal(b[0], p) for b, p in zip(batched, plain, strict=True))

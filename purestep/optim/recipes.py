@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NamedTuple, cast
 
 import torch
@@ -40,20 +39,23 @@ def descend(learning_rate: LearningRate) -> Optimizer:
     def init(params: Params) -> DescentState:
         return DescentState(zero_step(params))
 
-    def rule(
-        opt_state: DescentState, grad_scale: Tensor | None
-    ) -> tuple[Callable[[Tensor, Tensor], Tensor], DescentState]:
-        step = _descent_of(opt_state).step
-        rate = rate_at(learning_rate, step)
-        if grad_scale is not None:
-            rate = rate / grad_scale
-        return lambda param, u: (param - rate * u).to(param.dtype), DescentState(step + 1)
+    def rate_of(opt_state: DescentState, grad_scale: Tensor | None) -> float | Tensor:
+        rate = rate_at(learning_rate, _descent_of(opt_state).step)
+        return rate if grad_scale is None else rate / grad_scale
+
+    def moved(param: Tensor, u: Tensor, rate: float | Tensor) -> Tensor:
+        # Both are θ + (−lr) u with one rounding, so that the kernel below gives the same bits.
+        wide = torch.promote_types(param.dtype, u.dtype)
+        if isinstance(rate, Tensor):
+            return torch.addcmul(param, u, -rate.to(wide)).to(param.dtype)
+        return torch.add(param, u, alpha=-rate).to(param.dtype)
 
     def update(
         grads: Tree, opt_state: DescentState, params: Params, *, grad_scale: Tensor | None = None
     ) -> tuple[Params, DescentState]:
-        moved, after = rule(opt_state, grad_scale)
-        return tree.map(moved, params, grads), after
+        rate = rate_of(opt_state, grad_scale)
+        after = DescentState(opt_state.step + 1)
+        return tree.map(lambda param, u: moved(param, u, rate), params, grads), after
 
     def update_(
         grads: Tree,
@@ -63,20 +65,17 @@ def descend(learning_rate: LearningRate) -> Optimizer:
         grad_scale: Tensor | None = None,
         applied: Tensor | None = None,
     ) -> tuple[Params, DescentState]:
-        rate = rate_at(learning_rate, _descent_of(opt_state).step)
-        if applied is None and runs_kernels(grads, opt_state, params, rate, grad_scale):
-            alpha = -float(rate if grad_scale is None else rate / grad_scale)
-            torch._foreach_add_(tree.leaves_of(params), tree.leaves_of(grads), alpha=alpha)
-            opt_state.step.add_(1)
-            return params, opt_state
-        moved, after = rule(opt_state, grad_scale)
-
-        def move_(param: Tensor, u: Tensor) -> Tensor:
-            return cast("Tensor", tree.overwrite(param, moved(param, u), applied))
-
-        return tree.map(move_, params, grads), cast(
-            "DescentState", tree.overwrite(opt_state, after, applied)
-        )
+        rate = rate_of(opt_state, grad_scale)
+        after = DescentState(opt_state.step + 1)
+        if applied is None and runs_kernels(grads, opt_state, params, rate):
+            torch._foreach_add_(tree.leaves_of(params), tree.leaves_of(grads), alpha=-float(rate))
+        else:
+            tree.map(
+                lambda param, u: tree.overwrite(param, moved(param, u, rate), applied),
+                params,
+                grads,
+            )
+        return params, cast("DescentState", tree.overwrite(opt_state, after, applied))
 
     return Optimizer(init, update, update_)
 
