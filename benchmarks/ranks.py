@@ -3,7 +3,7 @@
 One update on two real ranks (gloo processes, one thread each), against the number of microbatches K, three ways in turn:
 purestep with `MeshAxis`; DistributedDataParallel that synchronises every microbatch, which is its default; and
 DistributedDataParallel with `no_sync` on all but the last. All count tokens globally before the first
-backward pass, and arrive at the same parameters.
+backward pass, report loss and gradient norm, and arrive at the same parameters.
 
     python benchmarks/ranks.py        writes benchmarks/results/ranks.{json,png}
 """
@@ -80,7 +80,7 @@ def pure_step(params: Any) -> tuple[Way, Callable[[], Any]]:
 
     def update(group: list[Batch]) -> None:
         nonlocal state
-        new_params, new_opt_state, _ = step(*state, group)
+        new_params, new_opt_state, _ = step(state[0], state[1], group)
         state = (new_params, new_opt_state)
 
     return update, lambda: state[0]
@@ -91,9 +91,14 @@ def ddp_step(params: Any, *, synchronise: bool) -> tuple[Way, Callable[[], Any]]
     module = DistributedDataParallel(Module(params), gradient_as_bucket_view=True)
     optimizer = torch.optim.SGD(module.parameters(), lr=LEARNING_RATE, foreach=True)
 
+    own = list(module.parameters())
+    metrics: dict[str, Tensor] = {}
+    norm_of: Any = nn.utils.get_total_norm
+
     def update(group: list[Batch]) -> None:
         num_tokens = torch.stack([(batch["labels"] != -100).sum() for batch in group]).sum()
         dist.all_reduce(num_tokens)
+        total = torch.zeros(())
         for position, batch in enumerate(group):
             last = position == len(group) - 1
             with contextlib.nullcontext() if synchronise or last else module.no_sync():
@@ -103,11 +108,15 @@ def ddp_step(params: Any, *, synchronise: bool) -> tuple[Way, Callable[[], Any]]
                 )
                 # DistributedDataParallel averages over ranks.
                 (loss / num_tokens * dist.get_world_size()).backward()
+            total += loss.detach()
+        # What purestep reports as well: the loss, and the norm of the gradients.
+        dist.all_reduce(total)
+        metrics.update(loss=total / num_tokens, grad_norm=norm_of([p.grad for p in own]))
         optimizer.step()
         optimizer.zero_grad()
 
     structure = module.module.structure
-    return update, lambda: tree.unflatten(structure, [p.detach() for p in module.parameters()])
+    return update, lambda: tree.unflatten(structure, [p.detach() for p in own])
 
 
 def traffic(update: Way, group: list[Batch]) -> dict[str, int]:

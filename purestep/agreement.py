@@ -65,6 +65,12 @@ def agree(axis: Axis, state: Callable[[], Statement]) -> Agreement:
 
     statement, error = attempt(state)
     count, microbatches, shared = statement or Statement(no_count(axis.device), 0, {})
+    if statement is not None:
+        how = {
+            "bucket_bytes": str(axis.bucket_bytes),
+            "differentiated": str(not tree.untransformed(shared["params"], count)),
+        }
+        shared = {**shared, "settings": {**shared["settings"], **how}}
     prints = [fingerprint(value) for value in shared.values()]
     said = says(error, microbatches, count, *prints)
     transformed = not tree.untransformed(count)
@@ -83,6 +89,8 @@ def agree(axis: Axis, state: Callable[[], Statement]) -> Agreement:
         return heard
 
     heard = confirm() if axis.on_host else None
+    if error is not None:
+        raise error
     total = psum(count, axis) if transformed else total_count(rows, said, heard)
     return Agreement(total, microbatches, confirm if heard is None else lambda: heard)
 
@@ -203,8 +211,9 @@ def check_shared(axis: Ranks, name: str, value: Tree, prints: Mapping[int, int])
         if notes is not None:
             lines = notes[ranks[0]].decode().split("\n")
             others = [set(notes[other[0]].decode().split("\n")) for other in groups.values()]
-            own = [line for line in lines if not all(line in other for other in others)]
-            part += " with " + (", ".join(own[:4]) or "less") + (", ..." if len(own) > 4 else "")
+            own = [line for line in lines[:-1] if not all(line in other for other in others)]
+            own = own or lines[-1:]
+            part += " with " + ", ".join(own[:4]) + (", ..." if len(own) > 4 else "")
         parts.append(part)
     raise ValueError(
         f"the ranks of {axis} disagree on {name}, and nothing was updated: "
@@ -225,11 +234,12 @@ def _digest(structure: tree.Structure, kinds: tuple[str, ...]) -> int:
 
 
 def _lines(name: str, value: Tree) -> list[str]:
-    leaves = tree.leaves_of(value)
-    return [
+    leaves, structure = tree.flatten(value)
+    lines = [
         f"{path}: {tree.kind(leaf)}"
         for path, leaf in zip(tree.paths(value, name), leaves, strict=True)
     ]
+    return [*lines, f"the structure {tree.describe(structure)}"]
 
 
 def _name(ranks: list[int]) -> str:

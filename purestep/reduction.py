@@ -77,6 +77,11 @@ def reduce(
     ):
         return _reduce_in_buckets(axis, agreement, compute, params, accum_dtype)
 
+    if isinstance(axis, Ranks) and torch.compiler.is_compiling() and not agreement.microbatches:
+        raise ValueError(
+            f"this rank of {axis} holds no microbatch, and a compiled step cannot be told what the others' "
+            "losses return: give it a microbatch whose weights are zero"
+        )
     held = [rank.microbatches > 0 for rank in agreement.confirm()]
     if any(held) and not all(held):
         raise ValueError(
@@ -136,6 +141,8 @@ def _like_the_others(
     """The loss and aux of a rank without microbatches, as zeros in the form that the others have."""
     prints = {rank: said.fingerprints[0] for rank, said in enumerate(heard) if said.microbatches}
     check_shared(axis, "LossTerms.aux", aux, prints)
+    dtypes = {rank: heard[rank].fingerprints[1] for rank in prints}
+    check_shared(axis, "the loss", str(loss.dtype), dtypes)
     if len(prints) in (0, len(heard)):
         return loss, aux
     first = min(prints)

@@ -61,6 +61,10 @@ class MeshAxis(Ranks):
                 f"MeshAxis(dims={self.dims}) must name one or several different dimensions of the mesh, "
                 f"in its order: {tuple(names)}"
             )
+        if mesh.get_coordinate() is None:
+            raise ValueError(
+                f"this process is not in the mesh {mesh}: make the axis on the ranks of the mesh alone"
+            )
         part = mesh[self.dims]
         flat = part if len(self.dims) == 1 else part._flatten()
         self._group = flat.get_group()
@@ -148,6 +152,6 @@ def _explained(group: Any) -> Iterator[None]:
     except RuntimeError as error:
         raise RankError(
             f"a collective over {group} failed: most likely another rank has died, and its own output tells "
-            "why. This process group is lost; start again from the last checkpoint, as torchrun "
-            f"--max-restarts does. What the backend says: {str(error).splitlines()[0]}"
+            "why. This process group is lost: end the process, so that others do not wait for it, and start again "
+            f"from the last checkpoint, as torchrun --max-restarts does. What the backend says: {str(error).splitlines()[0]}"
         ) from error

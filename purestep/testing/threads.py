@@ -64,7 +64,7 @@ class ThreadAxis(Ranks):
         [tensor(101), tensor(1010), tensor(101), tensor(1010)]
         """
         ranks = torch.arange(self.size)
-        if ranks.numel() != torch.Size(sizes).numel():
+        if ranks.numel() != torch.Size(sizes).numel() or min(sizes, default=0) < 1:
             raise ValueError(f"{self}.split{sizes}: the sizes must multiply to {self.size}")
         grid = ranks.view(sizes)
         return tuple(self._along(grid, dim) for dim in range(len(sizes)))
@@ -87,6 +87,13 @@ class ThreadAxis(Ranks):
         """
 
         def mapped(*args: Sequence[Any]) -> list[Any]:
+            if self._name != f"ThreadAxis({self._world.size})":
+                raise ValueError(f"{self} is a part of a world: map over the axis that was split")
+            if torch._C._are_functorch_transforms_active() or self._world.is_running:
+                raise RuntimeError(
+                    f"{self}.map starts threads, which no transform and no other map reaches into: "
+                    "transform inside fn, or take VmapAxis"
+                )
             for position, arg in enumerate(args):
                 if len(arg) != self.size:
                     raise ValueError(
@@ -149,6 +156,11 @@ class _World:
         self._results: dict[int, Tensor] = {}
         self._errors: dict[int, str] = {}
         self._ended: dict[int, str] = {}
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the calling thread is a rank already."""
+        return hasattr(self._local, "rank")
 
     def rank(self, axis: ThreadAxis) -> int:
         """The number of the calling thread."""

@@ -1,0 +1,147 @@
+"""Real ranks for tests: processes of one gloo group, which run the functions that they are sent."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import tempfile
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Sequence
+from multiprocessing import get_context
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+# Ranks are forked from a process of a single thread, which has imported once what takes seconds.
+CONTEXT = get_context("forkserver")
+CONTEXT.set_forkserver_preload(["torch._dynamo", "torch.distributed.tensor.debug", "pytest"])
+
+
+class DeadRankError(RuntimeError):
+    """The process has ended, with this exit code, instead of answering."""
+
+
+class World:
+    """``size`` processes, for as long as the context lasts; none outlives it.
+
+    Results are pickled, exceptions like any other: a rank that raises is heard like one that returns.
+    A warning in a rank is an error.
+
+    Args:
+        size: how many ranks.
+        timeout: the seconds that ``run``, and leaving the context, may take.
+    """
+
+    def __init__(self, size: int, timeout: float = 60.0) -> None:
+        self.size = size
+        self.timeout = timeout
+
+    def __enter__(self) -> World:
+        self._start()
+        return self
+
+    def _start(self) -> None:
+        self._folder = tempfile.TemporaryDirectory()
+        self._connections: list[Connection] = []
+        self._processes: list[Any] = []
+        for rank in range(self.size):
+            ours, theirs = CONTEXT.Pipe()
+            place = rank, self.size, f"{self._folder.name}/store", theirs
+            process = CONTEXT.Process(target=_serve, args=place, daemon=True)
+            process.start()
+            theirs.close()  # It is the process's own now, and ends with it.
+            self._connections.append(ours)
+            self._processes.append(process)
+
+    def run(self, function: Callable[..., Any], *args: Sequence[Any]) -> list[Any]:
+        """``function(rank, *args of this rank)`` on every rank: what each returns or raises, or ``DeadRankError``.
+
+        A rank that raises ends, as a program would, and its peers learn that. The next run starts afresh.
+        """
+        columns: list[Any] = list(zip(*args, strict=True)) if args else [()] * self.size
+        if not all(process.is_alive() for process in self._processes):
+            self._stop()
+            self._start()
+        for connection, column in zip(self._connections, columns, strict=True):
+            connection.send_bytes(pickle.dumps((function, column)))
+        results: dict[int, Any] = {}
+        until = time.monotonic() + self.timeout
+        while len(results) < self.size:
+            missing = [rank for rank in range(self.size) if rank not in results]
+            ready = wait([self._connections[rank] for rank in missing], until - time.monotonic())
+            if not ready:
+                self._stop()
+                raise TimeoutError(f"{missing=} after {self.timeout} s; the others said {results}")
+            for rank in missing:
+                if self._connections[rank] in ready:
+                    results[rank] = self._answer(rank)
+        return [results[rank] for rank in range(self.size)]
+
+    def _answer(self, rank: int) -> Any:
+        process = self._processes[rank]
+        try:
+            answer = pickle.loads(self._connections[rank].recv_bytes())
+        except (EOFError, ConnectionError):
+            process.join(self.timeout)
+            return DeadRankError(process.exitcode)
+        if isinstance(answer, Exception):
+            process.join(self.timeout)
+        return answer
+
+    def _stop(self) -> None:
+        for process in self._processes:
+            process.kill()
+        for process in self._processes:
+            process.join()
+        for connection in self._connections:
+            connection.close()
+        self._folder.cleanup()
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        try:
+            if kind is None and all(process.is_alive() for process in self._processes):
+                self._leave()
+        finally:
+            self._stop()
+
+    def _leave(self) -> None:
+        for connection in self._connections:
+            connection.send_bytes(pickle.dumps(None))
+        until = time.monotonic() + self.timeout
+        for process in self._processes:
+            process.join(until - time.monotonic())
+        codes = [process.exitcode for process in self._processes]
+        assert codes == [0] * self.size, f"the ranks ended with {codes}"
+
+
+def values(results: Sequence[Any]) -> list[Any]:
+    """The results of ranks of which none may have failed."""
+    for rank, result in enumerate(results):
+        if isinstance(result, BaseException):
+            raise AssertionError(f"rank {rank} failed") from result
+    return list(results)
+
+
+def _serve(rank: int, size: int, store: str, connection: Connection) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
+    while (task := pickle.loads(connection.recv_bytes())) is not None:
+        function, args = task
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("error")
+                # torch.func.jvp and the inductor import parts of torch through torch.jit.
+                warnings.filterwarnings("ignore", "`torch.jit.script", DeprecationWarning)
+                answer = function(rank, *args)
+        except Exception as error:
+            error.add_note(f"on rank {rank}:\n{traceback.format_exc()}")
+            connection.send_bytes(pickle.dumps(error))
+            os._exit(1)
+        connection.send_bytes(pickle.dumps(answer))
+    dist.barrier()
+    dist.destroy_process_group()
+    os._exit(0)  # Nothing is left to tidy up, and Python's own tidying takes half a second.

@@ -1,0 +1,525 @@
+"""``MeshAxis`` over real processes: what travels, what happens when a rank goes wrong, transforms and compilers.
+
+The programs are those of ``tests/test_testing.py``, where threads run them. Here one group of four gloo
+processes stays up for the whole file; only tests that kill a rank start their own.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
+from math import ceil
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import purestep as ps
+from purestep import reduction, tree
+from purestep.agreement import WIDTH
+from tests.ranks import DeadRankError, World, values
+from tests.test_testing import (
+    ACCUM_DTYPES,
+    FAULTS,
+    LAWS,
+    LIFETIMES,
+    SGD,
+    Aftermath,
+    Batch,
+    alone,
+    backward_through_two_steps,
+    batch,
+    blocks,
+    check_counted,
+    check_fault,
+    check_history,
+    check_law,
+    counted_in,
+    cut,
+    evaluated,
+    faulty_step,
+    forward_and_pulled,
+    groups_of_two_steps,
+    loss_fn,
+    loss_with_aux,
+    on_few,
+    ones,
+    params,
+    same,
+    sound,
+    step,
+    until_the_end,
+)
+
+pytestmark = pytest.mark.timeout(120)
+
+SIZE = 4
+
+
+@pytest.fixture(scope="module")
+def world() -> Iterator[World]:
+    """Four ranks that stay up."""
+    with World(SIZE) as running:
+        yield running
+
+
+@cache
+def mesh() -> DeviceMesh:
+    """All ranks of the process's world along one dimension."""
+    size = torch.distributed.get_world_size()
+    return DeviceMesh("cpu", list(range(size)), mesh_dim_names=("dp",))
+
+
+@cache
+def grid() -> DeviceMesh:
+    """Four ranks, two by two."""
+    return DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=("dp", "cp"))
+
+
+def on_all(rank: int, program: Callable[..., Any], bucket_bytes: int, *args: Any) -> Any:
+    """``program(axis, *args)`` on the axis over all ranks."""
+    return program(ps.MeshAxis(mesh(), "dp", bucket_bytes=bucket_bytes), *args)
+
+
+def processes(
+    world: World, program: Callable[..., Any], *args: Sequence[Any], bucket_bytes: int = 1 << 20
+) -> list[Any]:
+    """What ``program(axis, *args of its rank)`` returns on every process."""
+    every = world.size
+    return values(world.run(on_all, [program] * every, [bucket_bytes] * every, *args))
+
+
+def settings_step(axis: ps.Axis, rank: int, settings: dict[str, Any]) -> Any:
+    """The sound step, with these settings."""
+    return step(axis, {**sound(rank), **settings})
+
+
+# What a rank holds
+
+
+@pytest.mark.parametrize("normalize", ["loss", "grads"])
+@pytest.mark.parametrize("bucket_bytes", [1, 16, 1 << 20])
+def test_uneven_ranks_take_the_step_of_one(world: World, bucket_bytes: int, normalize: str) -> None:
+    settings = [{"normalize": normalize}] * SIZE
+    for result in processes(world, settings_step, range(SIZE), settings, bucket_bytes=bucket_bytes):
+        assert same(result, alone())
+
+
+@pytest.mark.parametrize("normalize", ["loss", "grads"])
+def test_an_empty_rank_reports_what_the_others_do(world: World, normalize: str) -> None:
+    expected = on_few(ps.LocalAxis(), -1, normalize)
+    for result in processes(world, on_few, range(SIZE), [normalize] * SIZE):
+        assert same(result, expected)
+
+
+def test_evaluation_with_empty_ranks(world: World) -> None:
+    expected = evaluated(ps.LocalAxis(), -1)
+    for result in processes(world, evaluated, range(SIZE)):
+        assert same(result, expected)
+
+
+def test_no_data_anywhere_is_the_identity(world: World) -> None:
+    for result in processes(world, settings_step, range(SIZE), [{"microbatches": []}] * SIZE):
+        assert same(result[:2], (params(), SGD.init(params())))
+        assert not result[2].applied
+
+
+def test_data_that_runs_out_at_different_steps(world: World) -> None:
+    groups = [[group] for group in cut(batch(7), LIFETIMES)]
+    check_history(processes(world, until_the_end, groups))
+
+
+@pytest.mark.parametrize("dtype", ACCUM_DTYPES)
+def test_counts_and_losses_are_exact_in_any_dtype_of_gradients(
+    world: World, dtype: torch.dtype
+) -> None:
+    check_counted(processes(world, counted_in, range(SIZE), [dtype] * SIZE))
+
+
+# What travels
+
+
+class Traffic(TorchDispatchMode):
+    """The bytes that are handed to collectives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes: dict[str, int] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace in ("c10d", "_c10d_functional") and "wait" not in func.__name__:
+            sent = sum(
+                leaf.numel() * leaf.element_size()
+                for leaf in tree.leaves_of(args[0])
+                if isinstance(leaf, Tensor)
+            )
+            name = func.__name__.split(".")[0]
+            self.bytes[name] = self.bytes.get(name, 0) + sent
+        return func(*args, **(kwargs or {}))
+
+
+MIXED = {
+    "a": torch.ones(30),
+    "b": torch.ones(5).double(),
+    "c": torch.ones(7, 3),
+    "d": torch.ones(()),
+}
+"""One leaf in float64, three of 52 numbers in float32."""
+
+
+def mixed_loss(params: Any, microbatch: Tensor) -> Tensor:
+    """Every leaf takes part."""
+    total = sum(leaf.double().sum() for leaf in params.values())
+    return microbatch * torch.as_tensor(total)
+
+
+def traffic(
+    axis: ps.Axis, microbatches: int, aux: bool, settings: dict[str, Any]
+) -> tuple[dict[str, int], dict[str, int], Any]:
+    """How many collectives a step calls by name, the bytes they are handed, and the new params."""
+    from torch.distributed.tensor.debug import CommDebugMode  # takes a second to import
+
+    def loss(params: Any, microbatch: Tensor) -> ps.LossTerms:
+        losses = mixed_loss(params, microbatch)
+        return ps.LossTerms(losses, aux={"n": torch.tensor(1), "m": torch.tensor(2)} if aux else ())
+
+    optimizer = ps.optim.sgd(0.5)
+    run = ps.make_update_step(loss, optimizer, weight_fn=torch.ones_like, axis=axis, **settings)
+    state = optimizer.init(MIXED)
+    group = [torch.ones(2).double()] * microbatches
+    with CommDebugMode() as calls:
+        new_params, _, _ = run(MIXED, state, group)
+    with Traffic() as sent:
+        run(MIXED, state, group)
+    counts = {str(op).split(".")[-1]: n for op, n in calls.get_comm_counts().items()}
+    return counts, sent.bytes, new_params
+
+
+SMALL, LARGE = 52 * 4, 5 * 8
+"""Bytes of the gradients in each dtype."""
+
+TABLE = SIZE * WIDTH * 8
+"""Numbers that travel with the last bucket: a row of eight-byte integers for each rank, a number for each byte."""
+
+
+@pytest.mark.parametrize("normalize", ["loss", "grads"])
+@pytest.mark.parametrize("bucket_bytes", [8, 24, 64, 1 << 20])
+def test_traffic_of_a_step(world: World, bucket_bytes: int, normalize: str) -> None:
+    """One small gather and each gradient once, however many microbatches: 1, 4, 16, or none on a rank."""
+    for numbers in ([1] * 4, [4] * 4, [16] * 4, [4, 0, 16, 1]):
+        results = processes(
+            world, traffic, numbers, [False] * SIZE, [{"normalize": normalize}] * SIZE,
+            bucket_bytes=bucket_bytes,
+        )  # fmt: skip
+        for counts, sent, new_params in results:
+            assert counts == {
+                "all_gather_into_tensor": 1,
+                "allreduce_": ceil(SMALL / bucket_bytes) + ceil(LARGE / bucket_bytes),
+            }
+            assert sent == {
+                "all_gather_into_tensor": WIDTH * 8,
+                "allreduce_": SMALL + LARGE + TABLE * 8,
+            }
+            assert same(new_params, results[0][2])
+
+
+def test_aux_travels_in_one_collective_more(world: World) -> None:
+    """Two integers; and where a rank is empty, the others tell it their form."""
+    for numbers, gathers in (([1, 4, 16, 2], 1), ([1, 4, 0, 2], 3)):
+        for counts, sent, _ in processes(world, traffic, numbers, [True] * SIZE, [{}] * SIZE):
+            assert counts == {"all_gather_into_tensor": gathers, "allreduce_": 2, "all_reduce": 1}
+            assert sent["all_reduce"] == 2 * 8
+
+
+# What goes wrong
+
+
+@pytest.mark.parametrize("bucket_bytes", [8, 1 << 20])
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_is_told_on_every_rank(world: World, name: str, bucket_bytes: int) -> None:
+    """And the same process group goes on."""
+    started = time.monotonic()
+    aftermaths: list[Aftermath] = processes(
+        world, faulty_step, range(SIZE), [name] * SIZE, [False] * SIZE, bucket_bytes=bucket_bytes
+    )
+    check_fault(name, aftermaths, "MeshAxis('dp', 4 ranks)")
+    assert time.monotonic() - started < reduction.FAREWELL
+
+
+def evaluates_while_others_train(axis: ps.Axis, rank: int) -> tuple[str, Any]:
+    """Another function altogether on rank 1, with the same params."""
+    with pytest.raises(ValueError, match="disagree") as info:
+        _ = evaluated(axis, rank) if rank == 1 else step(axis, sound(rank))
+    return str(info.value), step(axis, sound(rank))
+
+
+def test_a_rank_that_evaluates_while_others_train(world: World) -> None:
+    for text, next_step in processes(world, evaluates_while_others_train, range(SIZE)):
+        assert "ranks 0, 2, 3 with " in text
+        assert "against rank 1 with " in text
+        assert same(next_step, alone())
+
+
+def dies(rank: int, where: str) -> None:
+    """A step in which rank 1 is killed."""
+
+    def killed(function: Callable[..., Any]) -> Callable[..., Any]:
+        def kills(*args: Any) -> Any:
+            if rank == 1 and len(args[-1]["y"]) == 2:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return function(*args)
+
+        return kills
+
+    arguments = {**sound(0), "microbatches": [batch(1), batch(2), batch(1)]}
+    step(ps.MeshAxis(mesh(), "dp"), {**arguments, where: killed(arguments[where])})
+
+
+def last_words(world: World, program: Callable[..., Any], *args: Any) -> tuple[list[Any], float]:
+    """What comes of a program that ends a world which has taken a step, and after how many seconds."""
+    processes(world, settings_step, [0] * world.size, [{}] * world.size)
+    started = time.monotonic()
+    results = world.run(program, *([arg] * world.size for arg in args))
+    return results, time.monotonic() - started
+
+
+@pytest.mark.parametrize("where", ["weight_fn", "loss_fn"])
+def test_a_rank_that_is_killed(where: str) -> None:
+    """Before the first collective, and between the microbatches: the others end at once."""
+    with World(3, timeout=30) as world:
+        (first, killed, last), seconds = last_words(world, dies, where)
+    assert isinstance(killed, DeadRankError)
+    assert killed.args == (-signal.SIGKILL,)
+    for error in (first, last):
+        assert type(error) is ps.RankError
+        assert "over MeshAxis('dp', 3 ranks) failed: most likely another rank has died" in str(
+            error
+        )
+        assert "start again from the last checkpoint" in str(error)
+    assert seconds < 5
+
+
+def fails_before_its_peer(rank: int) -> None:
+    """Rank 0 raises where rank 1 waits for it, inside the loss, over another dimension."""
+    reduction.FAREWELL = 2.0
+    axis = ps.MeshAxis(grid(), ("dp", "cp"))
+    sequence = ps.MeshAxis(grid(), "cp")
+
+    def loss(params: Any, microbatch: Batch) -> Tensor:
+        if rank == 0:
+            raise ArithmeticError("too soon")
+        ps.all_gather(microbatch["x"], sequence)
+        return loss_fn(params, microbatch)
+
+    step(axis, {**sound(0), "loss_fn": loss, "microbatches": [batch(4)]})
+
+
+def test_a_rank_that_fails_while_a_peer_waits_for_it_elsewhere() -> None:
+    """It takes leave for a bounded time, and raises its own error; its end is the end of the others."""
+    assert reduction.FAREWELL == 10
+    with World(4, timeout=30) as world:
+        (first, peer, *others), seconds = last_words(world, fails_before_its_peer)
+    assert (type(first), str(first)) == (ArithmeticError, "too soon")
+    assert 2 <= seconds < 7
+    assert type(peer) is ps.RankError
+    assert str(peer).startswith("a collective over MeshAxis('cp', 2 ranks) failed")
+    for error in others:
+        assert type(error) is ps.RankError
+        assert str(error).startswith("a collective over MeshAxis('dp', 'cp', 4 ranks) failed")
+
+
+# The axis itself
+
+
+def construction(rank: int) -> dict[str, Any]:
+    """Axes over two dimensions and over one, and what is refused."""
+    refused = {}
+    for name, arguments, bucket_bytes in [
+        ("unknown", (grid(), "tp"), 1),
+        ("out of order", (grid(), ("cp", "dp")), 1),
+        ("twice", (grid(), ("dp", "dp")), 1),
+        ("none", (grid(), ()), 1),
+        ("nameless", (DeviceMesh("cpu", list(range(SIZE))), "dp"), 1),
+        ("bucket_bytes", (grid(), "dp"), 0),
+        ("whole bytes", (grid(), "dp"), 8.0),
+    ]:
+        try:
+            ps.MeshAxis(*arguments, bucket_bytes=bucket_bytes)  # type: ignore[arg-type]
+        except ValueError as error:
+            refused[name] = str(error)
+    axes = [ps.MeshAxis(grid(), dims) for dims in (("dp", "cp"), "dp", "cp", ["cp"])]
+    return {
+        "refused": refused,
+        "axes": [(repr(axis), axis.size, axis.rank, int(axis.index)) for axis in axes],
+        "order": ps.all_gather(torch.tensor(rank), axes[0]),
+        "sums": [ps.psum(torch.tensor(10**rank), axis) for axis in axes],
+    }
+
+
+def test_construction(world: World) -> None:
+    for rank, result in enumerate(values(world.run(construction))):
+        dp, cp = divmod(rank, 2)
+        assert result["axes"] == [
+            ("MeshAxis('dp', 'cp', 4 ranks)", 4, rank, rank),
+            ("MeshAxis('dp', 2 ranks)", 2, dp, dp),
+            ("MeshAxis('cp', 2 ranks)", 2, cp, cp),
+            ("MeshAxis('cp', 2 ranks)", 2, cp, cp),
+        ]
+        assert result["order"].tolist() == [0, 1, 2, 3]
+        assert result["sums"] == [1111, 101 * 10**cp, 11 * 100**dp, 11 * 100**dp]
+        refused = result["refused"]
+        for name, dims in {
+            "unknown": "('tp',)",
+            "out of order": "('cp', 'dp')",
+            "twice": "('dp', 'dp')",
+            "none": "()",
+        }.items():
+            assert refused.pop(name) == (
+                f"MeshAxis(dims={dims}) must name one or several different dimensions of the mesh, "
+                "in its order: ('dp', 'cp')"
+            )
+        assert 'mesh_dim_names=("dp",)' in refused.pop("nameless")
+        assert refused.pop("bucket_bytes").startswith("bucket_bytes=0 must be a whole number")
+        assert refused.pop("whole bytes").startswith("bucket_bytes=8.0 must be a whole number")
+        assert not refused
+
+
+# Transforms and compilers
+
+
+@pytest.mark.parametrize("law", LAWS)
+def test_transpose(world: World, law: str) -> None:
+    x, y = blocks(law, SIZE)
+    check_law(law, processes(world, forward_and_pulled, [law] * SIZE, list(x), list(y)))
+
+
+def test_backward_through_steps(world: World) -> None:
+    expected = backward_through_two_steps(ps.LocalAxis(), [[batch(8)], [batch(8, 1)]])
+    for result in processes(world, backward_through_two_steps, groups_of_two_steps()):
+        assert same(result, expected)
+
+
+def moved(axis: ps.Axis, group: list[Batch], theta: Any) -> Any:
+    """The parameters after a step from these."""
+    return step(axis, {**sound(0), "params": theta, "microbatches": group})[0]
+
+
+def ensemble(axis: ps.Axis, group: list[Batch]) -> Any:
+    """``vmap`` over three sets of parameters."""
+    many = tree.map(lambda leaf: torch.stack([leaf, leaf + 1, leaf - 2]), params())
+    return torch.vmap(lambda theta: moved(axis, group, theta))(many)
+
+
+def meta_gradient(axis: ps.Axis, group: list[Batch]) -> Any:
+    """``torch.func.grad`` through the step."""
+
+    def outer(theta: Any) -> Tensor:
+        after: dict[str, Tensor] = moved(axis, group, theta)
+        return (after["w"] ** 2).sum() * 3 + after["b"]
+
+    return torch.func.grad(outer)(params())
+
+
+def tangent(axis: ps.Axis, group: list[Batch]) -> Any:
+    """``torch.func.jvp`` through the step."""
+    return torch.func.jvp(lambda theta: moved(axis, group, theta), (params(),), (params(),))
+
+
+def ensemble_of_meta_gradients(axis: ps.Axis, group: list[Batch]) -> Any:
+    """``vmap`` of ``grad`` of the step, over learning rates."""
+
+    def after(rate: Tensor) -> Tensor:
+        optimizer = ps.optim.sgd(rate)
+        arguments = {"optimizer": optimizer, "opt_state": optimizer.init(params())}
+        new_params, *_ = step(axis, {**sound(0), **arguments, "microbatches": group})
+        total: Tensor = (new_params["w"] ** 2).sum()
+        return total
+
+    rates = torch.tensor([0.5, 1.0, 2.0], dtype=torch.float64)
+    return torch.vmap(torch.func.grad(after))(rates)
+
+
+def ensemble_of_counts(axis: ps.Axis, group: list[Batch]) -> Any:
+    """``vmap`` over weights, so that every member has a count of its own."""
+
+    def member(weight: Tensor) -> Any:
+        arguments = {**sound(0), "weight_fn": lambda m: ones(m) * weight, "microbatches": group}
+        new_params, _, metrics = step(axis, arguments)
+        return new_params, metrics.num_tokens
+
+    return torch.vmap(member)(torch.tensor([1, 2, 4]))
+
+
+TRANSFORMED = [ensemble, ensemble_of_counts, meta_gradient, tangent, ensemble_of_meta_gradients]
+
+
+@pytest.mark.parametrize("program", TRANSFORMED)
+def test_transforms_of_a_step(world: World, program: Callable[..., Any]) -> None:
+    """On every rank what one rank gets that holds the whole batch."""
+    groups = cut(batch(8), [[2, 1], [1], [2], [1, 1]])
+    expected = program(ps.LocalAxis(), [batch(8)])
+    for result in processes(world, program, groups):
+        assert same(result, expected)
+
+
+def transformed_with_an_empty_rank(axis: ps.Axis, group: list[Batch]) -> str:
+    with pytest.raises(ValueError, match="holds no microbatch") as info:
+        meta_gradient(axis, group)
+    return str(info.value)
+
+
+def test_a_transform_with_an_empty_rank_is_refused_everywhere(world: World) -> None:
+    groups = cut(batch(4), [[1], [2], [], [1]])
+    for text in processes(world, transformed_with_an_empty_rank, groups):
+        assert "a rank of MeshAxis('dp', 4 ranks) holds no microbatch" in text
+        assert "give it a microbatch whose weights are zero" in text
+
+
+@cache
+def pair() -> DeviceMesh:
+    """Two ranks of four."""
+    return DeviceMesh("cpu", [0, 1], mesh_dim_names=("dp",))
+
+
+def on_pair(rank: int, program: Callable[..., Any], *args: Any) -> Any:
+    """``program(axis, *args)`` on two ranks: compilers take their time."""
+    part = pair()
+    return program(ps.MeshAxis(part, "dp"), *args) if rank < 2 else None
+
+
+def compiled_law(axis: ps.Axis, law: str, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    """A collective and its gradient, each compiled whole."""
+    run = torch.compile(forward_and_pulled, fullgraph=True, backend="aot_eager")
+    result: tuple[Tensor, Tensor] = run(axis, law, x, y)
+    return result
+
+
+@pytest.mark.parametrize("law", LAWS)
+def test_compiled_collectives(world: World, law: str) -> None:
+    x, y = blocks(law, 2)
+    xs, ys = (list(value) + [None] * 2 for value in (x, y))
+    results = world.run(on_pair, [compiled_law] * SIZE, [law] * SIZE, xs, ys)
+    check_law(law, values(results)[:2])
+
+
+def compiled_step(axis: ps.Axis, group: list[Batch]) -> Any:
+    """The step compiled whole, and as it is."""
+    run = ps.make_update_step(loss_with_aux, SGD, weight_fn=ones, axis=axis)
+    arguments = params(), SGD.init(params()), group
+    compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
+    return compiled(*arguments), run(*arguments)
+
+
+def test_compiled_step(world: World) -> None:
+    groups = [*cut(batch(8), [[5], [2, 1]]), [], []]
+    results = values(world.run(on_pair, [compiled_step] * SIZE, groups))
+    expected = step(ps.LocalAxis(), {**sound(0), "microbatches": cut(batch(8), [[5, 2, 1]])[0]})
+    for compiled, eager in results[:2]:
+        assert same(eager, expected)
+        assert same(compiled, expected)

@@ -1,0 +1,733 @@
+"""Ranks that hold different amounts of data, and ranks that go wrong: on threads.
+
+``tests/test_mesh.py`` says the same of processes, with the programs of this file. All numbers are integers in
+float64 and every N is a power of two, so nothing is ever rounded.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable, Sequence
+from copy import copy
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+import purestep as ps
+from purestep import tree
+
+pytestmark = pytest.mark.timeout(60)
+
+Arguments = dict[str, Any]
+Batch = dict[str, Tensor]
+
+SGD = ps.optim.sgd(0.5, momentum=0.5)
+SHARE = [[2, 3], [], [1, 1, 2], [7]]
+"""How many tokens each microbatch of each rank has: uneven, and one rank with none."""
+BAD = 2
+"""The rank that goes wrong."""
+
+
+def params() -> dict[str, Tensor]:
+    """Integers, in two leaves."""
+    return {"b": torch.tensor(1.0).double(), "w": torch.tensor([1.0, -2.0, 3.0]).double()}
+
+
+def batch(size: int = 16, seed: int = 0) -> Batch:
+    """Integers, without a random generator, which a transform would refuse."""
+    count = torch.arange(size * 4).view(size, 4) + 5 * seed
+    numbers = ((count * count * 3 + count) % 11 % 7 - 3).double()
+    return {"x": numbers[:, :3], "y": numbers[:, 3]}
+
+
+def cut(whole: Batch, share: Sequence[Sequence[int]] = SHARE) -> list[list[Batch]]:
+    """The microbatches of each rank."""
+    sizes = [size for rank in share for size in rank]
+    parts = (
+        dict(zip(whole, part, strict=True))
+        for part in zip(*(value.split(sizes) for value in whole.values()), strict=True)
+    )
+    return [list(itertools.islice(parts, len(rank))) for rank in share]
+
+
+def loss_fn(params: Any, microbatch: Batch) -> Tensor:
+    """(xᵀw + b − y)², for each token."""
+    return (microbatch["x"] @ params["w"] + params["b"] - microbatch["y"]).square()
+
+
+def loss_with_aux(params: Any, microbatch: Batch) -> ps.LossTerms:
+    """The same, with its sum and how many are small."""
+    losses = loss_fn(params, microbatch)
+    return ps.LossTerms(losses, aux={"small": (losses < 5).sum(), "sum": losses.sum()})
+
+
+def ones(microbatch: Batch) -> Tensor:
+    """Every token weighs the same."""
+    return torch.ones(len(microbatch["y"]), dtype=torch.int64)
+
+
+def sound(rank: int) -> Arguments:
+    """A step of four uneven ranks."""
+    return {
+        "loss_fn": loss_with_aux,
+        "optimizer": SGD,
+        "weight_fn": ones,
+        "params": params(),
+        "opt_state": SGD.init(params()),
+        "microbatches": cut(batch())[rank],
+    }
+
+
+def step(axis: ps.Axis, arguments: Arguments) -> Any:
+    """One step with these arguments."""
+    settings = dict(arguments)
+    state = [settings.pop(name) for name in ("params", "opt_state", "microbatches")]
+    return ps.make_update_step(**settings, axis=axis)(*state)
+
+
+def alone() -> Any:
+    """The sound step of one rank that holds the whole batch as one microbatch."""
+    new_params, opt_state, metrics = step(ps.LocalAxis(), {**sound(0), "microbatches": [batch()]})
+    count = sum(map(len, SHARE))
+    return new_params, opt_state, metrics._replace(num_microbatches=torch.tensor(count))
+
+
+def same(one: Any, other: Any) -> bool:
+    """Whether two trees agree in structure, dtypes and every bit."""
+    leaves, structure = tree.flatten(one)
+    others, other_structure = tree.flatten(other)
+    return structure == other_structure and all(
+        a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(leaves, others, strict=True)
+    )
+
+
+class Fault(NamedTuple):
+    """What some ranks do differently, and which errors they and the others get."""
+
+    change: Callable[[Arguments], Arguments]
+    own: tuple[type[Exception], str]
+    others: tuple[type[Exception], str]
+    ranks: tuple[int, ...] = (BAD,)
+
+
+def disagreement(name: str, right: str, wrong: str, change: Callable[..., Arguments]) -> Fault:
+    """Every rank gets one and the same error."""
+    ranks = "ranks 0, 3" if name == "LossTerms.aux" else "ranks 0, 1, 3"
+    text = f"disagree on {name}, and nothing was updated: {ranks} with {right} against rank 2 with {wrong}"
+    return Fault(change, (ValueError, text), (ValueError, text))
+
+
+def failure(
+    kind: type[Exception], text: str, change: Callable[..., Arguments], heard: str | None = None
+) -> Fault:
+    """The rank that fails gets its own exception, and the others hear of it."""
+    told = f"failed, and the step with it on every rank; nothing was updated. rank 2: {kind.__name__}: "
+    return Fault(change, (kind, text), (ps.RankError, told + (heard or text)))
+
+
+def setting(name: str, right: str, wrong: str, **settings: Any) -> Fault:
+    """Another setting of the step."""
+    right, wrong = (f"settings[{name!r}]: {value!r}" for value in (right, wrong))
+    return disagreement("settings", right, wrong, lambda _: settings)
+
+
+def raising(function: Callable[..., Any], at: int) -> Callable[..., Any]:
+    """The function, which raises at this call."""
+    calls = itertools.count()
+
+    def raises(*args: Any) -> Any:
+        if next(calls) == at:
+            raise ArithmeticError("θ ≠ θ")
+        return function(*args)
+
+    return raises
+
+
+class _BrokenBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        raise ArithmeticError("no way back")
+
+
+def broken_backward(params: Any, microbatch: Batch) -> ps.LossTerms:
+    """The gradient of w is found, and may be on its way already, when that of b raises."""
+    broken: Tensor = _BrokenBackward.apply(params["b"])
+    return loss_with_aux({"w": params["w"], "b": broken}, microbatch)
+
+
+def without_aux(params: Any, microbatch: Batch) -> ps.LossTerms:
+    """Another structure of aux."""
+    return ps.LossTerms(loss_fn(params, microbatch))
+
+
+def aux_as(dtype: torch.dtype, *shape: int) -> Callable[..., ps.LossTerms]:
+    """Another kind of aux."""
+
+    def loss(params: Any, microbatch: Batch) -> ps.LossTerms:
+        terms = loss_with_aux(params, microbatch)
+        return terms._replace(aux={**terms.aux, "sum": torch.zeros(shape, dtype=dtype)})
+
+    return loss
+
+
+def of_params(**leaves: Tensor) -> Callable[[Arguments], Arguments]:
+    """Other params, and the state that belongs to them."""
+    other = {**params(), **leaves}
+    return lambda _: {"params": other, "opt_state": SGD.init(other)}
+
+
+PLAIN = ps.optim.sgd(0.5)
+FAULTS = {
+    "structure": disagreement(
+        "params", "less", "params['c']: torch.float64 of shape ()",
+        of_params(c=torch.tensor(0.0).double()),
+    ),
+    "dtype": disagreement(
+        "params", "params['b']: torch.float64 of shape ()", "params['b']: torch.float32 of shape ()",
+        of_params(b=torch.tensor(1.0)),
+    ),
+    "shape": disagreement(
+        "params", "params['w']: torch.float64 of shape (3,)",
+        "params['w']: torch.float64 of shape (3, 1)", of_params(w=torch.ones(3, 1).double()),
+    ),
+    "opt_state": disagreement(
+        "opt_state",
+        "opt_state[0].trace['b']: torch.float64 of shape (), "
+        "opt_state[0].trace['w']: torch.float64 of shape (3,), opt_state[1].step: torch.int64 of shape ()",
+        "opt_state[0].step: torch.int64 of shape ()",
+        lambda a: {"optimizer": PLAIN, "opt_state": PLAIN.init(a["params"])},
+    ),
+    "normalize": setting("normalize", "loss", "grads", normalize="grads"),
+    "accum_dtype": setting("accum_dtype", "None", "torch.float32", accum_dtype=torch.float32),
+    "on_nonfinite": setting("on_nonfinite", "propagate", "skip", on_nonfinite="skip"),
+    "first loss": failure(
+        ArithmeticError, "θ ≠ θ", lambda a: {"loss_fn": raising(a["loss_fn"], 0)}
+    ),
+    "last loss": failure(
+        ArithmeticError, "θ ≠ θ", lambda a: {"loss_fn": raising(a["loss_fn"], 2)}
+    ),
+    "backward": failure(ArithmeticError, "no way back", lambda _: {"loss_fn": broken_backward}),
+    "weights": failure(ArithmeticError, "θ ≠ θ", lambda _: {"weight_fn": raising(ones, 1)}),
+    "negative weights": failure(
+        ValueError, "weights must be finite and not negative, but one is -1",
+        lambda _: {"weight_fn": lambda m: -ones(m)},
+    ),
+    "mean loss": failure(
+        ValueError, "losses of shape () against weights of shape (1,)",
+        lambda _: {"loss_fn": lambda p, m: loss_fn(p, m).mean()},
+    ),
+    "no sequence": failure(
+        TypeError, "microbatches must be a sequence of microbatches, got dict",
+        lambda _: {"microbatches": batch()},
+    ),
+    "no params": failure(
+        ValueError, "params holds no tensors", lambda _: {"params": {}}
+    ),
+    "aux structure": disagreement(
+        "LossTerms.aux",
+        "LossTerms.aux['small']: torch.int64 of shape (), LossTerms.aux['sum']: torch.float64 of shape ()",
+        "less", lambda _: {"loss_fn": without_aux},
+    ),
+    "aux dtype": disagreement(
+        "LossTerms.aux", "LossTerms.aux['sum']: torch.float64 of shape ()",
+        "LossTerms.aux['sum']: torch.float32 of shape ()",
+        lambda _: {"loss_fn": aux_as(torch.float32)},
+    ),
+    "aux shape": disagreement(
+        "LossTerms.aux", "LossTerms.aux['sum']: torch.float64 of shape ()",
+        "LossTerms.aux['sum']: torch.float64 of shape (2,)",
+        lambda _: {"loss_fn": aux_as(torch.float64, 2)},
+    ),
+    "two ranks": Fault(
+        lambda a: {"loss_fn": raising(a["loss_fn"], 0)},
+        (ArithmeticError, "θ ≠ θ"),
+        (ps.RankError, "rank 0: ArithmeticError: θ ≠ θ; rank 2: ArithmeticError: θ ≠ θ"),
+        ranks=(0, 2),
+    ),
+    "every rank": Fault(
+        lambda _: {"weight_fn": raising(ones, 0), "microbatches": [batch()]},
+        (ArithmeticError, "θ ≠ θ"),
+        (ps.RankError, ""),
+        ranks=(0, 1, 2, 3),
+    ),
+}  # fmt: skip
+
+
+class Aftermath(NamedTuple):
+    """What a rank is left with after a fault: the error, its state as it was, and that it can go on."""
+
+    error: Exception | None
+    untouched: bool
+    next_step: Any
+
+
+def faulty_step(axis: ps.Axis, rank: int, name: str, donate: bool) -> Aftermath:
+    """A step in which some ranks go wrong, and then a sound one."""
+    arguments, fault = {**sound(rank), "donate": donate}, FAULTS[name]
+    if rank in fault.ranks:
+        arguments |= fault.change(arguments)
+    state = arguments["params"], arguments["opt_state"]
+    before = tree.map(torch.clone, state)
+    error = None
+    try:
+        step(axis, arguments)
+    except Exception as caught:
+        error = caught
+    return Aftermath(error, same(state, before), step(axis, sound(rank)))
+
+
+def check_fault(name: str, aftermaths: Sequence[Aftermath], axis: str) -> None:
+    """Every rank heard of it, and nothing has happened."""
+    fault, expected = FAULTS[name], alone()
+    for rank, (error, untouched, next_step) in enumerate(aftermaths):
+        kind, text = fault.own if rank in fault.ranks else fault.others
+        assert type(error) is kind
+        assert text in str(error)
+        if kind is ps.RankError:
+            ranks = f"rank{'s' * (len(fault.ranks) > 1)} {', '.join(map(str, fault.ranks))}"
+            assert str(error).startswith(f"{ranks} of {axis} failed")
+        elif "disagree" in text:
+            assert str(error).startswith(f"the ranks of {axis} disagree")
+            assert str(error) == str(aftermaths[0].error)
+        assert untouched
+        assert same(next_step, expected)
+
+
+@pytest.mark.parametrize("donate", [False, True])
+@pytest.mark.parametrize("bucket_bytes", [8, 1 << 20])
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_is_told_on_every_rank(name: str, bucket_bytes: int, donate: bool) -> None:
+    axis = ps.testing.ThreadAxis(4, bucket_bytes=bucket_bytes)
+    results = axis.map(lambda rank: faulty_step(axis, rank, name, donate))(range(4))
+    check_fault(name, results, repr(axis))
+
+
+class Named(NamedTuple):
+    """A part of aux."""
+
+    total: Tensor
+    rest: list[Any]
+
+
+def on_few(axis: ps.Axis, rank: int, normalize: Any) -> Any:
+    """One rank has data; its loss and weights are of other dtypes than the params, and its aux is a tree."""
+
+    def loss(params: Any, microbatch: Batch) -> ps.LossTerms:
+        losses = loss_fn(params, microbatch).float()
+        flags = losses > 4
+        aux = {"b": Named(flags.sum(), [None, losses.bfloat16().sum()]), "a": flags}
+        return ps.LossTerms(losses, aux=aux)
+
+    arguments = {
+        **sound(rank),
+        "loss_fn": loss,
+        "weight_fn": lambda m: m["y"].abs() + 0.5,
+        "normalize": normalize,
+        "microbatches": [batch(3)] if rank in (-1, BAD) else [],
+    }
+    return step(axis, arguments)
+
+
+def evaluated(axis: ps.Axis, rank: int) -> ps.EvalMetrics:
+    """The same of ``make_eval_step``."""
+    evaluate = ps.make_eval_step(loss_with_aux, weight_fn=ones, axis=axis)
+    return evaluate(params(), [batch(4)] if rank in (-1, BAD) else [])
+
+
+LIFETIMES = [[2, 1, 1], [1], [1, 1], []]
+"""The tokens of each rank's only microbatch in every step, until its data have run out."""
+
+
+def until_the_end(axis: ps.Axis, groups: Sequence[Sequence[Batch]]) -> list[Any]:
+    """States and metrics of all steps up to the first without tokens."""
+    arguments, history = sound(0), []
+    for number in itertools.count():
+        arguments["microbatches"] = [group[number] for group in groups if number < len(group)]
+        arguments["params"], arguments["opt_state"], metrics = step(axis, arguments)
+        history.append((arguments["params"], arguments["opt_state"], metrics))
+        if metrics.num_tokens == 0:
+            break
+    return history
+
+
+def check_history(histories: Sequence[list[Any]]) -> None:
+    """All ranks stop at the same step, with the states of one rank that has all their data."""
+    expected = until_the_end(ps.LocalAxis(), cut(batch(7), LIFETIMES))
+    assert [int(metrics.num_tokens) for *_, metrics in expected] == [4, 2, 1, 0]
+    assert same(expected[-1][:2], expected[-2][:2])
+    for history in histories:
+        assert same(history, expected)
+
+
+def counted_in(axis: ps.Axis, rank: int, accum_dtype: torch.dtype) -> Any:
+    """Counts and losses beyond the dtype in which gradients travel."""
+    arguments = {
+        **sound(rank),
+        "loss_fn": loss_fn,
+        "weight_fn": lambda m: ones(m) * (10**12 + 7),
+        "normalize": "grads",
+        "accum_dtype": accum_dtype,
+    }
+    return step(axis, arguments)[2]
+
+
+ACCUM_DTYPES = [torch.float16, torch.bfloat16, torch.float32]
+
+
+def check_counted(metrics: Sequence[Any]) -> None:
+    """Not a bit is lost, nor added."""
+    total = 16 * (10**12 + 7)
+    loss = loss_fn(params(), batch()).sum() * (10**12 + 7) / total
+    for one in metrics:
+        assert one.num_tokens.dtype == torch.int64
+        assert one.num_tokens == total
+        assert one.loss == loss
+
+
+def threads(size: int, program: Callable[..., Any], *args: Sequence[Any], **how: Any) -> list[Any]:
+    """What ``program(axis, *args of its rank)`` returns on every thread."""
+    axis = ps.testing.ThreadAxis(size, **how)
+    return axis.map(lambda *args: program(axis, *args))(*args)
+
+
+@pytest.mark.parametrize("normalize", ["loss", "grads"])
+@pytest.mark.parametrize("bucket_bytes", [1, 8, 16, 1 << 20])
+def test_uneven_ranks_take_the_step_of_one(bucket_bytes: int, normalize: str) -> None:
+    def program(axis: ps.Axis, rank: int) -> Any:
+        return step(axis, {**sound(rank), "normalize": normalize})
+
+    for result in threads(4, program, range(4), bucket_bytes=bucket_bytes):
+        assert same(result, alone())
+
+
+@pytest.mark.parametrize("normalize", ["loss", "grads"])
+def test_an_empty_rank_reports_what_the_others_do(normalize: str) -> None:
+    expected = on_few(ps.LocalAxis(), -1, normalize)
+    assert expected[2].loss.dtype == torch.float32
+    assert expected[2].num_tokens.dtype == torch.float64
+    for result in threads(4, on_few, range(4), [normalize] * 4):
+        assert same(result, expected)
+
+
+def test_evaluation_with_empty_ranks() -> None:
+    expected = evaluated(ps.LocalAxis(), -1)
+    for result in threads(4, evaluated, range(4)):
+        assert same(result, expected)
+
+
+def test_no_data_anywhere_is_the_identity() -> None:
+    def program(axis: ps.Axis) -> Any:
+        return step(axis, {**sound(0), "microbatches": []})
+
+    expected = program(ps.LocalAxis())
+    assert same(expected[:2], (params(), SGD.init(params())))
+    for result in threads(2, program):
+        assert same(result, expected)
+
+
+def test_data_that_runs_out_at_different_steps() -> None:
+    groups = [[group] for group in cut(batch(7), LIFETIMES)]
+    check_history(threads(4, until_the_end, groups))
+
+
+@pytest.mark.parametrize("dtype", ACCUM_DTYPES)
+def test_counts_and_losses_are_exact_in_any_dtype_of_gradients(dtype: torch.dtype) -> None:
+    check_counted(threads(4, counted_in, range(4), [dtype] * 4))
+
+
+def test_replicas_along_another_axis_are_not_counted() -> None:
+    world = ps.testing.ThreadAxis(4)
+    dp, tp = world.split(2, 2)
+    places = world.map(lambda: (dp.rank, tp.rank, int(dp.index), int(tp.index)))()
+    assert places == [(0, 0, 0, 0), (0, 1, 0, 1), (1, 0, 1, 0), (1, 1, 1, 1)]
+    assert (dp.size, tp.size) == (2, 2)
+    groups = cut(batch(), [[3, 2], [8, 1, 1, 1]])
+    results = world.map(lambda: step(dp, {**sound(0), "microbatches": groups[dp.rank]}))()
+    for result in results:
+        assert same(result, alone())
+
+
+def test_thirty_runs_are_one() -> None:
+    """With numbers that round: in which order threads arrive does not matter."""
+    numbers = torch.randn(16, 4, generator=torch.Generator().manual_seed(0))
+    groups = cut({"x": numbers[:, :3], "y": numbers[:, 3]})
+
+    def program(axis: ps.Axis, group: list[Batch]) -> Any:
+        state = {"b": torch.tensor(0.1), "w": torch.tensor([0.2, 0.3, 0.4])}
+        return step(
+            axis,
+            {**sound(0), "params": state, "opt_state": SGD.init(state), "microbatches": group},
+        )
+
+    first, *runs = (threads(4, program, groups, bucket_bytes=8) for _ in range(30))
+    assert all(same(rank, first[0]) for run in [first, *runs] for rank in run)
+
+
+def errors_of(axis: ps.testing.ThreadAxis, *programs: Callable[[], Any]) -> list[str]:
+    """What ranks hear that run these programs and cannot meet."""
+
+    def caught(program: Callable[[], Any]) -> str:
+        try:
+            program()
+        except ps.RankError as error:
+            return str(error)
+        return "nothing"
+
+    return axis.map(caught)(programs)
+
+
+def test_a_skipped_collective_is_an_error() -> None:
+    axis = ps.testing.ThreadAxis(3)
+    x = torch.ones(2)
+    heard = errors_of(axis, lambda: ps.psum(x, axis), lambda: None, lambda: ps.psum(x, axis))
+    assert heard[1] == "nothing"
+    for rank in (0, 2):
+        assert heard[rank].startswith("these ranks cannot meet: ")
+        assert f"rank {rank} calls psum of torch.float32 (2,) over ThreadAxis(3)" in heard[rank]
+        assert "rank 1 has returned" in heard[rank]
+
+
+def test_an_error_does_not_wait_for_those_who_still_compute() -> None:
+    axis, told = ps.testing.ThreadAxis(3), threading.Event()
+
+    def program(rank: int) -> bool:
+        if rank == 0:
+            with pytest.raises(ps.RankError, match="rank 1 has returned; rank 2 still computes"):
+                ps.psum(torch.ones(2), axis)
+            told.set()
+        return rank == 1 or told.wait(timeout=10)
+
+    assert all(axis.map(program)(range(3)))
+
+
+def test_what_comes_out_is_each_ranks_own() -> None:
+    """To write into, say."""
+    axis = ps.testing.ThreadAxis(3)
+    for law, total in ((ps.psum, 3), (ps.all_gather, 1)):
+        results = axis.map(lambda rank, law=law: law(torch.ones(2), axis).add_(rank))(range(3))
+        assert [float(result.flatten()[0]) for result in results] == [total, total + 1, total + 2]
+
+
+def test_a_skipped_step_is_an_error() -> None:
+    axis = ps.testing.ThreadAxis(2)
+    heard = errors_of(axis, lambda: step(axis, sound(0)), lambda: None)
+    assert "rank 0 calls all_gather of torch.int64 (10,) over ThreadAxis(2)" in heard[0]
+    assert "rank 1 has returned" in heard[0]
+
+
+@pytest.mark.parametrize(
+    ("calls", "named"),
+    [
+        ([(ps.psum, torch.ones(2)), (ps.all_gather, torch.ones(2))], ["psum of", "all_gather of"]),
+        ([(ps.psum, torch.ones(2)), (ps.psum, torch.ones(3))], ["(2,)", "(3,)"]),
+        (
+            [(ps.psum, torch.ones(2)), (ps.psum, torch.ones(2).double())],
+            ["torch.float32", "torch.float64"],
+        ),
+    ],
+    ids=["law", "shape", "dtype"],
+)
+def test_collectives_that_do_not_match(calls: Any, named: list[str]) -> None:
+    axis = ps.testing.ThreadAxis(2)
+    heard = errors_of(axis, *(lambda law=law, x=x: law(x, axis) for law, x in calls))
+    assert heard[0] == heard[1]
+    first, second = heard[0].removeprefix("these ranks cannot meet: ").split("; ")
+    assert first.startswith("rank 0 calls")
+    assert second.startswith("rank 1 calls")
+    assert named[0] in first
+    assert named[1] in second
+
+
+def test_a_ring_of_waiting_ranks_is_an_error() -> None:
+    """Along two axes: each waits for the next, and no two of them are in the same group."""
+    world = ps.testing.ThreadAxis(4)
+    first, second = world.split(2, 2)
+    axes = [first, second, second, first]
+    heard = errors_of(world, *(lambda axis=axis: ps.psum(torch.ones(1), axis) for axis in axes))
+    assert len(set(heard)) == 1
+    for rank, axis in enumerate(axes):
+        assert f"rank {rank} calls psum of torch.float32 (1,) over {axis!r}" in heard[0]
+
+
+def test_an_exception_comes_out_as_it_is_with_its_rank() -> None:
+    axis, mine, heard = ps.testing.ThreadAxis(3), KeyError("mine"), []
+
+    def program(rank: int) -> None:
+        if rank == 1:
+            raise mine
+        try:
+            ps.psum(torch.ones(2), axis)
+        except ps.RankError as error:
+            heard.append(str(error))
+            raise
+
+    with pytest.raises(KeyError) as info:
+        axis.map(program)(range(3))
+    assert info.value is mine
+    assert mine.__notes__ == ["raised by rank 1 of 3"]
+    assert len(heard) == 2
+    assert all("rank 1 has raised KeyError: 'mine'" in text for text in heard)
+
+
+def test_ranks_that_only_miss_each_other_raise_rank_error() -> None:
+    axis = ps.testing.ThreadAxis(2)
+    with pytest.raises(ps.RankError, match="rank 0 has returned") as info:
+        axis.map(lambda rank: rank and ps.psum(torch.ones(2), axis))(range(2))
+    assert info.value.__notes__ == ["raised by rank 1 of 2"]
+
+
+def test_usable_again_after_an_error() -> None:
+    axis = ps.testing.ThreadAxis(2)
+    for _ in range(3):
+        with pytest.raises(ps.RankError):
+            axis.map(lambda rank: rank and ps.psum(torch.ones(2), axis))(range(2))
+        assert axis.map(lambda x: ps.psum(x, axis))([torch.tensor(1), torch.tensor(2)]) == [3, 3]
+
+
+def test_outside_of_map() -> None:
+    axis = ps.testing.ThreadAxis(2)
+    way_out = r"ThreadAxis\(2\) has ranks only while it maps: axis\.map\(fn\)"
+    with pytest.raises(RuntimeError, match=way_out):
+        ps.psum(torch.ones(2), axis)
+    with pytest.raises(RuntimeError, match=way_out):
+        _ = axis.index
+    with pytest.raises(RuntimeError, match=way_out):
+        step(axis, sound(0))
+
+
+@pytest.mark.parametrize("size", [0, -1, 2.0, "2"])
+def test_size(size: Any) -> None:
+    with pytest.raises(
+        ValueError, match=rf"ThreadAxis\(size={size!r}\): an axis has a whole number"
+    ):
+        ps.testing.ThreadAxis(size)
+
+
+@pytest.mark.parametrize("bucket_bytes", [0, -8, 8.0, None])
+def test_bucket_bytes(bucket_bytes: Any) -> None:
+    with pytest.raises(ValueError, match=rf"bucket_bytes={bucket_bytes} must be a whole number"):
+        ps.testing.ThreadAxis(2, bucket_bytes=bucket_bytes)
+
+
+@pytest.mark.parametrize("sizes", [(), (3,), (2, 3), (4, 0)])
+def test_split_must_multiply_to_the_size(sizes: tuple[int, ...]) -> None:
+    with pytest.raises(
+        ValueError, match=r"ThreadAxis\(4\)\.split\(.*: the sizes must multiply to 4"
+    ):
+        ps.testing.ThreadAxis(4).split(*sizes)
+
+
+def test_map_takes_an_entry_for_each_rank() -> None:
+    axis = ps.testing.ThreadAxis(2)
+    with pytest.raises(
+        ValueError, match=r"argument 1 has 3 entries, but ThreadAxis\(2\) takes one for each rank"
+    ):
+        axis.map(lambda a, b: a)([1, 2], [1, 2, 3])
+
+
+LAWS: dict[
+    str, tuple[Callable[..., Any], Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]
+] = {
+    "psum": (ps.psum, lambda x: x.sum(0).expand_as(x), lambda y: y),
+    "pvary": (ps.pvary, lambda x: x, lambda y: y.sum(0).expand_as(y)),
+    "pmean": (ps.pmean, lambda x: x.mean(0).expand_as(x), lambda y: y / len(y)),
+    "all_gather": (ps.all_gather, lambda x: x.expand(len(x), *x.shape), lambda y: y.sum(0)),
+    "psum_scatter": (ps.psum_scatter, lambda x: x.sum(0), lambda y: y.expand(len(y), *y.shape)),
+}
+"""Each collective; what ranks that hold x₀, x₁, ... get; and its transpose."""
+
+
+def blocks(law: str, size: int) -> tuple[Tensor, Tensor]:
+    """What every rank puts in, ``(ranks, ranks, 3)``, and the cotangent of what comes out."""
+    x = torch.arange(size * size * 3).view(size, size, 3).double()
+    _, forward, _ = LAWS[law]
+    return x, forward(x).flip(0) + torch.arange(size).view(size, *[1] * (forward(x).ndim - 1))
+
+
+def forward_and_pulled(axis: ps.Axis, law: str, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    """f(x), and the gradient of ⟨y, f(x)⟩ in what this rank put in."""
+    collective, *_ = LAWS[law]
+    pulled: Tensor = torch.func.grad(lambda x: (collective(x, axis) * y).sum())(x)
+    return collective(x, axis), pulled
+
+
+def check_law(law: str, results: Sequence[tuple[Tensor, Tensor]]) -> None:
+    """The law and its transpose on every rank."""
+    _, forward, transpose = LAWS[law]
+    x, y = blocks(law, len(results))
+    outputs, pulled = map(torch.stack, zip(*results, strict=True))
+    assert torch.equal(outputs, forward(x))
+    assert torch.equal(pulled, transpose(y))
+
+
+@pytest.mark.parametrize("law", LAWS)
+def test_transpose(law: str) -> None:
+    x, y = blocks(law, 4)
+    check_law(law, threads(4, forward_and_pulled, [law] * 4, list(x), list(y)))
+
+
+def backward_through_two_steps(axis: ps.Axis, groups: Sequence[list[Batch]]) -> Any:
+    """θ.grad, where the loss is that of the parameters after two steps from θ."""
+    theta = tree.map(lambda leaf: leaf.requires_grad_(), params())
+    arguments = {**sound(0), "params": theta, "opt_state": SGD.init(params())}
+    for group in groups:
+        arguments["microbatches"] = group
+        arguments["params"], arguments["opt_state"], _ = step(axis, arguments)
+    end = arguments["params"]
+    ((end["w"] ** 2).sum() * 3 + end["b"]).backward()
+    return tree.map(lambda leaf: leaf.grad, theta)
+
+
+def groups_of_two_steps() -> list[list[list[Batch]]]:
+    """The microbatches of each of four ranks, in each of two steps: uneven."""
+    share = [[2, 1], [1], [2], [1, 1]]
+    return [list(rank) for rank in zip(cut(batch(8), share), cut(batch(8, 1), share), strict=True)]
+
+
+def test_backward_through_steps() -> None:
+    """Where parameters require grad, every rank gets the whole derivative."""
+    expected = backward_through_two_steps(ps.LocalAxis(), [[batch(8)], [batch(8, 1)]])
+    assert expected["w"].all()
+    for result in threads(4, backward_through_two_steps, groups_of_two_steps()):
+        assert same(result, expected)
+
+
+@pytest.mark.parametrize("differing", ["bucket_bytes", "requires_grad"])
+def test_what_decides_the_path_is_agreed_on(differing: str) -> None:
+    """Another size of buckets, or one rank that is being differentiated, would take other collectives."""
+    axis = ps.testing.ThreadAxis(2)
+    optimizer = ps.optim.sgd(0.5)
+
+    def on_rank(w: Tensor) -> Any:
+        if axis.rank == 1 and differing == "bucket_bytes":
+            axis_of_mine = copy(axis)
+            axis_of_mine.bucket_bytes = 8
+        else:
+            axis_of_mine = axis
+        if axis.rank == 1 and differing == "requires_grad":
+            w = w.clone().requires_grad_()
+        step = ps.make_update_step(
+            lambda w, x: w * x, optimizer, weight_fn=torch.ones_like, axis=axis_of_mine
+        )
+        return step(w, optimizer.init(w), [torch.ones(3)])
+
+    with pytest.raises(ValueError, match="disagree on settings"):
+        axis.map(on_rank)([torch.tensor(1.0)] * 2)
+
+
+def test_map_where_no_thread_can_follow() -> None:
+    axis = ps.testing.ThreadAxis(2)
+    first, _ = ps.testing.ThreadAxis(4).split(2, 2)
+    with pytest.raises(RuntimeError, match="transform inside fn"):
+        torch.func.grad(lambda w: sum(axis.map(lambda x: w * x)([1.0, 2.0])))(torch.tensor(3.0))
+    with pytest.raises(RuntimeError, match="no other map"):
+        axis.map(lambda x: axis.map(lambda y: y)([x, x]))([1, 2])
+    with pytest.raises(ValueError, match="map over the axis that was split"):
+        first.map(lambda x: x)([1, 2])
