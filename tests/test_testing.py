@@ -186,7 +186,7 @@ def of_params(**leaves: Tensor) -> Callable[[Arguments], Arguments]:
 PLAIN = ps.optim.sgd(0.5)
 FAULTS = {
     "structure": disagreement(
-        "params", "less", "params['c']: torch.float64 of shape ()",
+        "params", "the structure {'b': *, 'w': *}", "params['c']: torch.float64 of shape ()",
         of_params(c=torch.tensor(0.0).double()),
     ),
     "dtype": disagreement(
@@ -233,7 +233,7 @@ FAULTS = {
     "aux structure": disagreement(
         "LossTerms.aux",
         "LossTerms.aux['small']: torch.int64 of shape (), LossTerms.aux['sum']: torch.float64 of shape ()",
-        "less", lambda _: {"loss_fn": without_aux},
+        "the structure ()", lambda _: {"loss_fn": without_aux},
     ),
     "aux dtype": disagreement(
         "LossTerms.aux", "LossTerms.aux['sum']: torch.float64 of shape ()",
