@@ -160,6 +160,12 @@ def accumulate(
         and tree.untransformed(params, num_tokens, num_microbatches)
     ):
         accumulated = _accumulate_in_place(loss_of_leaves, leaves, dtypes, microbatches, out, ready)
+        if accumulated is None and out is not None:
+            raise ValueError(
+                "the loss depends on a tensor beside params that requires grad, and buffers given as out= "
+                "(gradient buckets of ranks, say) cannot record for it: detach it, or compute it under "
+                "torch.no_grad()"
+            )
     if accumulated is None:
         accumulated = _accumulate_returned(
             loss_of_leaves, leaves, dtypes, microbatches, grad_and_value

@@ -194,6 +194,8 @@ def test_an_outer_derivative_by_what_the_loss_closes_over() -> None:
     grads.sum().backward()
     assert grads == 2 * 3 * 2 * (1 + 4)
     assert temperature.grad == 2 * 2 * (1 + 4)
+    with pytest.raises(ValueError, match="detach it"):
+        ps.accumulate(loss_fn, w, group, weight_fn=x_ones, out=[torch.zeros(1)])
     grads, loss, _ = ps.accumulate(squares, w, group, weight_fn=x_ones)
     assert not grads.requires_grad
     assert not loss.requires_grad
