@@ -160,12 +160,6 @@ def accumulate(
         and tree.untransformed(params, num_tokens, num_microbatches)
     ):
         accumulated = _accumulate_in_place(loss_of_leaves, leaves, dtypes, microbatches, out, ready)
-        if accumulated is None and out is not None:
-            raise ValueError(
-                "the loss depends on a tensor beside params that requires grad, and buffers given as out= "
-                "(gradient buckets of ranks, say) cannot record for it: detach it, or compute it under "
-                "torch.no_grad()"
-            )
     if accumulated is None:
         accumulated = _accumulate_returned(
             loss_of_leaves, leaves, dtypes, microbatches, grad_and_value
@@ -178,6 +172,12 @@ def accumulate(
                 torch.zeros_like(leaf, dtype=dtype) if sums[index] is None else sums[index]
             )
         elif sums[index] is not out[index]:
+            if sums[index] is not None and sums[index].requires_grad:
+                raise ValueError(
+                    "the gradients depend on a tensor beside params that requires grad, and buffers given as "
+                    "out= (gradient buckets of ranks, say) cannot record it: detach it, or compute it under "
+                    "torch.no_grad()"
+                )
             out[index].zero_() if sums[index] is None else out[index].copy_(sums[index])
             sums[index] = out[index]
     return tree.unflatten(structure, sums), loss, aux

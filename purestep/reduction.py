@@ -77,16 +77,13 @@ def reduce(
     ):
         return _reduce_in_buckets(axis, agreement, compute, params, accum_dtype)
 
-    if isinstance(axis, Ranks) and torch.compiler.is_compiling() and not agreement.microbatches:
-        raise ValueError(
-            f"this rank of {axis} holds no microbatch, and a compiled step cannot be told what the others' "
-            "losses return: give it a microbatch whose weights are zero"
-        )
     held = [rank.microbatches > 0 for rank in agreement.confirm()]
+    if isinstance(axis, Ranks) and torch.compiler.is_compiling():
+        held = [agreement.microbatches > 0, True]  # nobody has heard of the others
     if any(held) and not all(held):
         raise ValueError(
-            f"a rank of {axis} holds no microbatch, and under a transform it cannot be told what the "
-            "others' losses return: give it a microbatch whose weights are zero"
+            f"a rank of {axis} holds no microbatch, and under a transform or a compiler it cannot be told "
+            "what the others' losses return: give it a microbatch whose weights are zero"
         )
     grads, loss, carried = psum(compute(out=None, ready=None), axis)
     return Sums(grads, loss, *(carried or _nothing(agreement)))
