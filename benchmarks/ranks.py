@@ -5,6 +5,9 @@ purestep with `MeshAxis`; DistributedDataParallel that synchronises every microb
 DistributedDataParallel with `no_sync` on all but the last. All count tokens globally before the first
 backward pass, report loss and gradient norm, and arrive at the same parameters.
 
+Where a process's memory comes to lie makes a difference of one or two percent that lasts as long as the process: the
+ranks are launched several times, and the ratios are medians over all updates of all launches.
+
     python benchmarks/ranks.py        writes benchmarks/results/ranks.{json,png}
 """
 
@@ -12,12 +15,14 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import os
 import platform
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -138,28 +143,23 @@ def worker(options: argparse.Namespace) -> None:
         "DDP": ddp_step(params, synchronise=True),
     }
     elements = sum(leaf.numel() for leaf in tree.leaves_of(params))
+    orders = list(itertools.permutations(WAYS))
     measured = []
     for k in options.microbatches:
         seconds: dict[str, list[float]] = {way: [] for way in ways}
         for repeat in range(options.repeats + 1):
             group = group_of(k, options.rows, generator)
-            # Each way goes first as often as any other.
-            for way in [WAYS[(repeat + i) % len(WAYS)] for i in range(len(WAYS))]:
+            for way in orders[repeat % len(orders)]:
                 dist.barrier()
                 start = time.perf_counter()
                 ways[way][0](group)
                 dist.barrier()
                 if repeat:
                     seconds[way].append(time.perf_counter() - start)
-        own = seconds["purestep"]
         measured.append(
             {
                 "k": k,
-                "seconds": {way: statistics.median(times) for way, times in seconds.items()},
-                "ratio": {
-                    way: statistics.median(t / o for t, o in zip(times, own, strict=True))
-                    for way, times in seconds.items()
-                },
+                "seconds": seconds,
                 "gradient megabytes": {
                     way: 4e-6 * elements * (k if way == "DDP" else 1) for way in ways
                 },
@@ -181,10 +181,44 @@ def worker(options: argparse.Namespace) -> None:
             "torch": torch.__version__, "machine": platform.machine(), "parameters": elements,
             "rows": options.rows, "measured": measured, "distance from no_sync": distances,
         }  # fmt: skip
-        RESULTS.mkdir(exist_ok=True)
-        (RESULTS / "ranks.json").write_text(json.dumps(report, indent=1))
+        options.report.write_text(json.dumps(report))
     dist.barrier()
     dist.destroy_process_group()
+
+
+def launch(options: argparse.Namespace) -> dict[str, Any]:
+    """All ways on two fresh ranks."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "report.json"
+        ranks = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+        environment = os.environ | {"OMP_NUM_THREADS": "1"}
+        command = [sys.executable, *ranks, __file__, *sys.argv[1:], "--report", str(path)]
+        subprocess.run(command, check=True, timeout=1800, env=environment)
+        report: dict[str, Any] = json.loads(path.read_text())
+    return report
+
+
+def joined(reports: list[dict[str, Any]]) -> dict[str, Any]:
+    """One report of several launches: medians, and the median ratio of each launch beside that of all."""
+    measured = []
+    for parts in zip(*(report["measured"] for report in reports), strict=True):
+        times = {way: [part["seconds"][way] for part in parts] for way in WAYS}
+        ratios = {
+            way: [
+                [t / own for t, own in zip(there, here, strict=True)]
+                for there, here in zip(times[way], times["purestep"], strict=True)
+            ]
+            for way in WAYS
+        }
+        medians = {
+            "seconds": {way: statistics.median(itertools.chain(*times[way])) for way in WAYS},
+            "ratio": {way: statistics.median(itertools.chain(*ratios[way])) for way in WAYS},
+            "ratio of each launch": {
+                way: [statistics.median(launch) for launch in ratios[way]] for way in WAYS
+            },
+        }
+        measured.append(parts[0] | medians)
+    return reports[0] | {"measured": measured, "launches": len(reports)}
 
 
 def draw(path: Path, measured: list[dict[str, Any]]) -> None:
@@ -224,17 +258,17 @@ def main() -> None:
     )
     parser.add_argument("--microbatches", type=int, nargs="+", default=[1, 2, 4, 8, 16])
     parser.add_argument("--rows", type=int, default=4, help="rows of 64 bytes in a microbatch")
-    parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--repeats", type=int, default=12, help="updates of each way in a launch")
+    parser.add_argument("--launches", type=int, default=4)
+    parser.add_argument("--report", type=Path, help="for the ranks: where to write")
     options = parser.parse_args()
     if "RANK" in os.environ:
         worker(options)
         return
 
-    ranks = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    command = [sys.executable, *ranks, __file__, *sys.argv[1:]]
-    subprocess.run(command, check=True, timeout=1800, env=environment)
-    report = json.loads((RESULTS / "ranks.json").read_text())
+    report = joined([launch(options) for _ in range(options.launches)])
+    RESULTS.mkdir(exist_ok=True)
+    (RESULTS / "ranks.json").write_text(json.dumps(report, indent=1))
     print(f"{report['parameters'] / 1e6:.1f}M parameters on 2 ranks")
     for result in report["measured"]:
         parts = [
@@ -243,6 +277,8 @@ def main() -> None:
             for way in WAYS
         ]
         print(f"K = {result['k']:>2}: " + ", ".join(parts))
+        spread = [f"{ratio:.3f}" for ratio in result["ratio of each launch"]["DDP, no_sync"]]
+        print(f"        DDP, no_sync in each launch: {' '.join(spread)}")
     for way, value in report["distance from no_sync"].items():
         print(f"distance of the parameters from no_sync, {way}: {value:.1e}")
     draw(RESULTS / "ranks.png", report["measured"])

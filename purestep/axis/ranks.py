@@ -9,6 +9,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
+from purestep import tree
 from purestep.axis.laws import Where, collective
 
 Wait: TypeAlias = Callable[[float | None], None]
@@ -59,6 +60,8 @@ class Ranks(ABC):
 
     def apply(self, law: str, x: Tensor) -> Tensor:
         """The law over the ranks, with its transpose, under any transform."""
+        if not torch.compiler.is_compiling() and tree.untransformed(x):
+            return self.where.meet(law, x)  # nobody asks for the transpose, whose record takes time
         return collective(x, None, law, self.where)
 
     @abstractmethod
