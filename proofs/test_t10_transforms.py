@@ -148,7 +148,8 @@ def test_derivatives_at_rest() -> None:
         return params["used"] + params["unused"].sum()
 
     rate = torch.tensor(0.5)
-    assert torch.func.grad(final)(rate) == -1
+    # A dozen roundings in the one step that is taken.
+    assert (torch.func.grad(final)(rate) + 1).abs() <= gamma(12, torch.float32)
     assert torch.func.jvp(final, (rate,), (torch.ones(()),))[1] == -1
 
 

@@ -19,7 +19,8 @@ from purestep import tree
 from purestep.agreement import Statement, agree
 from purestep.axis import Axis, LocalAxis, pvary
 from purestep.grads import accumulate, counting, divisor, evaluate, grad_and_value
-from purestep.optim.base import Optimizer, Transform, transition
+from purestep.optim.base import Optimizer, Transform
+from purestep.optim.transition import transition
 from purestep.reduction import reduce
 from purestep.tokens import count, label_weights, no_count
 from purestep.types import (

@@ -55,13 +55,21 @@ def map(func: Callable[..., Any], tree: Tree, *rest: Tree) -> Tree:
     ...
     ValueError: trees differ in structure: {'w': *} against {'w': None}
     """
-    leaves, structure = flatten(tree)
-    others = []
-    for other in rest:
-        other_leaves, other_structure = flatten(other)
-        _check_same(structure, other_structure)
-        others.append(other_leaves)
-    return unflatten(structure, [func(*column) for column in zip(leaves, *others, strict=True)])
+    columns_, structure = columns(tree, *rest)
+    return unflatten(structure, [func(*row) for row in zip(*columns_, strict=True)])
+
+
+def columns(*trees: Tree) -> tuple[list[list[Any]], Structure]:
+    """The leaves of each of some trees of one and the same structure, and the structure.
+
+    >>> columns({"a": 1, "b": 2}, {"a": 3, "b": 4})[0]
+    [[1, 2], [3, 4]]
+    """
+    flat = [flatten(tree) for tree in trees]
+    structure = flat[0][1]
+    for _, other in flat:
+        _check_same(structure, other)
+    return [leaves for leaves, _ in flat], structure
 
 
 def _check_same(structure: Structure, other: Structure) -> None:
@@ -111,17 +119,24 @@ def select(condition: Tensor, chosen: Tree, other: Tree) -> Tree:
 
 
 def overwrite(old: Tree, new: Tree, condition: Tensor | None) -> Tree:
-    """``new`` written over ``old``, in its buffers, where the scalar ``condition`` holds (None: always)."""
+    """``new`` written over ``old``, in its buffers, where the scalar ``condition`` holds (None: always).
+
+    Where somebody records or transforms the values, the buffers stay as they are and fresh tensors come back.
+    """
+    writes = torch.compiler.is_compiling() or untransformed(old, new)
     new_leaves, structure = flatten(new)
     del new
     old_leaves, old_structure = flatten(old)
     _check_same(structure, old_structure)
+    written = []
     for position, leaf in reversed(list(enumerate(old_leaves))):
         value = new_leaves.pop()
         _check_alike(value, leaf, old, position)
-        leaf.copy_(value if condition is None else torch.where(condition, value, leaf))
+        if condition is not None:
+            value = torch.where(condition, value, leaf)
+        written.append(leaf.copy_(value) if writes else value)
         del value
-    return old
+    return unflatten(structure, written[::-1])
 
 
 def _check_alike(new: Any, old: Any, tree: Tree, position: int) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import purestep as ps
 from purestep import tree
@@ -79,9 +81,6 @@ def test_clipping(max_norm: float) -> None:
 
 
 def test_mask_as_a_tree_or_a_function() -> None:
-    def matrices(params: Any) -> Any:
-        return tree.map(lambda leaf: leaf.ndim > 1, params)
-
     masks: list[Any] = [matrices, matrices(PARAMS)]
     for mask in masks:
         optimizer = ps.optim.adamw(0.1, weight_decay=0.5, mask=mask)
@@ -119,7 +118,7 @@ def test_chain_uses_the_last_optimizers_own_update_() -> None:
     optimizer = ps.optim.chain(TRANSFORMS["clip"], own)
     params = tree.map(torch.clone, PARAMS)
     assert optimizer.update_ is not None
-    new, _ = optimizer.update_(GRADS, optimizer.init(params), params)
+    new, _ = optimizer.update_(tree.map(torch.clone, GRADS), optimizer.init(params), params)
     assert len(calls) == 1
     assert new["w"].data_ptr() == params["w"].data_ptr()
     assert torch.equal(new["w"], PARAMS["w"] - calls[0])
@@ -152,20 +151,90 @@ def test_schedules_keep_their_precision() -> None:
     assert schedule(torch.tensor(1000)) == pytest.approx(0.03, rel=1e-15)
 
 
-@pytest.mark.parametrize("rate", [0.1, torch.tensor(0.1), ps.optim.linear_schedule(0.3, 0.1, 3)])
+def matrices(params: Any) -> Any:
+    """A mask: matrices decay."""
+    return tree.map(lambda leaf: leaf.ndim > 1, params)
+
+
+RECIPES: dict[str, Any] = {
+    "descend": ps.optim.descend,
+    "momentum": lambda rate: ps.optim.sgd(
+        rate, 0.9, nesterov=True, weight_decay=0.1, mask=matrices
+    ),
+    "clipped": lambda rate: ps.optim.chain(
+        ps.optim.clip_by_global_norm(1.0), ps.optim.sgd(rate, 0.5)
+    ),
+    "adamw": ps.optim.adamw,
+    "masked adamw": lambda rate: ps.optim.adamw(rate, 0.5, 0.9, weight_decay=0.1, mask=matrices),
+    "lion": lambda rate: ps.optim.lion(rate, weight_decay=0.1, mask=matrices),
+}
+RATES = [1e-2, torch.tensor(1e-2), ps.optim.linear_schedule(3e-2, 1e-3, 3)]
+SHAPES = [(), (7,), (64,), (33, 5), (128, 3), (1003,)]
+
+
+@pytest.mark.parametrize("rate", RATES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-def test_descent_has_one_rounding(rate: Any, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("name", RECIPES)
+def test_kernels_and_plain_arithmetic_agree(name: str, dtype: torch.dtype, rate: Any) -> None:
     """In place, out of place and under a transform: the same bits, at any length and whatever the rate is."""
-    optimizer = ps.optim.descend(rate)
-    generator = torch.Generator().manual_seed(0)
-    params = [torch.randn(n, generator=generator).to(dtype) for n in (1, 7, 64, 1003)]
-    grads = [torch.randn(len(p), generator=generator) for p in params]
-    plain, state = optimizer.update(grads, optimizer.init(params), params)
+    optimizer = RECIPES[name](rate)
     assert optimizer.update_ is not None
-    own = [p.clone() for p in params]
-    in_place, in_place_state = optimizer.update_(grads, optimizer.init(own), own)
-    assert all(map(torch.equal, in_place, plain))
-    assert torch.equal(in_place_state.step, state.step)
-    together = torch.vmap(lambda g, p: optimizer.update(g, optimizer.init(params), p)[0])
-    batched = together([torch.stack([g, -g]) for g in grads], [torch.stack([p, p]) for p in params])
-    assert all(torch.equal(b[0], p) for b, p in zip(batched, plain, strict=True))
+    generator = torch.Generator().manual_seed(0)
+    params = [torch.randn(shape, generator=generator).to(dtype) for shape in SHAPES]
+    state = in_place = (params, optimizer.init(params))
+    batched = tree.map(lambda leaf: torch.stack([leaf, leaf]), state)
+    for step in range(4):
+        grads = [torch.randn(shape, generator=generator) for shape in SHAPES]
+        scale = torch.tensor(7.3, dtype=torch.float64) if step % 2 else None
+
+        def under_vmap(
+            grads: Any, state: Any, params: Any, scale: torch.Tensor | None = scale
+        ) -> Any:
+            return optimizer.update(grads, state, params, grad_scale=scale)
+
+        both = [torch.stack([grad, -grad]) for grad in grads]
+        batched = torch.vmap(under_vmap)(both, batched[1], batched[0])
+        given = tree.map(torch.clone, grads)
+        new = optimizer.update(grads, state[1], state[0], grad_scale=scale)
+        assert all(map(torch.equal, grads, given))
+        own_params, own_state = tree.map(torch.clone, in_place)
+        in_place = optimizer.update_(given, own_state, own_params, grad_scale=scale)
+        state = new
+    for other in (in_place, tree.map(lambda leaf: leaf[0], batched)):
+        assert all(map(torch.equal, tree.leaves_of(other), tree.leaves_of(state)))
+
+
+def test_update_keeps_its_hands_off() -> None:
+    """``update`` leaves all that it is given as it is, where kernels run too."""
+    for make in RECIPES.values():
+        optimizer = make(0.1)
+        given = (GRADS, optimizer.init(PARAMS), PARAMS)
+        before = tree.map(torch.clone, given)
+        optimizer.update(*given, grad_scale=torch.tensor(3.0))
+        assert all(map(torch.equal, tree.leaves_of(before), tree.leaves_of(given)))
+
+
+class Calls(TorchDispatchMode):
+    """Counts operators by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.counts[func.overloadpacket.__name__] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_one_kernel_for_all_leaves() -> None:
+    """AdamW in float32 is one call of torch's fused kernel for all leaves that decay alike, and of little else."""
+    params = [torch.ones(16) for _ in range(50)]
+    optimizer = ps.optim.adamw(0.1)
+    opt_state = optimizer.init(params)
+    assert optimizer.update_ is not None
+    with Calls() as calls:
+        optimizer.update_(params, opt_state, tree.map(torch.clone, params))
+    assert calls.counts.pop("_fused_adamw_") == 1
+    calls.counts.pop("clone")
+    views = {"view", "slice", "alias", "detach"}
+    assert sum(count for name, count in calls.counts.items() if name not in views) < 10

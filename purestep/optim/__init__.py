@@ -1,7 +1,8 @@
 """Optimizers as pure functions: what they are, transforms, schedules, recipes."""
 
+from purestep.optim.adam import AdamWState, adamw
 from purestep.optim.base import Optimizer, Transform, chain
-from purestep.optim.recipes import DescentState, adamw, descend, sgd
+from purestep.optim.recipes import DescentState, LionState, descend, lion, sgd
 from purestep.optim.schedules import (
     LearningRate,
     Schedule,
@@ -35,6 +36,9 @@ __all__ = [
     "DescentState",
     "sgd",
     "adamw",
+    "AdamWState",
+    "lion",
+    "LionState",
     "LearningRate",
     "Schedule",
     "linear_schedule",

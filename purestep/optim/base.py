@@ -20,8 +20,7 @@ torch's fused kernels.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol, TypeVar, cast
 
 import torch
@@ -56,6 +55,9 @@ class OptimizerUpdate(Protocol):
 class Transform(NamedTuple):
     """Pure functions from gradients to updates. ``updates`` point the way of the gradients: uphill.
 
+    ``update_``, where there is one, is the same to the bit in the buffers of gradients and state, both of
+    which it consumes. It runs where kernels may.
+
     >>> import torch
     >>> halve = Transform(
     ...     init=lambda params: (),
@@ -67,13 +69,14 @@ class Transform(NamedTuple):
 
     init: Init
     update: Callable[..., tuple[Tree, OptState]]
+    update_: Callable[..., tuple[Tree, OptState]] | None = None
 
 
 class Optimizer(NamedTuple):
     """Pure functions from gradients to new parameters.
 
-    ``update_``, where there is one, is the same step done in place: it consumes the state and the
-    parameters it is given, and returns them. ``donate=True`` uses it.
+    ``update_``, where there is one, is the same step done in place. It consumes all that it is given: state and
+    parameters come back in the same buffers, and the gradients may hold anything. ``donate=True`` uses it.
 
     >>> import torch
     >>> descend = Optimizer(
@@ -115,26 +118,15 @@ def chain(*transforms: *tuple[*tuple[Transform, ...], Last]) -> Last:
     def init(params: Params) -> OptState:
         return tuple(part.init(params) for part in (*leading, last))
 
-    def lead(
-        grads: Tree, state: OptState, params: Params, grad_scale: Tensor | None
-    ) -> tuple[Tree, tuple[OptState, ...], Tensor | None]:
-        states: list[OptState] = []
-        for part, old in zip(leading, _states(state, len(leading) + 1), strict=False):
-            grads, new = with_grad_scale(part.update)(grads, old, params, grad_scale=grad_scale)
-            states.append(new)
-            grad_scale = None  # whoever reads the gradients first has divided them
-        return grads, tuple(states), grad_scale
-
     def update(
         grads: Tree, state: OptState, params: Params, *, grad_scale: Tensor | None = None
     ) -> tuple[Tree, OptState]:
-        updates, states, left = lead(grads, state, params, grad_scale)
-        result, new = with_grad_scale(last.update)(updates, state[-1], params, grad_scale=left)
-        return result, (*states, new)
-
-    if isinstance(last, Transform):
-        return cast("Last", cast("Any", Transform(init, update)))
-    last_update_ = guarded(last)
+        states: list[OptState] = []
+        for part, old in zip((*leading, last), _states(state, len(leading) + 1), strict=True):
+            grads, new = with_grad_scale(part.update)(grads, old, params, grad_scale=grad_scale)
+            states.append(new)
+            grad_scale = None  # whoever reads the gradients first has divided them
+        return grads, tuple(states)
 
     def update_(
         grads: Tree,
@@ -143,13 +135,16 @@ def chain(*transforms: *tuple[*tuple[Transform, ...], Last]) -> Last:
         *,
         grad_scale: Tensor | None = None,
         applied: Tensor | None = None,
-    ) -> tuple[Params, OptState]:
-        updates, states, left = lead(grads, state, params, grad_scale)
-        tree.overwrite(state[:-1], states, applied)
-        params, new = last_update_(updates, state[-1], params, grad_scale=left, applied=applied)
-        return params, (*state[:-1], new)
+    ) -> tuple[Tree, OptState]:
+        states: list[OptState] = []
+        for part, old in zip(parts_, _states(state, len(parts_)), strict=True):
+            grads, new = part(grads, old, params, grad_scale=grad_scale, applied=applied)
+            states.append(new)
+            grad_scale = None
+        return grads, tuple(states)
 
-    return cast("Last", cast("Any", Optimizer(init, update, update_)))
+    parts_ = [guarded(part) for part in (*leading, last)]
+    return cast("Last", type(last)(init, update, update_))
 
 
 def _states(state: OptState, count: int) -> tuple[OptState, ...]:
@@ -191,20 +186,25 @@ def with_grad_scale(update: Callable[..., Any]) -> Callable[..., Any]:
     return divided
 
 
-def guarded(optimizer: Optimizer) -> Callable[..., tuple[Params, OptState]]:
-    """The optimizer's ``update_`` with both keywords, whichever it takes itself.
+def guarded(part: Transform | Optimizer) -> Callable[..., tuple[Tree, OptState]]:
+    """The part's ``update_`` with both keywords, whichever it takes itself.
 
     Without an ``update_``, what ``update`` gives is written over what it replaces. For an ``update_`` without
     ``applied``, the scalar is read on the host.
     """
-    own = optimizer.update_
+    update, own = with_grad_scale(part.update), part.update_
     if own is None:
-        update = with_grad_scale(optimizer.update)
 
         def overwriting(
             grads: Tree, state: OptState, params: Params, *, applied: Tensor | None, **extra: Any
-        ) -> Any:
-            return tree.overwrite((params, state), update(grads, state, params, **extra), applied)
+        ) -> tuple[Tree, OptState]:
+            new, after = update(grads, state, params, **extra)
+            if isinstance(part, Transform):
+                return new, tree.overwrite(state, after, applied)
+            written: tuple[Params, OptState] = tree.overwrite(
+                (params, state), (new, after), applied
+            )
+            return written
 
         return overwriting
     scaled = with_grad_scale(own)
@@ -214,88 +214,57 @@ def guarded(optimizer: Optimizer) -> Callable[..., tuple[Params, OptState]]:
     def on_host(
         grads: Tree, state: OptState, params: Params, *, applied: Tensor | None, **extra: Any
     ) -> Any:
-        wanted = applied is None or bool(applied)
-        return scaled(grads, state, params, **extra) if wanted else (params, state)
+        if applied is None or bool(applied):
+            return scaled(grads, state, params, **extra)
+        return (grads if isinstance(part, Transform) else params), state
 
     return on_host
 
 
-def runs_kernels(*values: Tree) -> bool:
+def runs_kernels(*values: Tree, devices: Sequence[str] = ("cpu",)) -> bool:
     """Whether kernels that work in place, and that no transform knows, may run on these tensors.
 
-    The one rule for all optimizers: nobody transforms, records or compiles, and scalars can be read here
-    without waiting for a device.
+    The one rule for all optimizers: nobody transforms, records or compiles, and the tensors are where the
+    kernel is at home.
     """
     if torch.compiler.is_compiling() or not tree.untransformed(*values):
         return False
     leaves = (leaf for value in values for leaf in tree.leaves_of(value))
-    return all(leaf.device.type == "cpu" for leaf in leaves if isinstance(leaf, Tensor))
+    return all(leaf.device.type in devices for leaf in leaves if isinstance(leaf, Tensor))
 
 
-class Transition(Protocol):
-    """The optimizer's update where ``applied`` holds, and the identity where it does not."""
+def in_place(
+    update: Callable[..., tuple[Tree, OptState]],
+    trees: Callable[[Tree, OptState, Params], Sequence[Tree]],
+    kernel: Callable[..., list[Tensor]],
+    *captured: Tree,
+) -> Callable[..., tuple[Tree, OptState]]:
+    """The ``update_`` of a transform: its kernel where one may run, else ``update``.
 
-    def __call__(
-        self,
-        grads: Tree,
-        opt_state: OptState,
-        params: Params,
-        /,
-        *,
-        grad_scale: Tensor | None,
-        applied: Tensor,
-    ) -> tuple[Params, OptState]: ...
-
-
-def transition(optimizer: Optimizer, *, donate: bool) -> Transition:
-    """The optimizer's update where ``applied`` holds, and the identity, to the bit, where it does not.
-
-    Where nobody transforms, ``update_`` does it in place: on the buffers that come in, with ``donate``, and
-    else on one copy of them. Under a transform the old state is still needed, and the choice is a
-    selection, never a multiplication, so that nothing non-finite passes through it.
+    Args:
+        update: the same in plain arithmetic.
+        trees: those that the kernel reads and writes, from gradients, state and params.
+        kernel: ``kernel(state, grad_scale, *columns)``, with the leaves of each tree, returns those of the updates.
+        captured: tensors that the transform was made with, which somebody may differentiate.
     """
-    update = with_grad_scale(optimizer.update)
-    update_ = guarded(optimizer)
-    copies = not donate and optimizer.update_ is not None
 
-    def transit(
+    def update_(
         grads: Tree,
-        opt_state: OptState,
+        state: OptState,
         params: Params,
-        /,
         *,
-        grad_scale: Tensor | None,
-        applied: Tensor,
-    ) -> tuple[Params, OptState]:
-        compiling = torch.compiler.is_compiling()
-        in_place = donate or (copies and not compiling)
-        if not in_place or not tree.untransformed(grads, opt_state, params):
-            moved = partial(update, grads, opt_state, params, grad_scale=grad_scale)
-            selected = tree.select(applied, moved(), (params, opt_state))
-            return cast("tuple[Params, OptState]", selected)
-        if copies:
-            params, opt_state = tree.map(torch.clone, (params, opt_state))
-        elif not compiling:
-            _check_buffers((params, opt_state))
-        if compiling or applied.device.type != "cpu":
-            return update_(grads, opt_state, params, grad_scale=grad_scale, applied=applied)
-        # The host knows already whether the step is taken, so nothing has to be selected.
-        if not applied:
-            return params, opt_state
-        return update_(grads, opt_state, params, grad_scale=grad_scale, applied=None)
+        grad_scale: Tensor | None = None,
+        applied: Tensor | None = None,
+    ) -> tuple[Tree, OptState]:
+        columns, structure = tree.columns(*trees(grads, state, params))
+        if applied is None and _fit(columns) and runs_kernels(grads, state, params, captured):
+            return tree.unflatten(structure, kernel(state, grad_scale, *columns)), state
+        updates, new = update(grads, state, params, grad_scale=grad_scale)
+        return updates, tree.overwrite(state, new, applied)
 
-    return transit
+    return update_
 
 
-def _check_buffers(state: Tree) -> None:
-    """Refuses a buffer that is given away twice: one of its owners would find the other's values."""
-    owners: dict[int, int] = {}
-    for position, leaf in enumerate(tree.leaves_of(state)):
-        if isinstance(leaf, Tensor) and leaf.numel():
-            first = owners.setdefault(leaf.data_ptr(), position)
-            if first != position:
-                names = tree.paths(state, "(params, opt_state)")
-                raise ValueError(
-                    f"donate=True needs a buffer for each leaf, but {names[first]} and "
-                    f"{names[position]} share one: clone one of them, or tie them inside loss_fn"
-                )
+def _fit(columns: Sequence[Sequence[Tensor]]) -> bool:
+    """Whether leaves that belong together have one shape. Kernels do not ask; plain arithmetic is refused."""
+    return all(leaf.shape == row[0].shape for row in zip(*columns, strict=True) for leaf in row)

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from purestep import tree
-from purestep.optim.base import Optimizer, Transform, chain, runs_kernels
+from purestep.optim.base import Optimizer, Transform, chain
+from purestep.optim.leafwise import leafwise
 from purestep.optim.schedules import LearningRate, rate_at
 from purestep.optim.transforms import (
     Mask,
     add_decayed_weights,
+    decay_flags,
     momentum as momentum_transform,
-    scale_by_adam,
+    number,
+    plus,
     zero_step,
 )
 from purestep.types import Params, Tree
@@ -29,7 +32,7 @@ class DescentState(NamedTuple):
 def descend(learning_rate: LearningRate) -> Optimizer:
     """θ ← θ − lr · u: the Optimizer that ends a chain of transforms.
 
-    >>> import torch
+    >>> from purestep.optim import scale_by_adam
     >>> optimizer = chain(scale_by_adam(), descend(0.1))
     >>> params = {"w": torch.tensor(1.0)}
     >>> optimizer.update({"w": torch.tensor(7.0)}, optimizer.init(params), params)[0]
@@ -40,53 +43,16 @@ def descend(learning_rate: LearningRate) -> Optimizer:
         return DescentState(zero_step(params))
 
     def rate_of(opt_state: DescentState, grad_scale: Tensor | None) -> float | Tensor:
-        rate = rate_at(learning_rate, _descent_of(opt_state).step)
+        rate = rate_at(learning_rate, opt_state.step)
         return rate if grad_scale is None else rate / grad_scale
 
-    def moved(param: Tensor, u: Tensor, rate: float | Tensor) -> Tensor:
-        # Both are θ + (−lr) u with one rounding, so that the kernel below gives the same bits.
-        wide = torch.promote_types(param.dtype, u.dtype)
-        if isinstance(rate, Tensor):
-            return torch.addcmul(param, u, -rate.to(wide)).to(param.dtype)
-        return torch.add(param, u, alpha=-rate).to(param.dtype)
+    def formula(rate: float | Tensor, _: int, param: Tensor, u: Tensor) -> tuple[Tensor]:
+        return (plus(param, -rate, u),)
 
-    def update(
-        grads: Tree, opt_state: DescentState, params: Params, *, grad_scale: Tensor | None = None
-    ) -> tuple[Params, DescentState]:
-        rate = rate_of(opt_state, grad_scale)
-        after = DescentState(opt_state.step + 1)
-        return tree.map(lambda param, u: moved(param, u, rate), params, grads), after
+    def kernel(rate: float | Tensor, params: list[Tensor], updates: list[Tensor]) -> None:
+        torch._foreach_add_(params, updates, alpha=-float(rate))
 
-    def update_(
-        grads: Tree,
-        opt_state: DescentState,
-        params: Params,
-        *,
-        grad_scale: Tensor | None = None,
-        applied: Tensor | None = None,
-    ) -> tuple[Params, DescentState]:
-        rate = rate_of(opt_state, grad_scale)
-        after = DescentState(opt_state.step + 1)
-        if applied is None and runs_kernels(grads, opt_state, params, rate):
-            torch._foreach_add_(tree.leaves_of(params), tree.leaves_of(grads), alpha=-float(rate))
-        else:
-            tree.map(
-                lambda param, u: tree.overwrite(param, moved(param, u, rate), applied),
-                params,
-                grads,
-            )
-        return params, cast("DescentState", tree.overwrite(opt_state, after, applied))
-
-    return Optimizer(init, update, update_)
-
-
-def _descent_of(opt_state: DescentState) -> DescentState:
-    if not isinstance(opt_state, DescentState):
-        raise ValueError(
-            f"opt_state is {type(opt_state).__name__} where DescentState was expected: take "
-            "optimizer.init(params) of this very optimizer"
-        )
-    return opt_state
+    return leafwise(init, DescentState, (), rate_of, formula, kernel)
 
 
 def sgd(
@@ -124,36 +90,58 @@ def sgd(
     return chain(*transforms, descend(learning_rate))
 
 
-def adamw(
+class LionState(NamedTuple):
+    """Steps taken, the decaying mean of the gradients, and which leaves decay (empty: all)."""
+
+    step: Tensor
+    mu: Tree
+    decays: Tensor
+
+
+def lion(
     learning_rate: LearningRate,
     b1: float = 0.9,
-    b2: float = 0.999,
-    eps: float = 1e-8,
-    weight_decay: float | Tensor = 1e-2,
+    b2: float = 0.99,
+    weight_decay: float | Tensor = 0.0,
     mask: Mask | None = None,
 ) -> Optimizer:
-    """Adam with decoupled weight decay [Loshchilov and Hutter, 2019], as ``torch.optim.AdamW``.
+    """The sign of a momentum [Chen et al., 2023]: half of Adam's state, and a smaller learning rate.
 
-        θ ← θ − lr · (μ̂ / (√ν̂ + ε) + weight_decay · θ)        μ̂, ν̂ as in ``scale_by_adam``
+        θ ← θ − lr · (sign(b₁ μ + (1 − b₁) g) + weight_decay · θ)
+        μ ← b₂ μ + (1 − b₂) g
 
     Args:
         learning_rate: a number, a scalar tensor or a schedule.
-        b1, b2: the decay of the means of gradients and squares.
-        eps: added outside the root.
+        b1: how much the mean weighs against the gradient in the sign.
+        b2: the decay of the mean.
         weight_decay: decoupled from the gradient.
         mask: which leaves decay: a tree of bools, or a function from params to one; None: all.
 
     >>> import torch
-    >>> optimizer = adamw(0.1, mask=lambda params: tree.map(lambda p: p.ndim > 1, params))
-    >>> params = {"w": torch.tensor(1.0)}
-    >>> optimizer.update({"w": torch.tensor(7.0)}, optimizer.init(params), params)[0]
-    {'w': tensor(0.9000)}
+    >>> optimizer = lion(0.1)
+    >>> params = {"w": torch.tensor([1.0, 1.0])}
+    >>> optimizer.update({"w": torch.tensor([7.0, -0.1])}, optimizer.init(params), params)[0]
+    {'w': tensor([0.9000, 1.1000])}
     """
-    return chain(
-        scale_by_adam(b1, b2, eps),
-        add_decayed_weights(weight_decay, mask),
-        descend(learning_rate),
-    )
+
+    def init(params: Params) -> LionState:
+        return LionState(zero_step(params), tree.zeros_like(params), decay_flags(mask, params))
+
+    def numbers(state: LionState, grad_scale: Tensor | None) -> tuple[Any, ...]:
+        return rate_at(learning_rate, state.step), state.decays.unbind(), grad_scale
+
+    def formula(
+        numbers: tuple[Any, ...], index: int, param: Tensor, grad: Tensor, mu: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        rate, decays, grad_scale = numbers
+        decay = weight_decay * decays[index].to(torch.float64) if decays else weight_decay
+        grad = grad.to(mu.dtype)
+        grad = grad if grad_scale is None else grad / number(grad_scale, grad)
+        sign = torch.lerp(mu, grad, 1 - b1).sign()
+        moved = plus(param.to(mu.dtype) * number(1 - rate * decay, mu), -rate, sign)
+        return moved.to(param.dtype), torch.lerp(mu, grad, 1 - b2)
+
+    return leafwise(init, LionState, ["mu"], numbers, formula)
 
 
 def _is_zero(value: float | Tensor) -> bool:

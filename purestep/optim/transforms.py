@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeAlias
+from itertools import compress
+from typing import Any, NamedTuple, TypeAlias, cast
 
 import torch
 from torch import Tensor
 
 from purestep import tree
-from purestep.optim.base import Transform
+from purestep.optim.base import Transform, in_place
 from purestep.types import OptState, Params, Tree
 
 Mask: TypeAlias = Tree | Callable[[Params], Tree]
@@ -26,12 +27,23 @@ def clip_by_global_norm(max_norm: float | Tensor) -> Transform:
     def update(
         grads: Tree, state: OptState, params: Params, *, grad_scale: Tensor | None = None
     ) -> tuple[Tree, OptState]:
+        factor = factor_of(grads, grad_scale)
+        return tree.map(lambda grad: grad * number(factor, grad), grads), state
+
+    def kernel(_: OptState, grad_scale: Tensor | None, grads: list[Tensor]) -> list[Tensor]:
+        factor = factor_of(grads, grad_scale)
+        if factor != 1:
+            torch._foreach_mul_(grads, float(factor))
+        return grads
+
+    def factor_of(grads: Tree, grad_scale: Tensor | None) -> Tensor:
         scale = _inverse(grad_scale)
         norm = tree.global_norm(grads) * scale
-        factor = scale * torch.where(norm > max_norm, max_norm / norm, 1)
-        return tree.map(lambda grad: (grad * factor).to(grad.dtype), grads), state
+        return cast("Tensor", scale * torch.where(norm > max_norm, max_norm / norm, 1))
 
-    return Transform(_stateless, update)
+    return Transform(
+        _stateless, update, in_place(update, lambda grads, *_: [grads], kernel, max_norm)
+    )
 
 
 class MomentumState(NamedTuple):
@@ -56,15 +68,27 @@ def momentum(decay: float | Tensor, *, nesterov: bool = False) -> Transform:
         grads: Tree, state: MomentumState, params: Params, *, grad_scale: Tensor | None = None
     ) -> tuple[Tree, MomentumState]:
         scale = _inverse(grad_scale)
-
-        def after(grad: Tensor, trace: Tensor) -> Tensor:
-            return decay * trace + (grad if grad_scale is None else grad * scale)
-
-        trace = tree.map(lambda g, t: after(g, t).to(t.dtype), grads, state.trace)
-        updates = tree.map(after, grads, trace) if nesterov else trace
+        if grad_scale is not None:
+            grads = tree.map(lambda grad: grad * number(scale, grad), grads)
+        trace = tree.map(lambda t, g: (t * number(decay, t) + g).to(t.dtype), state.trace, grads)
+        updates = tree.map(lambda g, t: plus(g, decay, t), grads, trace) if nesterov else trace
         return updates, MomentumState(trace)
 
-    return Transform(init, update)
+    def kernel(
+        _: MomentumState, grad_scale: Tensor | None, grads: list[Tensor], trace: list[Tensor]
+    ) -> list[Tensor]:
+        if grad_scale is not None:
+            torch._foreach_mul_(grads, float(_inverse(grad_scale)))
+        torch._foreach_mul_(trace, float(decay))
+        torch._foreach_add_(trace, grads)
+        if nesterov:
+            torch._foreach_add_(grads, trace, alpha=float(decay))
+        return grads if nesterov else trace
+
+    def trees(grads: Tree, state: MomentumState, _: Params) -> list[Tree]:
+        return [grads, state.trace]
+
+    return Transform(init, update, in_place(update, trees, kernel, decay))
 
 
 class AdamState(NamedTuple):
@@ -104,7 +128,7 @@ def scale_by_adam(b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8) -> Tran
         nu_correction = 1 - b2 ** step.to(torch.float64)
 
         def direction(m: Tensor, v: Tensor) -> Tensor:
-            return ((m / mu_correction) / (_sqrt(v / nu_correction) + eps)).to(m.dtype)
+            return ((m / mu_correction) / (root(v / nu_correction) + eps)).to(m.dtype)
 
         return tree.map(direction, mu, nu), AdamState(step, mu, nu)
 
@@ -129,8 +153,7 @@ def add_decayed_weights(weight_decay: float | Tensor, mask: Mask | None = None) 
     """
 
     def init(params: Params) -> DecayState:
-        flags = [] if mask is None else _flags(mask(params) if callable(mask) else mask, params)
-        return DecayState(torch.tensor(flags, dtype=torch.bool, device=zero_step(params).device))
+        return DecayState(decay_flags(mask, params))
 
     def update(
         grads: Tree, state: DecayState, params: Params, *, grad_scale: Tensor | None = None
@@ -142,12 +165,51 @@ def add_decayed_weights(weight_decay: float | Tensor, mask: Mask | None = None) 
             rates.append(tree.unflatten(tree.flatten(params)[1], flags))
 
         def decayed(grad: Tensor, param: Tensor, rate: float | Tensor = weight_decay) -> Tensor:
-            update = grad if grad_scale is None else grad * scale
-            return (update + rate * param).to(grad.dtype)
+            return plus(grad if grad_scale is None else grad * number(scale, grad), rate, param)
 
         return tree.map(decayed, grads, params, *rates), state
 
-    return Transform(init, update)
+    def kernel(
+        state: DecayState,
+        grad_scale: Tensor | None,
+        grads: list[Tensor],
+        params: list[Tensor],
+    ) -> list[Tensor]:
+        if grad_scale is not None:
+            torch._foreach_mul_(grads, float(_inverse(grad_scale)))
+        decays = state.decays.tolist() or [True] * len(params)
+        decayed, theirs = (list(compress(leaves, decays)) for leaves in (grads, params))
+        if decayed:
+            torch._foreach_add_(decayed, theirs, alpha=float(weight_decay))
+        return grads
+
+    def trees(grads: Tree, _: DecayState, params: Params) -> list[Tree]:
+        return [grads, params]
+
+    return Transform(init, update, in_place(update, trees, kernel, weight_decay))
+
+
+def plus(x: Tensor, factor: float | Tensor, y: Tensor) -> Tensor:
+    """x + factor · y with one rounding, as the kernels of torch's ``alpha`` do, in the dtype of x."""
+    if isinstance(factor, Tensor):
+        wide = torch.promote_types(x.dtype, y.dtype)
+        return torch.addcmul(x, y, factor.to(wide)).to(x.dtype)
+    return torch.add(x, y, alpha=factor).to(x.dtype)
+
+
+def number(value: float | Tensor, x: Tensor) -> float | Tensor:
+    """A number that is the same for all leaves, in the dtype of x: it must not promote a leaf that is a scalar."""
+    return value.to(x.dtype) if isinstance(value, Tensor) else value
+
+
+def decay_flags(mask: Mask | None, params: Params) -> Tensor:
+    """Which leaves decay, in the order of the leaves, as the mask says; empty where all do.
+
+    It stays on the host, where the choice of kernels is made.
+    """
+    if mask is None:
+        return torch.zeros(0, dtype=torch.bool)
+    return torch.tensor(_flags(mask(params) if callable(mask) else mask, params), dtype=torch.bool)
 
 
 def _flags(mask: Tree, params: Params) -> list[bool]:
@@ -175,7 +237,11 @@ def _inverse(grad_scale: Tensor | None) -> Any:
     return 1.0 if grad_scale is None else 1 / grad_scale.to(torch.float64)
 
 
-def _sqrt(x: Tensor) -> Tensor:
-    """√x with derivative 0 at 0, by selection: where no gradient ever came, none is made up."""
+def root(x: Tensor) -> Tensor:
+    """√x with derivative 0 at 0, by selection: where no gradient ever came, none is made up.
+
+    By way of float64, because torch's own float32 root is not correctly rounded where MKL takes it.
+    """
     positive = x > 0
-    return torch.where(positive, torch.where(positive, x, 1).sqrt(), 0)
+    roots = torch.where(positive, x, 1).to(torch.float64).sqrt().to(x.dtype)
+    return torch.where(positive, roots, 0)

@@ -1,0 +1,157 @@
+"""Adam with decoupled weight decay: the formula, and torch's fused kernel for it."""
+
+from __future__ import annotations
+
+from typing import NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+
+from purestep import tree
+from purestep.optim.base import Optimizer
+from purestep.optim.leafwise import leafwise
+from purestep.optim.schedules import LearningRate, rate_at
+from purestep.optim.transforms import Mask, decay_flags, number, root, zero_step
+from purestep.types import Params, Tree
+
+VECTOR = 16
+"""A multiple of the elements that one instruction takes; what is left of a leaf the kernel rounds otherwise."""
+
+
+class AdamWState(NamedTuple):
+    """Steps taken, the decaying means of gradients and of their squares, and which leaves decay (empty: all)."""
+
+    step: Tensor
+    mu: Tree
+    nu: Tree
+    decays: Tensor
+
+
+Row: TypeAlias = tuple[Tensor, ...]
+"""A leaf of params, with its gradient and its means."""
+
+
+class _Numbers(NamedTuple):
+    rate: float | Tensor
+    decay: float | Tensor
+    decays: tuple[Tensor, ...]
+    step: Tensor
+    grad_scale: Tensor | None
+
+
+def adamw(
+    learning_rate: LearningRate,
+    b1: float = 0.9,
+    b2: float = 0.999,
+    eps: float = 1e-8,
+    weight_decay: float | Tensor = 1e-2,
+    mask: Mask | None = None,
+) -> Optimizer:
+    """Adam with decoupled weight decay [Loshchilov and Hutter, 2019], as ``torch.optim.AdamW``.
+
+        t ← t + 1
+        μ ← b₁ μ + (1 − b₁) g
+        ν ← b₂ ν + (1 − b₂) g²
+        θ ← θ − lr · (μ̂ / (√ν̂ + ε) + weight_decay · θ)      where μ̂ = μ / (1 − b₁ᵗ), ν̂ = ν / (1 − b₂ᵗ)
+
+    Float32 leaves go through torch's fused kernel where nobody transforms; the plain form, for every
+    transform, gives the same bits on the host.
+
+    Args:
+        learning_rate: a number, a scalar tensor or a schedule.
+        b1, b2: the decay of the means of gradients and squares.
+        eps: added outside the root.
+        weight_decay: decoupled from the gradient.
+        mask: which leaves decay: a tree of bools, or a function from params to one; None: all.
+
+    >>> optimizer = adamw(0.1, mask=lambda params: tree.map(lambda p: p.ndim > 1, params))
+    >>> params = {"w": torch.tensor(1.0)}
+    >>> optimizer.update({"w": torch.tensor(7.0)}, optimizer.init(params), params)[0]
+    {'w': tensor(0.9000)}
+    """
+
+    def init(params: Params) -> AdamWState:
+        mu, nu = tree.zeros_like(params), tree.zeros_like(params)
+        return AdamWState(zero_step(params), mu, nu, decay_flags(mask, params))
+
+    def numbers(state: AdamWState, grad_scale: Tensor | None) -> _Numbers:
+        rate = rate_at(learning_rate, state.step)
+        rate = rate.to(torch.float64) if isinstance(rate, Tensor) else rate
+        return _Numbers(rate, weight_decay, state.decays.unbind(), state.step + 1, grad_scale)
+
+    def formula(
+        numbers: _Numbers, index: int, param: Tensor, grad: Tensor, mu: Tensor, nu: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        rate, decay, decays, step, grad_scale = numbers
+        decay = decay * decays[index].to(torch.float64) if decays else decay
+        grad = grad.to(mu.dtype)
+        grad = grad if grad_scale is None else grad / number(grad_scale, grad)
+        mu = torch.lerp(mu, grad, 1 - b1)
+        nu = torch.addcmul(nu * b2, grad, grad, value=1 - b2)
+        mu_correction = 1 - b1 ** step.to(torch.float64)
+        nu_correction = 1 - b2 ** step.to(torch.float64)
+        shrunk = param.to(mu.dtype) * number(1 - rate * decay, mu)
+        deviation = root(nu) / number(nu_correction.sqrt(), nu) + eps
+        moved = shrunk + number(-(rate / mu_correction), mu) * mu / deviation
+        return moved.to(param.dtype), mu, nu
+
+    def kernel(
+        numbers: _Numbers,
+        params: list[Tensor],
+        grads: list[Tensor],
+        mu: list[Tensor],
+        nu: list[Tensor],
+        applied: Tensor | None = None,
+    ) -> None:
+        on_host = all(param.device.type == "cpu" for param in params)
+        flags = [bool(flag) for flag in numbers.decays] or [True] * len(params)
+        fused: dict[bool, list[Row]] = {True: [], False: []}
+        rests: dict[bool, list[Row]] = {True: [], False: []}
+        for index, row in enumerate(zip(params, grads, mu, nu, strict=True)):
+            if any(leaf.dtype != torch.float32 or not leaf.is_contiguous() for leaf in row):
+                plain(numbers, index, row, applied)
+                continue
+            whole = row[0].numel() // VECTOR * VECTOR if on_host else row[0].numel()
+            flat = [leaf.view(-1) for leaf in row]
+            fused[flags[index]].append(tuple(leaf[:whole] for leaf in flat))
+            if whole < row[0].numel():
+                rests[flags[index]].append(tuple(leaf[whole:] for leaf in flat))
+        for decays in (True, False):
+            if fused[decays]:
+                run(numbers, decays, fused[decays], applied)
+            if rests[decays]:
+                columns = [list(column) for column in zip(*rests[decays], strict=True)]
+                joined = tuple(torch.cat(column) for column in columns)
+                plain(numbers, flags.index(decays), joined, applied)
+                for column, values in zip(columns, joined, strict=True):
+                    torch._foreach_copy_(column, values.split([len(rest) for rest in column]))
+
+    def run(numbers: _Numbers, decays: bool, rows: list[Row], applied: Tensor | None) -> None:
+        columns = ([*column] for column in zip(*rows, strict=True))
+        steps = [numbers.step.to(torch.float32)] * len(rows)
+        torch._fused_adamw_(  # type: ignore[call-overload]
+            *columns,
+            [],
+            steps,
+            lr=numbers.rate if rows[0][0].is_cuda else float(numbers.rate),
+            beta1=b1,
+            beta2=b2,
+            weight_decay=float(numbers.decay) if decays else 0.0,
+            eps=eps,
+            amsgrad=False,
+            maximize=False,
+            grad_scale=_float32(numbers.grad_scale),
+            found_inf=None if applied is None else _float32(~applied),
+        )
+
+    def plain(numbers: _Numbers, index: int, row: Row, applied: Tensor | None) -> None:
+        param, grad, *means = row
+        new = formula(numbers, index, param, grad, *means)
+        tree.overwrite([param, *means], list(new), applied)
+
+    slots = ["mu", "nu"]
+    return leafwise(init, AdamWState, slots, numbers, formula, kernel, ("cpu", "cuda"))
+
+
+def _float32(x: Tensor | None) -> Tensor | None:
+    return None if x is None else x.to(torch.float32)

@@ -1,0 +1,82 @@
+"""One transition of the state: the optimizer's update, or the identity."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Protocol, cast
+
+import torch
+from torch import Tensor
+
+from purestep import tree
+from purestep.optim.base import Optimizer, guarded, with_grad_scale
+from purestep.types import OptState, Params, Tree
+
+
+class Transition(Protocol):
+    """The optimizer's update where ``applied`` holds, and the identity where it does not."""
+
+    def __call__(
+        self,
+        grads: Tree,
+        opt_state: OptState,
+        params: Params,
+        /,
+        *,
+        grad_scale: Tensor | None,
+        applied: Tensor,
+    ) -> tuple[Params, OptState]: ...
+
+
+def transition(optimizer: Optimizer, *, donate: bool) -> Transition:
+    """The optimizer's update where ``applied`` holds, and the identity, to the bit, where it does not.
+
+    Where nobody transforms, ``update_`` does it in place: on the buffers that come in, with ``donate``, and
+    else on one copy of them. Under a transform the old state is still needed, and the choice is a
+    selection, never a multiplication, so that nothing non-finite passes through it.
+    """
+    update = with_grad_scale(optimizer.update)
+    update_ = guarded(optimizer)
+    copies = not donate and optimizer.update_ is not None
+
+    def transit(
+        grads: Tree,
+        opt_state: OptState,
+        params: Params,
+        /,
+        *,
+        grad_scale: Tensor | None,
+        applied: Tensor,
+    ) -> tuple[Params, OptState]:
+        compiling = torch.compiler.is_compiling()
+        in_place = donate or (copies and not compiling)
+        if not in_place or not tree.untransformed(grads, opt_state, params):
+            moved = partial(update, grads, opt_state, params, grad_scale=grad_scale)
+            selected = tree.select(applied, moved(), (params, opt_state))
+            return cast("tuple[Params, OptState]", selected)
+        if copies:
+            params, opt_state = tree.map(torch.clone, (params, opt_state))
+        elif not compiling:
+            _check_buffers((params, opt_state))
+        if compiling or applied.device.type != "cpu":
+            return update_(grads, opt_state, params, grad_scale=grad_scale, applied=applied)
+        # The host knows already whether the step is taken, so nothing has to be selected.
+        if not applied:
+            return params, opt_state
+        return update_(grads, opt_state, params, grad_scale=grad_scale, applied=None)
+
+    return transit
+
+
+def _check_buffers(state: Tree) -> None:
+    """Refuses a buffer that is given away twice: one of its owners would find the other's values."""
+    owners: dict[int, int] = {}
+    for position, leaf in enumerate(tree.leaves_of(state)):
+        if isinstance(leaf, Tensor) and leaf.numel():
+            first = owners.setdefault(leaf.data_ptr(), position)
+            if first != position:
+                names = tree.paths(state, "(params, opt_state)")
+                raise ValueError(
+                    f"donate=True needs a buffer for each leaf, but {names[first]} and "
+                    f"{names[position]} share one: clone one of them, or tie them inside loss_fn"
+                )
