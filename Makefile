@@ -17,8 +17,14 @@ proofs: .venv/installed
 	HYPOTHESIS_PROFILE=explore $(BIN)/pytest -q -n 2 proofs
 
 bench: .venv/installed
+	$(BIN)/python -m pip install -q -c constraints.txt -e '.[bench]'
 	OMP_NUM_THREADS=2 $(BIN)/python benchmarks/batching.py
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/ranks.py
+	OMP_NUM_THREADS=2 $(BIN)/python -m benchmarks.peers
+	OMP_NUM_THREADS=2 $(BIN)/python -m benchmarks.step
+	OMP_NUM_THREADS=2 $(BIN)/python -m benchmarks.memory
+	OMP_NUM_THREADS=2 $(BIN)/python -m benchmarks.normalize
+	OMP_NUM_THREADS=2 $(BIN)/python -m benchmarks.compile
 
 format: .venv/installed
 	$(BIN)/ruff check --fix-only .

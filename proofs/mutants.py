@@ -27,10 +27,11 @@ MODULES = [
     "purestep.batching.group",
     "purestep.batching.pack",
     "purestep.batching.prefetch",
+    "purestep.objective",
     "purestep.grads",
     "purestep.agreement",
     "purestep.reduction",
-    "purestep.optim.base",
+    "purestep.optim.transition",
     "purestep.step",
     "proofs.parallel",
 ]
@@ -69,14 +70,19 @@ def grads(old: str, new: str) -> Patch:
     return Patch("purestep.grads", old, new)
 
 
+def objective(old: str, new: str) -> Patch:
+    """A patch of a microbatch's part of the objective."""
+    return Patch("purestep.objective", old, new)
+
+
 def tokens(old: str, new: str) -> Patch:
     """A patch of the count."""
     return Patch("purestep.tokens", old, new)
 
 
-def base(old: str, new: str) -> Patch:
+def transition(old: str, new: str) -> Patch:
     """A patch of the optimizer's transition."""
-    return Patch("purestep.optim.base", old, new)
+    return Patch("purestep.optim.transition", old, new)
 
 
 def step(old: str, new: str) -> Patch:
@@ -97,11 +103,11 @@ def batching(module: str, old: str, new: str) -> Patch:
 SEED = "seed = weights if num_tokens is None else weights.to(torch.float64) / divisor(num_tokens)"
 LOCAL_MEAN = SEED.replace("divisor(num_tokens)", "divisor(weights.sum())")
 COUNTED = "checked_weights(weight_fn(microbatch))"
-KNOWN = "known = agreement.counted._asdict() if counted_first else {}\n"
-LOCAL_COUNT = "_statement(params, microbatches, counted_first, shared).counted._asdict()"
+KNOWN = "known = agreement.counted if counted_first else (None, None)\n"
+LOCAL_COUNT = "_statement(params, microbatches, counted_first, shared).counted"
 REDUCED = "grads, loss, counted, aux = reduce(axis, agreement, compute, params, accum_dtype)\n"
 LOCAL_SUMS = "compute(out=None, ready=None)"
-ACCUMULATED = "accumulate(counted_loss_fn, theta, {}, weight_fn=None, **known, **how)"
+ACCUMULATED = "accumulate_passes(run, theta, {}, totals=known, accum_dtype=accum_dtype)"
 BACKWARD = "torch.autograd.backward(loss, inputs=own)"
 ADD = "sums[index] = grad if so_far is None else so_far + grad"
 TERM = "torch.where(present, term, 0) / divisor(num_microbatches).to(losses)"
@@ -111,19 +117,19 @@ GRAD_NORM = "grad_norm = _over(tree.global_norm(grads), grad_scale)"
 SKIP = "applied = applied & tree.all_finite(grads)"
 SELECTED = "tree.select(applied, moved(), (params, opt_state))"
 NOT_APPLIED = "if not applied:\n            return params, opt_state\n"
-PER_STEP = "    transit = transition(optimizer, donate=donate)\n"
+PER_STEP = "    transit = transition(optimizer, donate=donate, compile=compile)\n"
 ENTRY = "        theta = pvary(params, axis)\n"
 
 MUTANTS = [
     Mutant(
         "1",
         "mean of microbatch means",
-        [grads(SEED, LOCAL_MEAN + " / divisor(num_microbatches)")],
+        [objective(SEED, LOCAL_MEAN + " / divisor(num_microbatches)")],
     ),
     Mutant(
         "2",
         "count summed over microbatches, not over ranks",
-        [step(KNOWN, f"known = {LOCAL_COUNT} if counted_first else {{}}\n")],
+        [step(KNOWN, f"known = {LOCAL_COUNT} if counted_first else (None, None)\n")],
     ),
     Mutant(
         "3",
@@ -175,7 +181,7 @@ MUTANTS = [
     Mutant(
         "10",
         "denominator clamped to at least 1",
-        [grads("torch.where(total > 0, total, 1)", "total.clamp(min=1)")],
+        [objective("torch.where(total > 0, total, 1)", "total.clamp(min=1)")],
     ),
     Mutant(
         "11",
@@ -205,12 +211,12 @@ MUTANTS = [
     Mutant(
         "14a",
         "divided by the number of microbatches as well",
-        [grads(SEED, SEED + " / divisor(num_microbatches)")],
+        [objective(SEED, SEED + " / divisor(num_microbatches)")],
     ),
     Mutant(
         "14b",
         "multiplied by the number of microbatches",
-        [grads(SEED, SEED + " * divisor(num_microbatches)")],
+        [objective(SEED, SEED + " * divisor(num_microbatches)")],
     ),
     Mutant(
         "15",
@@ -221,7 +227,7 @@ MUTANTS = [
         "16",
         "loss normalised after the backward: metric right, gradient N times too large",
         [
-            grads(SEED, "seed = weights"),
+            objective(SEED, "seed = weights"),
             step(STEP_LOSS, "loss=loss / divisor(total.num_tokens).to(loss)"),
         ],
     ),
@@ -237,11 +243,11 @@ MUTANTS = [
             ),
         ],
     ),
-    Mutant("18", "the normaliser is accepted and ignored", [grads(SEED, LOCAL_MEAN)]),
+    Mutant("18", "the normaliser is accepted and ignored", [objective(SEED, LOCAL_MEAN)]),
     Mutant(
         "19",
         "normaliser dropped: the learning rate follows the token count",
-        [grads(SEED, "seed = weights")],
+        [objective(SEED, "seed = weights")],
     ),
     Mutant(
         "20",
@@ -249,7 +255,7 @@ MUTANTS = [
         [
             step(
                 KNOWN,
-                f"{KNOWN}        if known and len(microbatches) == 1:\n"
+                f"{KNOWN}        if counted_first and len(microbatches) == 1:\n"
                 f"            known = {LOCAL_COUNT}\n",
             )
         ],
@@ -258,7 +264,7 @@ MUTANTS = [
         "21",
         "auxiliary loss scaled by local tokens",
         [
-            grads(
+            objective(
                 TERM,
                 "torch.where(present, term, 0) * count_weights(weights).num_tokens"
                 " / divisor(num_tokens if num_tokens is not None else num_microbatches)",
@@ -271,20 +277,20 @@ MUTANTS = [
         [
             step(
                 KNOWN,
-                f"{KNOWN}        if known:\n"
-                '            known["num_microbatches"] = known["num_microbatches"] * axis.size\n',
+                f"{KNOWN}        if counted_first:\n"
+                "            known = known._replace(num_microbatches=known[1] * axis.size)\n",
             )
         ],
     ),
     Mutant(
         "23",
         "auxiliary gradient dead, its carrier's result discarded",
-        [grads(TERM, TERM.replace("term, 0", "term.detach(), 0"))],
+        [objective(TERM, TERM.replace("term, 0", "term.detach(), 0"))],
     ),
     Mutant(
         "24",
         "auxiliary term not averaged over microbatches",
-        [grads(TERM, "torch.where(present, term, 0)")],
+        [objective(TERM, "torch.where(present, term, 0)")],
     ),
     Mutant(
         "26",
@@ -300,7 +306,7 @@ MUTANTS = [
         "27",
         "skip by multiplication: one NaN poisons everything after",
         [
-            base(
+            transition(
                 SELECTED,
                 "tree.map(lambda a, b: applied * a + ~applied * b, moved(), (params, opt_state))",
             )
@@ -309,13 +315,17 @@ MUTANTS = [
     Mutant(
         "28a",
         "skip that still moves moments and the step counter",
-        [base(SELECTED, "(lambda new: (tree.select(applied, new[0], params), new[1]))(moved())")],
+        [
+            transition(
+                SELECTED, "(lambda new: (tree.select(applied, new[0], params), new[1]))(moved())"
+            )
+        ],
     ),
     Mutant(
         "28b",
         "skip that still moves the step counter, on the host",
         [
-            base(
+            transition(
                 NOT_APPLIED,
                 "if not applied:\n            return params, tree.map(lambda s: s if s.ndim else s + 1, opt_state)\n",
             )
@@ -390,7 +400,7 @@ MUTANTS = [
     Mutant(
         "34a",
         "a short tail divided by the full K",
-        [grads(SEED, LOCAL_MEAN + " / 4")],
+        [objective(SEED, LOCAL_MEAN + " / 4")],
     ),
     Mutant(
         "34b",

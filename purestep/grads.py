@@ -10,15 +10,16 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
 from purestep import tree
-from purestep.tokens import checked_weights, count_weights, label_weights
+from purestep.objective import Part, no_loss, partial_loss, plus
+from purestep.tokens import label_weights
 from purestep.tree import accumulation_dtype
-from purestep.types import GradAndValue, LossFn, LossTerms, Microbatch, Params, Tree, WeightFn
+from purestep.types import GradAndValue, LossFn, Microbatch, Params, Tree, WeightFn
 
 
 def grad_and_value(
@@ -146,24 +147,76 @@ def accumulate(
     >>> grads, loss
     (tensor(3.), tensor(3.))
     """
-    loss_of = partial_loss(loss_fn, weight_fn, num_tokens, num_microbatches)
+    run = microbatch_pass(partial_loss(loss_fn, weight_fn), grad_and_value)
+    totals = num_tokens, num_microbatches
+    return accumulate_passes(
+        run, params, microbatches, totals, accum_dtype=accum_dtype, out=out, ready=ready
+    )
+
+
+class MicrobatchPass(NamedTuple):
+    """What is run for each microbatch: its part of the objective, and that part with its gradients."""
+
+    part: Part
+    differentiated: Callable[..., tuple[list[Tensor], Tensor, Tree]]
+    in_place: bool
+
+
+def microbatch_pass(
+    part: Part, grad_and_value: GradAndValue, *, compile: bool = False
+) -> MicrobatchPass:
+    """Made once, so that a compiler compiles it once: for every number of microbatches, and all of their shapes."""
+
+    def differentiated(
+        params: Params, microbatch: Microbatch, *totals: Tensor | None
+    ) -> tuple[list[Tensor], Tensor, Tree]:
+        leaves, structure = tree.flatten(params)
+        aux_structure: tree.Structure = None
+
+        def over_leaves(leaves: list[Tensor], microbatch: Microbatch) -> Any:
+            nonlocal aux_structure
+            loss, aux = part(tree.unflatten(structure, leaves), microbatch, *totals)
+            aux_leaves, aux_structure = tree.flatten(aux)
+            return loss, aux_leaves
+
+        differentiate = grad_and_value(over_leaves, has_aux=True)
+        grads, (loss, aux_leaves) = differentiate(leaves, microbatch)
+        return list(grads), loss, tree.unflatten(aux_structure, aux_leaves)
+
+    own = grad_and_value is _own_grad_and_value
+    if not compile:
+        return MicrobatchPass(part, differentiated, own)
+    # Our own reverse mode returns gradients only under transforms, which compile what they like themselves.
+    return MicrobatchPass(
+        torch.compile(part), differentiated if own else torch.compile(differentiated), own
+    )
+
+
+Totals: TypeAlias = tuple[Tensor | None, Tensor | None]
+"""The global ``num_tokens`` and ``num_microbatches``, where they are known."""
+
+
+def accumulate_passes(
+    run: MicrobatchPass,
+    params: Params,
+    microbatches: Sequence[Microbatch],
+    totals: Totals = (None, None),
+    *,
+    accum_dtype: torch.dtype | None = None,
+    out: Sequence[Tensor] | None = None,
+    ready: Callable[[int], None] | None = None,
+) -> tuple[Tree, Tensor, Tree]:
+    """``accumulate``, of a pass that is made already."""
     leaves, structure = tree.flatten(params)
     dtypes = sum_dtypes(leaves, accum_dtype)
 
-    def loss_of_leaves(leaves: list[Tensor], microbatch: Microbatch) -> tuple[Tensor, Tree]:
-        return loss_of(tree.unflatten(structure, leaves), microbatch)
-
     accumulated = None
-    if (
-        grad_and_value is _own_grad_and_value
-        and not torch.compiler.is_compiling()
-        and tree.untransformed(params, num_tokens, num_microbatches)
-    ):
-        accumulated = _accumulate_in_place(loss_of_leaves, leaves, dtypes, microbatches, out, ready)
-    if accumulated is None:
-        accumulated = _accumulate_returned(
-            loss_of_leaves, leaves, dtypes, microbatches, grad_and_value
+    if run.in_place and not torch.compiler.is_compiling() and tree.untransformed(params, totals):
+        accumulated = _accumulate_in_place(
+            run.part, params, dtypes, microbatches, totals, out, ready
         )
+    if accumulated is None:
+        accumulated = _accumulate_returned(run, params, dtypes, microbatches, totals)
     sums, total = accumulated
     loss, aux = total or (no_loss(params), ())
     for index, (leaf, dtype) in enumerate(zip(leaves, dtypes, strict=True)):
@@ -183,16 +236,16 @@ def accumulate(
     return tree.unflatten(structure, sums), loss, aux
 
 
-LossOfLeaves: TypeAlias = Callable[[list[Tensor], Microbatch], tuple[Tensor, Tree]]
 Accumulated: TypeAlias = tuple[list[Any], tuple[Tensor, Tree] | None]
 """The sum of each leaf's gradients, or None where there is none; and the sum of losses and aux."""
 
 
 def _accumulate_in_place(
-    loss_of: LossOfLeaves,
-    leaves: list[Tensor],
+    part: Part,
+    params: Params,
     dtypes: list[torch.dtype],
     microbatches: Sequence[Microbatch],
+    totals: Totals,
     out: Sequence[Tensor] | None,
     ready: Callable[[int], None] | None,
 ) -> Accumulated | None:
@@ -201,7 +254,8 @@ def _accumulate_in_place(
     None where the loss depends on something else that requires grad: somebody is going to differentiate
     what we compute, and autograd must record it.
     """
-    own = [leaf.detach().requires_grad_() for leaf in leaves]
+    own_params = tree.map(lambda leaf: leaf.detach().requires_grad_(), params)
+    own = tree.leaves_of(own_params)
     sums: list[Tensor | None] = [None] * len(own)
     remaining = len(microbatches)
 
@@ -226,7 +280,7 @@ def _accumulate_in_place(
     total: tuple[Tensor, Tree] | None = None
     for microbatch in microbatches:
         with torch.enable_grad():
-            loss, aux = loss_of(own, microbatch)
+            loss, aux = part(own_params, microbatch, *totals)
         if loss.requires_grad:
             if _requires_others(loss, own):
                 return None
@@ -263,186 +317,28 @@ def _requires_others(loss: Tensor, own: list[Tensor]) -> bool:
 
 
 def _accumulate_returned(
-    loss_of: LossOfLeaves,
-    leaves: list[Tensor],
+    run: MicrobatchPass,
+    params: Params,
     dtypes: list[torch.dtype],
     microbatches: Sequence[Microbatch],
-    grad_and_value: GradAndValue,
+    totals: Totals,
 ) -> Accumulated:
     """Under a transform, or with a reverse mode of the user's: gradients added when they are returned."""
-    sums: list[Tensor | None] = [None] * len(leaves)
+    sums: list[Tensor | None] = [None] * len(dtypes)
     total: tuple[Tensor, Tree] | None = None
-    aux_structure: tree.Structure = None
-
-    def loss_and_aux(leaves: list[Tensor], microbatch: Microbatch) -> tuple[Tensor, list[Tensor]]:
-        nonlocal aux_structure
-        loss, aux = loss_of(leaves, microbatch)
-        aux_leaves, aux_structure = tree.flatten(aux)
-        return loss, aux_leaves
-
-    differentiate = grad_and_value(loss_and_aux, has_aux=True)
     for microbatch in microbatches:
-        grads, (loss, aux_leaves) = differentiate(leaves, microbatch)
-        returned = list(grads)
-        del grads
-        while returned:
-            grad, index = returned.pop(), len(returned)
-            so_far, grad = sums[index], grad.to(dtypes[index])
+        grads, loss, aux = run.differentiated(params, microbatch, *totals)
+        while grads:
+            grad, index = grads.pop(), len(grads)
+            so_far = sums[index]
+            # What somebody else's reverse mode returns may be a buffer of theirs, and sums are written to.
+            grad = grad.to(dtypes[index], copy=so_far is None and not run.in_place)
             sums[index] = grad if so_far is None else so_far + grad
             del so_far, grad
-        total = plus(total, (loss, tree.unflatten(aux_structure, aux_leaves)))
+        total = plus(total, (loss, aux))
     return sums, total
 
 
 def sum_dtypes(leaves: Sequence[Tensor], accum_dtype: torch.dtype | None) -> list[torch.dtype]:
     """The dtype in which each leaf's gradients are summed."""
     return [accum_dtype or accumulation_dtype(leaf.dtype) for leaf in leaves]
-
-
-def evaluate(
-    loss_fn: LossFn,
-    params: Params,
-    microbatches: Sequence[Microbatch],
-    *,
-    weight_fn: WeightFn | None = label_weights,
-    num_tokens: Tensor | None = None,
-    num_microbatches: Tensor | None = None,
-) -> tuple[Tensor, Tree]:
-    """The loss and aux of ``accumulate``, without gradients."""
-    loss_of = partial_loss(loss_fn, weight_fn, num_tokens, num_microbatches)
-    total: tuple[Tensor, Tree] | None = None
-    for microbatch in microbatches:
-        total = plus(total, loss_of(params, microbatch))
-    return total or (no_loss(params), ())
-
-
-def partial_loss(
-    loss_fn: LossFn,
-    weight_fn: WeightFn | None,
-    num_tokens: Tensor | None,
-    num_microbatches: Tensor | None,
-) -> Callable[[Params, Microbatch], tuple[Tensor, Tree]]:
-    """A function from params and microbatch to the microbatch's part of L, and its aux.
-
-    The same weights that were counted multiply the losses here, shape against shape, so numerator and
-    denominator cannot disagree. A loss at a weight of zero may be anything, even NaN: it is taken away
-    by selection, and what flows back to it is exactly zero.
-    """
-
-    def loss_of(params: Params, microbatch: Microbatch) -> tuple[Tensor, Tree]:
-        terms = loss_terms(loss_fn, params, microbatch)
-        weights = weights_of(weight_fn, terms, microbatch)
-        losses = terms.tokens.to(accumulation_dtype(terms.tokens.dtype))
-        # Divided before it is rounded: a weight need not be a number of the losses' dtype.
-        seed = weights if num_tokens is None else weights.to(torch.float64) / divisor(num_tokens)
-        seed = seed.to(losses.dtype)
-        loss = (torch.where(weights != 0, losses, 0) * seed).sum()
-        if terms.microbatch is not None:
-            if num_microbatches is None:
-                raise ValueError(
-                    "LossTerms.microbatch is divided by the number of microbatches, which must be "
-                    'known before the backward pass: use normalize="loss" and a weight_fn (in '
-                    "accumulate: num_microbatches=), or add the term to LossTerms.tokens"
-                )
-            term = terms.microbatch.to(losses.dtype)
-            present = count_weights(weights).num_tokens > 0
-            loss = loss + torch.where(present, term, 0) / divisor(num_microbatches).to(losses)
-        return loss, terms.aux
-
-    return loss_of
-
-
-def counting(loss_fn: LossFn, weight_fn: WeightFn | None) -> LossFn:
-    """The same loss, which brings its weights and carries their count as the first part of its aux."""
-
-    def loss_and_count(params: Params, microbatch: Microbatch) -> LossTerms:
-        terms = loss_terms(loss_fn, params, microbatch)
-        weights = weights_of(weight_fn, terms, microbatch)
-        return terms._replace(weights=weights, aux=(count_weights(weights), terms.aux))
-
-    return loss_and_count
-
-
-def loss_terms(loss_fn: LossFn, params: Params, microbatch: Microbatch) -> LossTerms:
-    """What ``loss_fn`` returned, as ``LossTerms``, refused where it cannot be a loss."""
-    output = loss_fn(params, microbatch)
-    if isinstance(output, tuple) and not isinstance(output, LossTerms):
-        raise TypeError(
-            f"loss_fn returned a tuple of {len(output)}: return one loss per token, or name the parts as "
-            "ps.LossTerms(tokens=losses, aux=...)"
-        )
-    terms = output if isinstance(output, LossTerms) else LossTerms(output)
-    if terms.aux is None:
-        terms = terms._replace(aux=())
-    if not isinstance(terms.tokens, Tensor) or not terms.tokens.is_floating_point():
-        found = terms.tokens.dtype if isinstance(terms.tokens, Tensor) else type(output).__name__
-        raise TypeError(
-            "loss_fn must return a floating point tensor, one loss per token, or LossTerms "
-            f"(tokens=, microbatch=, aux=); got {found}"
-        )
-    term = terms.microbatch
-    if term is not None and (not isinstance(term, Tensor) or term.ndim != 0):
-        kind = f"shape {tuple(term.shape)}" if isinstance(term, Tensor) else type(term).__name__
-        raise ValueError(
-            f"LossTerms.microbatch must be a scalar tensor, got {kind}; what has one value per token "
-            "belongs into LossTerms.tokens"
-        )
-    for path, leaf in zip(tree.paths(terms.aux, "aux"), tree.leaves_of(terms.aux), strict=True):
-        if not isinstance(leaf, Tensor):
-            raise TypeError(
-                f"LossTerms.{path} must be a tensor, got {type(leaf).__name__}; wrap it in torch.tensor"
-            )
-    return terms
-
-
-def weights_of(weight_fn: WeightFn | None, terms: LossTerms, microbatch: Microbatch) -> Tensor:
-    """The weights of a microbatch's losses: from ``weight_fn``, or from the loss where that is None."""
-    weights = terms.weights if weight_fn is None else weight_fn(microbatch)
-    if weights is None:
-        raise ValueError("weight_fn=None needs a loss_fn that returns LossTerms(tokens=, weights=)")
-    if weight_fn is not None and terms.weights is not None:
-        raise ValueError(
-            "the weights come twice, from weight_fn and from LossTerms.weights: pass weight_fn=None "
-            '(with normalize="grads"), or return no weights'
-        )
-    weights = checked_weights(weights)
-    if terms.tokens.shape != weights.shape:
-        hint = (
-            "loss_fn must return one loss per token; a scalar is most likely a mean or a sum: take "
-            'reduction="none"'
-            if terms.tokens.ndim == 0
-            else "they are multiplied one by one and never broadcast"
-        )
-        raise ValueError(
-            f"losses of shape {tuple(terms.tokens.shape)} against weights of shape "
-            f"{tuple(weights.shape)}: {hint}"
-        )
-    return weights.to(terms.tokens.device)
-
-
-def divisor(total: Tensor) -> Tensor:
-    """The total, but 1 where it is 0: there is nothing to divide then. Not a clamp: 0.25 stays."""
-    return torch.where(total > 0, total, 1)
-
-
-def no_loss(params: Params) -> Tensor:
-    """The loss of no microbatch at all."""
-    leaf: Tensor = tree.leaves_of(params)[0]
-    return leaf.new_zeros((), dtype=accumulation_dtype(leaf.dtype))
-
-
-def plus(total: Tree, term: Tree) -> Tree:
-    """``total + term`` in the dtype in which each leaf is summed; a ``total`` of None is nothing yet."""
-
-    def add(so_far: Tensor, leaf: Tensor) -> Tensor:
-        if so_far.shape != leaf.shape:
-            raise ValueError(
-                f"LossTerms.aux has a leaf of shape {tuple(so_far.shape)} in one microbatch and "
-                f"{tuple(leaf.shape)} in another: it is summed, so return sums over the tokens"
-            )
-        return so_far + leaf
-
-    if total is None:
-        # A copy: what a loss returns may be a view of its inputs, and outputs share no storage with them.
-        return tree.map(lambda leaf: leaf.to(accumulation_dtype(leaf.dtype), copy=True), term)
-    return tree.map(add, total, term)

@@ -18,7 +18,8 @@ from torch import Tensor
 from purestep import tree
 from purestep.agreement import Statement, agree
 from purestep.axis import Axis, LocalAxis, pvary
-from purestep.grads import accumulate, counting, divisor, evaluate, grad_and_value
+from purestep.grads import accumulate_passes, grad_and_value, microbatch_pass
+from purestep.objective import counting, divisor, evaluate, partial_loss
 from purestep.optim.base import Optimizer, Transform
 from purestep.optim.transition import transition
 from purestep.reduction import reduce
@@ -51,6 +52,7 @@ def make_update_step(
     accum_dtype: torch.dtype | None = None,
     on_nonfinite: OnNonfinite = "propagate",
     donate: bool = False,
+    compile: bool = False,
 ) -> UpdateStep:
     """A pure function ``update_step(params, opt_state, microbatches) -> (params, opt_state, metrics)``.
 
@@ -73,6 +75,9 @@ def make_update_step(
             rank alike, leaving params, moments and step counter as they were.
         donate: whether ``params`` and ``opt_state`` are given away: their buffers hold the results, and the
             old values must not be used again. Ignored under a transform.
+        compile: whether ``torch.compile`` takes what a microbatch runs, once for any number of them, and an
+            optimizer that has no kernels of its own. Ragged shapes become dynamic at the second one. Ignored
+            under a transform.
 
     Returns:
         ``update_step``. ``params`` is a tree of floating point tensors (``None`` is an empty subtree and comes
@@ -113,32 +118,32 @@ def make_update_step(
         accum_dtype is None or accum_dtype.is_floating_point
     ):
         raise ValueError(f"{accum_dtype=} must be a floating point dtype, such as torch.float32")
-    counted_loss_fn = counting(loss_fn, weight_fn)
+    part = partial_loss(counting(loss_fn, weight_fn), None)
+    run = microbatch_pass(part, grad_and_value, compile=compile)
     counted_first = weight_fn if normalize == "loss" else None
-    how: dict[str, Any] = {"grad_and_value": grad_and_value, "accum_dtype": accum_dtype}
     settings = {
         "normalize": normalize,
         "weight_fn": "given" if weight_fn else "None",
         "accum_dtype": str(accum_dtype),
         "on_nonfinite": on_nonfinite,
     }
-    transit = transition(optimizer, donate=donate)
+    transit = transition(optimizer, donate=donate, compile=compile)
 
     def update_step(
         params: Params, opt_state: OptState, microbatches: Sequence[Microbatch], /
     ) -> tuple[Params, OptState, StepMetrics]:
         shared = {"params": params, "opt_state": opt_state, "settings": settings}
         agreement = agree(axis, lambda: _statement(params, microbatches, counted_first, shared))
-        known = agreement.counted._asdict() if counted_first else {}
+        known = agreement.counted if counted_first else (None, None)
 
         theta = pvary(params, axis)
         compute = partial(
-            accumulate, counted_loss_fn, theta, microbatches, weight_fn=None, **known, **how
+            accumulate_passes, run, theta, microbatches, known, accum_dtype=accum_dtype
         )
         grads, loss, counted, aux = reduce(axis, agreement, compute, params, accum_dtype)
-        total = agreement.counted if known else counted
+        total = agreement.counted if counted_first else counted
 
-        grad_scale = None if known else divisor(total.num_tokens)
+        grad_scale = None if counted_first else divisor(total.num_tokens)
         grad_norm = _over(tree.global_norm(grads), grad_scale)
         applied = total.num_tokens > 0
         if on_nonfinite == "skip":
@@ -180,7 +185,7 @@ def make_eval_step(
     tensor(4.)
     """
     _check_functions(loss_fn, weight_fn, axis)
-    counted_loss_fn = counting(loss_fn, weight_fn)
+    part = partial_loss(counting(loss_fn, weight_fn), None)
     settings = {"weight_fn": "given" if weight_fn else "None", "evaluation": "yes"}
 
     def eval_step(params: Params, microbatches: Sequence[Microbatch], /) -> EvalMetrics:
@@ -189,7 +194,7 @@ def make_eval_step(
         known = agreement.counted._asdict() if weight_fn else {}
 
         def compute(**_: Any) -> tuple[Tree, Tensor, Tree]:
-            return (), *evaluate(counted_loss_fn, params, microbatches, weight_fn=None, **known)
+            return (), *evaluate(part, params, microbatches, **known)
 
         _, loss, counted, aux = reduce(axis, agreement, compute)
         total = agreement.counted if known else counted

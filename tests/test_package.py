@@ -76,6 +76,7 @@ def test_imports_run_downward() -> None:
         "tokens",
         "losses",
         "batching",
+        "objective",
         "grads",
         "axis",
         "agreement",

@@ -144,6 +144,7 @@ def chain(*transforms: *tuple[*tuple[Transform, ...], Last]) -> Last:
         return grads, tuple(states)
 
     parts_ = [guarded(part) for part in (*leading, last)]
+    mark_kernels(update_, all(has_kernels(part) for part in (*leading, last)))
     return cast("Last", type(last)(init, update, update_))
 
 
@@ -233,6 +234,16 @@ def runs_kernels(*values: Tree, devices: Sequence[str] = ("cpu",)) -> bool:
     return all(leaf.device.type in devices for leaf in leaves if isinstance(leaf, Tensor))
 
 
+def mark_kernels(update_: Callable[..., Any], present: bool = True) -> None:
+    """Says that this ``update_`` runs kernels of its own, from which a compiler had better stay away."""
+    vars(update_)["has_kernels"] = present
+
+
+def has_kernels(part: Transform | Optimizer) -> bool:
+    """Whether somebody said so."""
+    return bool(getattr(part.update_, "has_kernels", False))
+
+
 def in_place(
     update: Callable[..., tuple[Tree, OptState]],
     trees: Callable[[Tree, OptState, Params], Sequence[Tree]],
@@ -262,6 +273,7 @@ def in_place(
         updates, new = update(grads, state, params, grad_scale=grad_scale)
         return updates, tree.overwrite(state, new, applied)
 
+    mark_kernels(update_)
     return update_
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from purestep import tree
-from purestep.optim.base import Init, Optimizer, runs_kernels, takes
+from purestep.optim.base import Init, Optimizer, mark_kernels, runs_kernels, takes
 from purestep.types import OptState, Params, Tree
 
 
@@ -112,4 +112,5 @@ def leafwise(
             and runs_kernels(grads, state, params, given, devices=devices)
         )
 
+    mark_kernels(update_, kernel is not None)
     return Optimizer(init, update, update_)

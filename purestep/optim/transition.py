@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from purestep import tree
-from purestep.optim.base import Optimizer, guarded, with_grad_scale
+from purestep.optim.base import Optimizer, guarded, has_kernels, with_grad_scale
 from purestep.types import OptState, Params, Tree
 
 
@@ -28,16 +28,19 @@ class Transition(Protocol):
     ) -> tuple[Params, OptState]: ...
 
 
-def transition(optimizer: Optimizer, *, donate: bool) -> Transition:
+def transition(optimizer: Optimizer, *, donate: bool, compile: bool = False) -> Transition:
     """The optimizer's update where ``applied`` holds, and the identity, to the bit, where it does not.
 
     Where nobody transforms, ``update_`` does it in place: on the buffers that come in, with ``donate``, and
     else on one copy of them. Under a transform the old state is still needed, and the choice is a
-    selection, never a multiplication, so that nothing non-finite passes through it.
+    selection, never a multiplication, so that nothing non-finite passes through it. A compiler gets an
+    ``update_`` without kernels of its own.
     """
     update = with_grad_scale(optimizer.update)
     update_ = guarded(optimizer)
-    copies = not donate and optimizer.update_ is not None
+    if compile and not has_kernels(optimizer):
+        update_ = torch.compile(update_)
+    copies = not donate and (compile or optimizer.update_ is not None)
 
     def transit(
         grads: Tree,

@@ -1,0 +1,170 @@
+"""What a microbatch contributes to the objective.
+
+    L(θ) = Σₘ ( Σᵢ wᵢ ℓᵢ(θ) / num_tokens  +  [m has tokens] · term(θ) / num_microbatches )
+
+The same weights that were counted multiply the losses here, shape against shape, so numerator and
+denominator cannot disagree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from purestep import tree
+from purestep.tokens import checked_weights, count_weights
+from purestep.tree import accumulation_dtype
+from purestep.types import LossFn, LossTerms, Microbatch, Params, Tree, WeightFn
+
+Part: TypeAlias = Callable[[Params, Microbatch, Tensor | None, Tensor | None], tuple[Tensor, Tree]]
+"""``part(params, microbatch, num_tokens, num_microbatches) -> (loss, aux)``: one microbatch's part of L."""
+
+
+def partial_loss(loss_fn: LossFn, weight_fn: WeightFn | None) -> Part:
+    """The microbatch's part of L, and its aux; without the totals, plain sums.
+
+    A loss at a weight of zero may be anything, even NaN: it is taken away by selection, and what flows
+    back to it is exactly zero.
+    """
+
+    def part(
+        params: Params,
+        microbatch: Microbatch,
+        num_tokens: Tensor | None,
+        num_microbatches: Tensor | None,
+    ) -> tuple[Tensor, Tree]:
+        terms = loss_terms(loss_fn, params, microbatch)
+        weights = weights_of(weight_fn, terms, microbatch)
+        losses = terms.tokens.to(accumulation_dtype(terms.tokens.dtype))
+        # Divided before it is rounded: a weight need not be a number of the losses' dtype.
+        seed = weights if num_tokens is None else weights.to(torch.float64) / divisor(num_tokens)
+        seed = seed.to(losses.dtype)
+        loss = (torch.where(weights != 0, losses, 0) * seed).sum()
+        if terms.microbatch is not None:
+            if num_microbatches is None:
+                raise ValueError(
+                    "LossTerms.microbatch is divided by the number of microbatches, which must be "
+                    'known before the backward pass: use normalize="loss" and a weight_fn (in '
+                    "accumulate: num_microbatches=), or add the term to LossTerms.tokens"
+                )
+            term = terms.microbatch.to(losses.dtype)
+            present = count_weights(weights).num_tokens > 0
+            loss = loss + torch.where(present, term, 0) / divisor(num_microbatches).to(losses)
+        return loss, terms.aux
+
+    return part
+
+
+def counting(loss_fn: LossFn, weight_fn: WeightFn | None) -> LossFn:
+    """The same loss, which brings its weights and carries their count as the first part of its aux."""
+
+    def loss_and_count(params: Params, microbatch: Microbatch) -> LossTerms:
+        terms = loss_terms(loss_fn, params, microbatch)
+        weights = weights_of(weight_fn, terms, microbatch)
+        return terms._replace(weights=weights, aux=(count_weights(weights), terms.aux))
+
+    return loss_and_count
+
+
+def loss_terms(loss_fn: LossFn, params: Params, microbatch: Microbatch) -> LossTerms:
+    """What ``loss_fn`` returned, as ``LossTerms``, refused where it cannot be a loss."""
+    output = loss_fn(params, microbatch)
+    if isinstance(output, tuple) and not isinstance(output, LossTerms):
+        raise TypeError(
+            f"loss_fn returned a tuple of {len(output)}: return one loss per token, or name the parts as "
+            "ps.LossTerms(tokens=losses, aux=...)"
+        )
+    terms = output if isinstance(output, LossTerms) else LossTerms(output)
+    if terms.aux is None:
+        terms = terms._replace(aux=())
+    if not isinstance(terms.tokens, Tensor) or not terms.tokens.is_floating_point():
+        found = terms.tokens.dtype if isinstance(terms.tokens, Tensor) else type(output).__name__
+        raise TypeError(
+            "loss_fn must return a floating point tensor, one loss per token, or LossTerms "
+            f"(tokens=, microbatch=, aux=); got {found}"
+        )
+    term = terms.microbatch
+    if term is not None and (not isinstance(term, Tensor) or term.ndim != 0):
+        kind = f"shape {tuple(term.shape)}" if isinstance(term, Tensor) else type(term).__name__
+        raise ValueError(
+            f"LossTerms.microbatch must be a scalar tensor, got {kind}; what has one value per token "
+            "belongs into LossTerms.tokens"
+        )
+    for position, leaf in enumerate(tree.leaves_of(terms.aux)):
+        if not isinstance(leaf, Tensor):
+            raise TypeError(
+                f"LossTerms.{tree.paths(terms.aux, 'aux')[position]} must be a tensor, got "
+                f"{type(leaf).__name__}; wrap it in torch.tensor"
+            )
+    return terms
+
+
+def weights_of(weight_fn: WeightFn | None, terms: LossTerms, microbatch: Microbatch) -> Tensor:
+    """The weights of a microbatch's losses: from ``weight_fn``, or from the loss where that is None."""
+    weights = terms.weights if weight_fn is None else weight_fn(microbatch)
+    if weights is None:
+        raise ValueError("weight_fn=None needs a loss_fn that returns LossTerms(tokens=, weights=)")
+    if weight_fn is not None and terms.weights is not None:
+        raise ValueError(
+            "the weights come twice, from weight_fn and from LossTerms.weights: pass weight_fn=None "
+            '(with normalize="grads"), or return no weights'
+        )
+    weights = checked_weights(weights)
+    if terms.tokens.shape != weights.shape:
+        hint = (
+            "loss_fn must return one loss per token; a scalar is most likely a mean or a sum: take "
+            'reduction="none"'
+            if terms.tokens.ndim == 0
+            else "they are multiplied one by one and never broadcast"
+        )
+        raise ValueError(
+            f"losses of shape {tuple(terms.tokens.shape)} against weights of shape "
+            f"{tuple(weights.shape)}: {hint}"
+        )
+    return weights.to(terms.tokens.device)
+
+
+def divisor(total: Tensor) -> Tensor:
+    """The total, but 1 where it is 0: there is nothing to divide then. Not a clamp: 0.25 stays."""
+    return torch.where(total > 0, total, 1)
+
+
+def no_loss(params: Params) -> Tensor:
+    """The loss of no microbatch at all."""
+    leaf: Tensor = tree.leaves_of(params)[0]
+    return leaf.new_zeros((), dtype=accumulation_dtype(leaf.dtype))
+
+
+def plus(total: Tree, term: Tree) -> Tree:
+    """``total + term`` in the dtype in which each leaf is summed; a ``total`` of None is nothing yet."""
+
+    def add(so_far: Tensor, leaf: Tensor) -> Tensor:
+        if so_far.shape != leaf.shape:
+            raise ValueError(
+                f"LossTerms.aux has a leaf of shape {tuple(so_far.shape)} in one microbatch and "
+                f"{tuple(leaf.shape)} in another: it is summed, so return sums over the tokens"
+            )
+        return so_far + leaf
+
+    if total is None:
+        # A copy: what a loss returns may be a view of its inputs, and outputs share no storage with them.
+        return tree.map(lambda leaf: leaf.to(accumulation_dtype(leaf.dtype), copy=True), term)
+    return tree.map(add, total, term)
+
+
+def evaluate(
+    part: Part,
+    params: Params,
+    microbatches: Sequence[Microbatch],
+    *,
+    num_tokens: Tensor | None = None,
+    num_microbatches: Tensor | None = None,
+) -> tuple[Tensor, Tree]:
+    """The loss and aux of a group, without gradients."""
+    total: tuple[Tensor, Tree] | None = None
+    for microbatch in microbatches:
+        total = plus(total, part(params, microbatch, num_tokens, num_microbatches))
+    return total or (no_loss(params), ())
