@@ -148,9 +148,9 @@ def test_derivatives_at_rest() -> None:
         return params["used"] + params["unused"].sum()
 
     rate = torch.tensor(0.5)
+    slopes = torch.func.grad(final)(rate), torch.func.jvp(final, (rate,), (torch.ones(()),))[1]
     # A dozen roundings in the one step that is taken.
-    assert (torch.func.grad(final)(rate) + 1).abs() <= gamma(12, torch.float32)
-    assert torch.func.jvp(final, (rate,), (torch.ones(()),))[1] == -1
+    assert all((slope + 1).abs() <= gamma(12, torch.float32) for slope in slopes)
 
 
 @pytest.mark.parametrize(

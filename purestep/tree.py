@@ -40,6 +40,22 @@ def unflatten(structure: Structure, leaves: Sequence[Any]) -> Tree:
     return optree.tree_unflatten(structure, leaves)
 
 
+def flatten_up_to(structure: Structure, tree: Tree) -> list[Tree]:
+    """The subtrees of ``tree`` where ``structure`` has its leaves."""
+    subtrees: list[Tree] = structure.flatten_up_to(tree)
+    return subtrees
+
+
+def broadcast_prefix(prefix: Tree, tree: Tree) -> list[Any]:
+    """For each leaf of ``tree`` the leaf of ``prefix`` that stands for it.
+
+    >>> broadcast_prefix({"a": "all of it", "b": "one"}, {"a": [1, 2], "b": 3})
+    ['all of it', 'all of it', 'one']
+    """
+    leaves: list[Any] = optree.broadcast_prefix(prefix, tree, namespace=NAMESPACE)
+    return leaves
+
+
 def leaves_of(tree: Tree) -> list[Any]:
     """The leaves alone."""
     return flatten(tree)[0]

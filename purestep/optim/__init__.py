@@ -2,6 +2,8 @@
 
 from purestep.optim.adam import AdamWState, adamw
 from purestep.optim.base import Optimizer, Transform, chain
+from purestep.optim.master import MasterState, master_weights
+from purestep.optim.partition import partition
 from purestep.optim.recipes import DescentState, LionState, descend, lion, sgd
 from purestep.optim.schedules import (
     LearningRate,
@@ -11,6 +13,7 @@ from purestep.optim.schedules import (
     linear_schedule,
     warmup_cosine_decay_schedule,
 )
+from purestep.optim.torch_optim import TorchState, from_torch
 from purestep.optim.transforms import (
     AdamState,
     Mask,
@@ -39,6 +42,11 @@ __all__ = [
     "AdamWState",
     "lion",
     "LionState",
+    "from_torch",
+    "TorchState",
+    "partition",
+    "master_weights",
+    "MasterState",
     "LearningRate",
     "Schedule",
     "linear_schedule",

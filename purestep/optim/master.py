@@ -1,0 +1,92 @@
+"""A float32 copy of half-precision parameters, for the optimizer to move."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from purestep import tree
+from purestep.optim.base import Optimizer, guarded, has_kernels, mark_kernels, with_grad_scale
+from purestep.tree import accumulation_dtype
+from purestep.types import OptState, Params, Tree
+
+
+class MasterState(NamedTuple):
+    """The params in float32, and the state of the optimizer that moves them."""
+
+    master: Params
+    inner: OptState
+
+
+def master_weights(optimizer: Optimizer) -> Optimizer:
+    """The same optimizer on a float32 copy of the params, of which they are the rounded values.
+
+        m ← optimizer(g, m),    θ ← m rounded to the dtype of θ
+
+    bfloat16 has eight bits: a step of less than 1/256 of a parameter is lost in it, however often it comes.
+
+    >>> import torch
+    >>> from purestep.optim import sgd
+    >>> params = torch.ones((), dtype=torch.bfloat16)
+    >>> for optimizer in (sgd(1.0), master_weights(sgd(1.0))):
+    ...     moved, opt_state = params, optimizer.init(params)
+    ...     for _ in range(8):
+    ...         moved, opt_state = optimizer.update(torch.tensor(0.001), opt_state, moved)
+    ...     print(moved)
+    tensor(1., dtype=torch.bfloat16)
+    tensor(0.9922, dtype=torch.bfloat16)
+    """
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(
+            f"master_weights wraps an Optimizer, got {type(optimizer).__name__}: end a chain of "
+            "transforms with one, such as ps.optim.descend(lr)"
+        )
+
+    def init(params: Params) -> MasterState:
+        master = tree.map(
+            lambda param: param.detach().to(accumulation_dtype(param.dtype), copy=True), params
+        )
+        return MasterState(master, optimizer.init(master))
+
+    def update(
+        grads: Tree, opt_state: OptState, params: Params, *, grad_scale: Tensor | None = None
+    ) -> tuple[Params, OptState]:
+        master, inner = _checked(opt_state)
+        moved, inner = with_grad_scale(optimizer.update)(
+            wide(grads, master), inner, master, grad_scale=grad_scale
+        )
+        rounded = tree.map(lambda param, m: m.to(param.dtype, copy=True), params, moved)
+        return rounded, MasterState(moved, inner)
+
+    def update_(
+        grads: Tree,
+        opt_state: OptState,
+        params: Params,
+        *,
+        grad_scale: Tensor | None = None,
+        applied: Tensor | None = None,
+    ) -> tuple[Params, OptState]:
+        master, inner = _checked(opt_state)
+        moved, inner = guarded(optimizer)(
+            wide(grads, master), inner, master, grad_scale=grad_scale, applied=applied
+        )
+        rounded = tree.map(
+            lambda param, m: tree.overwrite(param, m.to(param.dtype), applied), params, moved
+        )
+        return rounded, MasterState(moved, inner)
+
+    def wide(grads: Tree, master: Params) -> Tree:
+        return tree.map(lambda grad, m: grad.to(m.dtype), grads, master)
+
+    mark_kernels(update_, has_kernels(optimizer))
+    return Optimizer(init, update, update_)
+
+
+def _checked(opt_state: Any) -> MasterState:
+    if not isinstance(opt_state, MasterState):
+        raise ValueError(
+            f"opt_state is {type(opt_state).__name__} where MasterState was expected: take "
+            "optimizer.init(params) of this very optimizer"
+        )
+    return opt_state

@@ -1,0 +1,118 @@
+"""Different optimizers for different parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from purestep import tree
+from purestep.optim.base import Optimizer, guarded, has_kernels, mark_kernels, with_grad_scale
+from purestep.types import OptState, Params, Tree
+
+
+def partition(
+    label_fn: Callable[[Params], Tree] | Tree, optimizers: Mapping[str, Optimizer]
+) -> Optimizer:
+    """Each parameter to the optimizer that its label names.
+
+    Each optimizer sees a tree of its own parameters, with None where the others are: a norm taken there
+    (``clip_by_global_norm``) is that of its own gradients. The state is a dict of their states.
+
+    Args:
+        label_fn: ``label_fn(params)`` gives a tree of labels like the params, or a prefix of it, where a label
+            stands for a whole subtree; or such a tree. It may look at names, shapes and dtypes, not at values.
+        optimizers: by label.
+
+    >>> import torch
+    >>> from purestep.optim import adamw, from_torch
+    >>> optimizer = partition(
+    ...     lambda params: tree.map(lambda p: "matrix" if p.ndim == 2 else "rest", params),
+    ...     {"matrix": from_torch(torch.optim.Muon, lr=0.02), "rest": adamw(1e-3)},
+    ... )
+    >>> params = {"b": torch.zeros(2), "w": torch.eye(2)}
+    >>> params, _ = optimizer.update(params, optimizer.init(params), params)
+    >>> params["w"].diag() < 1
+    tensor([True, True])
+    """
+    for label, optimizer in optimizers.items():
+        if not isinstance(optimizer, Optimizer):
+            raise TypeError(
+                f"partition: {label!r} is a {type(optimizer).__name__}, not an Optimizer: end a chain of "
+                "transforms with one, such as ps.optim.descend(lr)"
+            )
+
+    def places(params: Params) -> Iterator[tuple[str, list[int]]]:
+        labels = label_fn(params) if callable(label_fn) else label_fn
+        each = tree.broadcast_prefix(labels, params)
+        for position, label in enumerate(each):
+            if label not in optimizers:
+                raise ValueError(
+                    f"partition labels {tree.paths(params, 'params')[position]} {label!r}, but its "
+                    f"optimizers are {', '.join(map(repr, optimizers))}"
+                )
+        for label in optimizers:
+            where = [position for position, other in enumerate(each) if other == label]
+            if where:
+                yield label, where
+
+    def only(where: list[int], whole: Tree) -> Tree:
+        leaves, structure = tree.flatten(whole)
+        kept: list[Any] = [None] * len(leaves)
+        for position in where:
+            kept[position] = leaves[position]
+        return tree.unflatten(structure, kept)
+
+    def init(params: Params) -> OptState:
+        return {
+            label: optimizers[label].init(only(where, params)) for label, where in places(params)
+        }
+
+    def step(
+        which: Callable[[Optimizer], Callable[..., Any]],
+        grads: Tree,
+        opt_state: OptState,
+        params: Params,
+        **extra: Any,
+    ) -> tuple[Params, OptState]:
+        parts = list(places(params))
+        if not isinstance(opt_state, dict) or set(opt_state) != {label for label, _ in parts}:
+            found = tree.describe(tree.flatten(opt_state)[1])
+            raise ValueError(
+                f"partition has states for {[label for label, _ in parts]}, but opt_state is {found}: take "
+                "optimizer.init(params) of this very optimizer"
+            )
+        new, structure = tree.flatten(params)
+        states = {}
+        for label, where in parts:
+            moved, states[label] = which(optimizers[label])(
+                only(where, grads), opt_state[label], only(where, params), **extra
+            )
+            for position, leaf in zip(where, tree.leaves_of(moved), strict=True):
+                new[position] = leaf
+        return tree.unflatten(structure, new), states
+
+    def update(
+        grads: Tree, opt_state: OptState, params: Params, *, grad_scale: Tensor | None = None
+    ) -> tuple[Params, OptState]:
+        return step(
+            lambda optimizer: with_grad_scale(optimizer.update),
+            grads,
+            opt_state,
+            params,
+            grad_scale=grad_scale,
+        )
+
+    def update_(
+        grads: Tree,
+        opt_state: OptState,
+        params: Params,
+        *,
+        grad_scale: Tensor | None = None,
+        applied: Tensor | None = None,
+    ) -> tuple[Params, OptState]:
+        return step(guarded, grads, opt_state, params, grad_scale=grad_scale, applied=applied)
+
+    mark_kernels(update_, all(map(has_kernels, optimizers.values())))
+    return Optimizer(init, update, update_)
