@@ -256,6 +256,8 @@ def _accumulate_in_place(
     """
     own_params = tree.map(lambda leaf: leaf.detach().requires_grad_(), params)
     own = tree.leaves_of(own_params)
+    known = {id(leaf) for leaf in own}
+    accumulators: set[Any] = set()
     sums: list[Tensor | None] = [None] * len(own)
     remaining = len(microbatches)
 
@@ -282,9 +284,9 @@ def _accumulate_in_place(
         with torch.enable_grad():
             loss, aux = part(own_params, microbatch, *totals)
         if loss.requires_grad:
-            if _requires_others(loss, own):
+            if _requires_others(loss, known, accumulators):
                 return None
-            torch.autograd.backward(loss, inputs=own)
+            loss.backward()
         total = plus(total, tree.map(Tensor.detach, (loss, aux)))
         del loss, aux
         remaining -= 1
@@ -299,10 +301,12 @@ def _dense(grad: Tensor) -> Tensor:
     return grad.to_dense() if grad.is_sparse else grad
 
 
-def _requires_others(loss: Tensor, own: list[Tensor]) -> bool:
-    """Whether the loss depends on a tensor that requires grad and is none of our own."""
-    known = {id(leaf) for leaf in own}
-    seen: set[Any] = {loss.grad_fn}
+def _requires_others(loss: Tensor, known: set[int], accumulators: set[Any]) -> bool:
+    """Whether the loss depends on a tensor that requires grad and is none of the known ones.
+
+    ``accumulators`` are the ends of the graph that were found to be theirs, for the next microbatch too.
+    """
+    seen = {*accumulators, loss.grad_fn}
     stack: list[Any] = [loss.grad_fn]
     while stack:
         for node, _ in stack.pop().next_functions:
@@ -311,7 +315,9 @@ def _requires_others(loss: Tensor, own: list[Tensor]) -> bool:
             seen.add(node)
             if node.next_functions:
                 stack.append(node)
-            elif id(getattr(node, "variable", None)) not in known:
+            elif id(getattr(node, "variable", None)) in known:
+                accumulators.add(node)
+            else:
                 return True
     return False
 

@@ -15,7 +15,7 @@ from purestep.optim.transforms import Mask, decay_flags, number, root, zero_step
 from purestep.types import Params, Tree
 
 VECTOR = 16
-"""A multiple of the elements that one instruction takes; what is left of a leaf the kernel rounds otherwise."""
+"""A multiple of the elements that one instruction takes. What is left of a leaf, the kernel rounds otherwise."""
 
 
 class AdamWState(NamedTuple):
@@ -105,23 +105,26 @@ def adamw(
     ) -> None:
         on_host = all(param.device.type == "cpu" for param in params)
         flags = [bool(flag) for flag in numbers.decays] or [True] * len(params)
-        fused: dict[bool, list[Row]] = {True: [], False: []}
-        rests: dict[bool, list[Row]] = {True: [], False: []}
-        for index, row in enumerate(zip(params, grads, mu, nu, strict=True)):
-            if any(leaf.dtype != torch.float32 or not leaf.is_contiguous() for leaf in row):
-                plain(numbers, index, row, applied)
-                continue
-            whole = row[0].numel() // VECTOR * VECTOR if on_host else row[0].numel()
-            flat = [leaf.view(-1) for leaf in row]
-            fused[flags[index]].append(tuple(leaf[:whole] for leaf in flat))
-            if whole < row[0].numel():
-                rests[flags[index]].append(tuple(leaf[whole:] for leaf in flat))
-        for decays in (True, False):
-            if fused[decays]:
-                run(numbers, decays, fused[decays], applied)
-            if rests[decays]:
-                columns = [list(column) for column in zip(*rests[decays], strict=True)]
-                joined = tuple(torch.cat(column) for column in columns)
+        for decays in {*flags}:
+            wholes: list[Row] = []
+            rests: list[Row] = []
+            for index, row in enumerate(zip(params, grads, mu, nu, strict=True)):
+                if flags[index] != decays:
+                    continue
+                if not _alike(row):
+                    plain(numbers, index, row, applied)
+                elif on_host and row[0].numel() % VECTOR:
+                    flat = [leaf.view(-1) for leaf in row]
+                    whole = len(flat[0]) // VECTOR * VECTOR
+                    wholes.append(tuple(leaf[:whole] for leaf in flat))
+                    rests.append(tuple(leaf[whole:] for leaf in flat))
+                else:
+                    wholes.append(row)
+            if wholes:
+                run(numbers, decays, wholes, applied)
+            if rests:
+                columns = [list(column) for column in zip(*rests, strict=True)]
+                joined = tuple(map(torch.cat, columns))
                 plain(numbers, flags.index(decays), joined, applied)
                 for column, values in zip(columns, joined, strict=True):
                     torch._foreach_copy_(column, values.split([len(rest) for rest in column]))
@@ -151,6 +154,18 @@ def adamw(
 
     slots = ["mu", "nu"]
     return leafwise(init, AdamWState, slots, numbers, formula, kernel, ("cpu", "cuda"))
+
+
+def _alike(row: Row) -> bool:
+    """Whether the kernel knows them: float32, one beside the other in memory."""
+    param, grad, mu, nu = row
+    return (
+        param.dtype == grad.dtype == mu.dtype == nu.dtype == torch.float32
+        and param.is_contiguous()
+        and grad.is_contiguous()
+        and mu.is_contiguous()
+        and nu.is_contiguous()
+    )
 
 
 def _float32(x: Tensor | None) -> Tensor | None:

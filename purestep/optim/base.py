@@ -231,7 +231,7 @@ def runs_kernels(*values: Tree, devices: Sequence[str] = ("cpu",)) -> bool:
     if torch.compiler.is_compiling() or not tree.untransformed(*values):
         return False
     leaves = (leaf for value in values for leaf in tree.leaves_of(value))
-    return all(leaf.device.type in devices for leaf in leaves if isinstance(leaf, Tensor))
+    return {leaf.device.type for leaf in leaves if isinstance(leaf, Tensor)} <= {*devices}
 
 
 def mark_kernels(update_: Callable[..., Any], present: bool = True) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -50,13 +50,10 @@ def leafwise(
             **{f"opt_state.{slot}": getattr(state, slot) for slot in slots},
         }
         (ours, *others), structure = tree.columns(params, *named.values())
+        shapes = [param.shape for param in ours]
         for name, column in zip(named, others, strict=True):
-            for position, (param, leaf) in enumerate(zip(ours, column, strict=True)):
-                if leaf.shape != param.shape:
-                    raise ValueError(
-                        f"{tree.paths(named[name], name)[position]} is {tree.kind(leaf)}, but its "
-                        f"parameter {tree.kind(param)}: was opt_state made by optimizer.init of these params?"
-                    )
+            if [leaf.shape for leaf in column] != shapes:
+                _refuse_shapes(name, named[name], column, ours)
         return [ours, *others], structure
 
     def update(
@@ -114,3 +111,15 @@ def leafwise(
 
     mark_kernels(update_, kernel is not None)
     return Optimizer(init, update, update_)
+
+
+def _refuse_shapes(name: str, value: Tree, leaves: list[Tensor], params: list[Tensor]) -> NoReturn:
+    path, leaf, param = next(
+        (path, leaf, param)
+        for path, leaf, param in zip(tree.paths(value, name), leaves, params, strict=True)
+        if leaf.shape != param.shape
+    )
+    raise ValueError(
+        f"{path} is {tree.kind(leaf)}, but its parameter {tree.kind(param)}: was opt_state made by "
+        "optimizer.init of these params?"
+    )

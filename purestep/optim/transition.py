@@ -73,8 +73,12 @@ def transition(optimizer: Optimizer, *, donate: bool, compile: bool = False) -> 
 
 def _check_buffers(state: Tree) -> None:
     """Refuses a buffer that is given away twice: one of its owners would find the other's values."""
+    leaves = tree.leaves_of(state)
+    pointers = [leaf.data_ptr() for leaf in leaves if isinstance(leaf, Tensor) and leaf.numel()]
+    if len(set(pointers)) == len(pointers):
+        return
     owners: dict[int, int] = {}
-    for position, leaf in enumerate(tree.leaves_of(state)):
+    for position, leaf in enumerate(leaves):
         if isinstance(leaf, Tensor) and leaf.numel():
             first = owners.setdefault(leaf.data_ptr(), position)
             if first != position:
