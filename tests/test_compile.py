@@ -1,0 +1,188 @@
+"""``compile=True``: how often something is compiled, and that the step stays the step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import purestep as ps
+from purestep import tree
+from purestep.types import UpdateStep
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> Iterator[None]:
+    """Nothing is compiled yet, and nothing stays compiled."""
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+class Compilations:
+    """A backend that runs graphs as they are, and counts them."""
+
+    def __init__(self) -> None:
+        self.graphs: list[str] = []
+
+    def __call__(self, graph: torch.fx.GraphModule, _: list[Any]) -> Any:
+        self.graphs.append(graph.code)
+        return graph.forward
+
+
+def loss_fn(params: Any, m: Any) -> Tensor:
+    hidden = (m["x"] @ params["w"]).relu()
+    return (hidden @ params["v"] - m["y"]).square()
+
+
+def weight_fn(m: Any) -> Tensor:
+    return m["y"] > -4
+
+
+def batch(rows: int, length: int, seed: int = 0) -> dict[str, Tensor]:
+    """Small integers, so that sums are exact."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randint(-3, 4, (rows, length, 3), generator=generator).double()
+    return {"x": x, "y": torch.randint(-8, 5, (rows, length), generator=generator).double()}
+
+
+def start() -> dict[str, Tensor]:
+    return {
+        "v": torch.tensor([1.0, -2.0]).double(),
+        "w": torch.tensor([[1.0, 2.0], [0.0, 1.0], [3.0, -1.0]]).double(),
+    }
+
+
+def run(step: UpdateStep, optimizer: ps.optim.Optimizer, groups: list[Any]) -> Any:
+    """A state after one step on each group, and all metrics."""
+    params = start()
+    state, metrics = (params, optimizer.init(params)), []
+    for group in groups:
+        *state_, reported = step(*state, group)
+        state = (state_[0], state_[1])
+        metrics.append(reported)
+    return state, metrics
+
+
+def make(optimizer: ps.optim.Optimizer, **settings: Any) -> UpdateStep:
+    return ps.make_update_step(loss_fn, optimizer, weight_fn=weight_fn, **settings)
+
+
+def compiled(optimizer: ps.optim.Optimizer, **settings: Any) -> tuple[UpdateStep, Compilations]:
+    """A compiled step, and what was compiled for it."""
+    backend = Compilations()
+    compile = torch.compile
+
+    def counted(function: Any, **how: Any) -> Any:
+        return compile(function, backend=backend, **how)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "compile", counted)
+        return make(optimizer, compile=True, **settings), backend
+
+
+def close(a: Tensor, b: Tensor) -> bool:
+    """The gradients are exact, so what differs are some dozens of roundings in each of a few steps of the optimizer."""
+    a, b = a.double(), b.double()
+    roundings = 100 * torch.finfo(torch.float64).eps
+    return bool(((a - b).abs() <= roundings * (1 + b.abs())).all())
+
+
+PLAIN = ps.optim.chain(ps.optim.scale_by_adam(), ps.optim.descend(0.125))
+GROUPS = [
+    [batch(2, 4, seed) for seed in range(1)],
+    [batch(2, 4, seed) for seed in range(4)],
+    [batch(2, 4, seed) for seed in range(16)],
+    [],
+]
+RAGGED = [[batch(3, length, length) for length in lengths] for lengths in ([4, 7], [5], [9, 6, 8])]
+
+
+@pytest.mark.parametrize("settings", [{}, {"donate": True}, {"normalize": "grads"}])
+def test_once_for_every_number_of_microbatches(settings: dict[str, Any]) -> None:
+    """One graph for the microbatch; one for an optimizer without kernels of its own, none for one with."""
+    for optimizer, graphs in ((ps.optim.adamw(0.125), 1), (PLAIN, 2)):
+        step, backend = compiled(optimizer, **settings)
+        run(step, optimizer, GROUPS)
+        assert len(backend.graphs) == graphs
+
+
+def test_ragged_shapes_become_dynamic() -> None:
+    """The second length makes the graph a dynamic one; no later length, and no number of them, makes another."""
+    optimizer = ps.optim.adamw(0.125)
+    step, backend = compiled(optimizer)
+    run(step, optimizer, RAGGED)
+    assert len(backend.graphs) == 2
+
+
+@pytest.mark.parametrize("groups", [GROUPS, RAGGED], ids=["groups", "ragged"])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"donate": True},
+        {"normalize": "grads"},
+        {"on_nonfinite": "skip"},
+        {"grad_and_value": torch.func.grad_and_value},
+    ],
+    ids=str,
+)
+def test_compiled_is_the_step(settings: dict[str, Any], groups: list[Any]) -> None:
+    """Compiled for real, in exact arithmetic for the sums: the same counts, the same state to rounding."""
+    for optimizer in (ps.optim.adamw(0.125), PLAIN):
+        ours, metrics = run(make(optimizer, compile=True, **settings), optimizer, groups)
+        theirs, expected = run(make(optimizer, **settings), optimizer, groups)
+        for a, b in zip(tree.leaves_of(ours), tree.leaves_of(theirs), strict=True):
+            assert close(a, b)
+        for a, b in zip(metrics, expected, strict=True):
+            assert a.num_tokens == b.num_tokens
+            assert a.num_microbatches == b.num_microbatches
+            assert a.applied == b.applied
+
+
+# Dynamo looks at the loss's ``.grad`` when it gives up at the raise.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+def test_errors_come_through() -> None:
+    step = ps.make_update_step(
+        lambda params, m: loss_fn(params, m).mean(),
+        ps.optim.sgd(0.1),
+        weight_fn=weight_fn,
+        compile=True,
+    )
+    with pytest.raises(ValueError, match=r"losses of shape \(\) against weights of shape \(2, 4\)"):
+        step(start(), ps.optim.sgd(0.1).init(start()), [batch(2, 4)])
+
+
+def test_ranks_may_be_empty() -> None:
+    """What happens between ranks is not compiled, so ranks may hold what they like."""
+    optimizer = ps.optim.adamw(0.125)
+    axis = ps.testing.ThreadAxis(3)
+    step = make(optimizer, compile=True, axis=axis)
+    part = [batch(2, 4, seed) for seed in range(3)]
+    state = [start() for _ in range(3)]
+    results = axis.map(step)(state, [optimizer.init(s) for s in state], [part[:2], [], part[2:]])
+    alone = make(optimizer)(start(), optimizer.init(start()), part)
+    for params, _, metrics in results:
+        assert metrics.num_tokens == alone[2].num_tokens
+        for a, b in zip(tree.leaves_of(params), tree.leaves_of(alone[0]), strict=True):
+            assert close(a, b)
+
+
+def test_transforms_go_around_the_compiler() -> None:
+    """An ensemble of compiled steps is the ensemble of steps; a derivative through one is the derivative."""
+    optimizer = ps.optim.sgd(0.125)
+    group = [batch(2, 4, seed) for seed in range(2)]
+
+    def moved(step: UpdateStep, rate: Tensor) -> Tensor:
+        params = tree.map(lambda leaf: leaf * rate, start())
+        new: Tensor = step(params, optimizer.init(params), group)[0]["w"]
+        return new.sum()
+
+    rates = torch.tensor([1.0, 2.0]).double()
+    plain, through = make(optimizer), make(optimizer, compile=True)
+    for transform in (torch.vmap, lambda f: torch.vmap(torch.func.grad(f))):
+        expected = transform(lambda rate: moved(plain, rate))(rates)
+        assert torch.equal(transform(lambda rate: moved(through, rate))(rates), expected)
