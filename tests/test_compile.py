@@ -128,7 +128,7 @@ def test_ragged_shapes_become_dynamic() -> None:
         {"on_nonfinite": "skip"},
         {"grad_and_value": torch.func.grad_and_value},
     ],
-    ids=str,
+    ids=["plain", "donate", "grads", "skip", "torch.func"],
 )
 def test_compiled_is_the_step(settings: dict[str, Any], groups: list[Any]) -> None:
     """Compiled for real, in exact arithmetic for the sums: the same counts, the same state to rounding."""

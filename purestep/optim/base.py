@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple, Protocol, TypeVar, cast
 
 import torch
@@ -167,8 +168,11 @@ def takes(function: Callable[..., Any], keyword: str) -> bool:
     return keyword in code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
 
 
-def with_grad_scale(update: Callable[..., Any]) -> Callable[..., Any]:
-    """``update`` with the keyword ``grad_scale``; one that has no use for it gets divided gradients."""
+def with_grad_scale(update: Callable[..., Any], *, consumes: bool = False) -> Callable[..., Any]:
+    """``update`` with the keyword ``grad_scale``; one that has no use for it gets divided gradients.
+
+    Where it ``consumes`` them anyway, they are divided in their buffers.
+    """
     if takes(update, "grad_scale"):
         return update
 
@@ -180,8 +184,12 @@ def with_grad_scale(update: Callable[..., Any]) -> Callable[..., Any]:
         grad_scale: Tensor | None = None,
         **extra: Any,
     ) -> Any:
+        def divide(grad: Tensor, scale: Tensor) -> Any:
+            quotient = (grad / scale).to(grad.dtype)
+            return tree.overwrite(grad, quotient, None) if consumes else quotient
+
         if grad_scale is not None:
-            grads = tree.map(lambda grad: (grad / grad_scale).to(grad.dtype), grads)
+            grads = tree.map(partial(divide, scale=grad_scale), grads)
         return update(grads, state, params, **extra)
 
     return divided
@@ -193,7 +201,7 @@ def guarded(part: Transform | Optimizer) -> Callable[..., tuple[Tree, OptState]]
     Without an ``update_``, what ``update`` gives is written over what it replaces. For an ``update_`` without
     ``applied``, the scalar is read on the host.
     """
-    update, own = with_grad_scale(part.update), part.update_
+    update, own = with_grad_scale(part.update, consumes=True), part.update_
     if own is None:
 
         def overwriting(
@@ -208,7 +216,7 @@ def guarded(part: Transform | Optimizer) -> Callable[..., tuple[Tree, OptState]]
             return written
 
         return overwriting
-    scaled = with_grad_scale(own)
+    scaled = with_grad_scale(own, consumes=True)
     if takes(own, "applied"):
         return scaled
 
