@@ -28,7 +28,8 @@ class MeshAxis(Ranks):
     An axis names the dimensions that split tokens, and no others: ``("dp", "cp")`` where sequences are split
     too, ``"dp"`` alone beside tensor parallelism, whose ranks hold the same tokens. Make it on every rank of
     the mesh, at the same place of the program: several dimensions become one process group. Ranks may hold no
-    microbatch at all; but under a transform or ``torch.compile``, give each at least one, of weight 0.
+    microbatch at all (with ``compile=True`` too); but under a transform, or where ``torch.compile`` takes the
+    whole step, give each at least one, of weight 0.
 
     Args:
         mesh: from ``torch.distributed.device_mesh.init_device_mesh``, with ``mesh_dim_names``.
