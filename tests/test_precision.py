@@ -1,0 +1,612 @@
+"""Half precision: what is summed in float32, and parameters that have a float32 copy."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings, strategies as st
+from torch import Tensor
+
+import purestep as ps
+from proofs.strategies import assert_same, capture, gamma
+from proofs.test_t06_purity import storages
+from proofs.test_t08_optimizers import buffers, kinds, random_grads, random_params
+from purestep import tree
+
+HALVES = [torch.bfloat16, torch.float16]
+COUNT = 1000
+WIDTH = 8
+FEW = settings(max_examples=max(1, settings().max_examples // 30))
+
+
+def linear_loss(params: Any, microbatch: Any) -> Tensor:
+    """w · x for each row, in the dtype of w."""
+    return microbatch["x"] @ params["w"]
+
+
+def weights_of(microbatch: Any) -> Tensor:
+    """The weights stand in the batch."""
+    found: Tensor = microbatch["w"]
+    return found
+
+
+def many(seed: int, dtype: torch.dtype, count: int = COUNT) -> tuple[Any, list[Any]]:
+    """Params, and microbatches of one to three rows, whose gradients all point the same way."""
+    generator = torch.Generator().manual_seed(seed)
+    sizes = torch.randint(1, 4, (count,), generator=generator).tolist()
+    group = [
+        {
+            "x": (0.5 + torch.rand(rows, WIDTH, generator=generator)).to(dtype),
+            "w": torch.randint(1, 3, (rows,), generator=generator),
+        }
+        for rows in sizes
+    ]
+    return {"w": torch.randn(WIDTH, generator=generator).to(dtype)}, group
+
+
+def tokens(group: list[Any]) -> Tensor:
+    """How many there are."""
+    return torch.stack([batch["w"].sum() for batch in group]).sum()
+
+
+def gradients(params: Any, group: list[Any], loss_fn: Any = linear_loss) -> Tensor:
+    """Each microbatch's gradient by autograd alone, in the dtype of the params."""
+    total = tokens(group)
+    found = []
+    for batch in group:
+        w = params["w"].clone().requires_grad_()
+        losses = loss_fn({"w": w}, batch).float()
+        seed = (batch["w"].to(torch.float64) / total).to(torch.float32)
+        (losses * seed).sum().backward()
+        found.append(w.grad)
+    return torch.stack(found)
+
+
+def errors_and_bounds(actual: Tensor, terms: Tensor) -> list[tuple[float, float]]:
+    """|actual − Σ gₘ| and γₙ Σ |gₘ|, n additions in float32, for each element; the sum without any rounding."""
+    bound = gamma(len(terms) - 1, torch.float32)
+    return [
+        (abs(found - math.fsum(column)), bound * math.fsum(map(abs, column)))
+        for found, column in zip(actual.tolist(), terms.T.tolist(), strict=True)
+    ]
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@FEW
+@given(seed=st.integers(0, 2**20))
+def test_a_thousand_microbatches_are_summed_in_float32(dtype: torch.dtype, seed: int) -> None:
+    """Within the bound of float32 of the very gradients; in the params' own dtype, beyond it (BUGS.md, 29)."""
+    params, group = many(seed, dtype)
+    terms = gradients(params, group)
+    assert terms.dtype == dtype
+
+    def summed(accum_dtype: torch.dtype | None) -> list[Tensor]:
+        total = tokens(group)
+        grads, loss, _ = ps.accumulate(
+            linear_loss,
+            params,
+            group,
+            weight_fn=weights_of,
+            num_tokens=total,
+            accum_dtype=accum_dtype,
+        )
+        assert grads["w"].dtype == (accum_dtype or torch.float32)
+        assert loss.dtype == torch.float32
+        step = ps.make_update_step(
+            linear_loss, capture(), weight_fn=weights_of, accum_dtype=accum_dtype
+        )
+        _, captured, metrics = step(params, capture().init(params), group)
+        assert metrics.num_tokens == total
+        return [grads["w"], captured["w"]]
+
+    for actual in summed(None):
+        assert all(error <= bound for error, bound in errors_and_bounds(actual, terms))
+    for actual in summed(dtype):
+        assert any(error > bound for error, bound in errors_and_bounds(actual, terms))
+
+
+def test_a_thousand_times_a_thousandth() -> None:
+    """The bug as it happened: it gave 0.5."""
+    params = {"w": torch.ones(1, dtype=torch.bfloat16)}
+    group = [{"x": torch.ones(1, 1, dtype=torch.bfloat16), "w": torch.ones(1)}] * COUNT
+    (thousandth,) = set(gradients(params, group).flatten().tolist())
+
+    def total(accum_dtype: torch.dtype | None) -> float:
+        grads, _, _ = ps.accumulate(
+            linear_loss,
+            params,
+            group,
+            weight_fn=weights_of,
+            num_tokens=torch.tensor(COUNT),
+            accum_dtype=accum_dtype,
+        )
+        return float(grads["w"])
+
+    assert total(torch.bfloat16) == 0.5
+    error = abs(total(None) - COUNT * thousandth)
+    assert error <= gamma(COUNT - 1, torch.float32) * COUNT * thousandth
+
+
+@pytest.mark.parametrize("bucket_bytes", [4, 1 << 20])
+@pytest.mark.parametrize("dtype", HALVES)
+def test_a_thousand_microbatches_over_ranks(dtype: torch.dtype, bucket_bytes: int) -> None:
+    """Uneven ranks, one without data: however the sum is cut, no more than a thousand additions."""
+    params, group = many(0, dtype)
+    terms = gradients(params, group)
+    shares = [group[:600], [], group[600:610], group[610:]]
+    axis = ps.testing.ThreadAxis(4, bucket_bytes=bucket_bytes)
+
+    def program(accum_dtype: torch.dtype | None) -> Callable[[list[Any]], Tensor]:
+        step = ps.make_update_step(
+            linear_loss, capture(), weight_fn=weights_of, axis=axis, accum_dtype=accum_dtype
+        )
+
+        def run(mine: list[Any]) -> Tensor:
+            found: Tensor = step(params, capture().init(params), mine)[1]["w"]
+            return found
+
+        return run
+
+    for actual in axis.map(program(None))(shares):
+        assert all(error <= bound for error, bound in errors_and_bounds(actual, terms))
+    for actual in axis.map(program(dtype))(shares):
+        assert any(error > bound for error, bound in errors_and_bounds(actual, terms))
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_ranks_are_summed_in_float32(dtype: torch.dtype) -> None:
+    """One microbatch for each rank: the sum over ranks is the only sum."""
+    size = 8
+    params, group = many(1, dtype, size)
+    terms = gradients(params, group)
+    axis = ps.testing.ThreadAxis(size)
+
+    def program(accum_dtype: torch.dtype | None) -> Callable[[Any], Tensor]:
+        step = ps.make_update_step(
+            linear_loss, capture(), weight_fn=weights_of, axis=axis, accum_dtype=accum_dtype
+        )
+
+        def run(batch: Any) -> Tensor:
+            found: Tensor = step(params, capture().init(params), [batch])[1]["w"]
+            return found
+
+        return run
+
+    for actual in axis.map(program(None))(group):
+        assert all(error <= bound for error, bound in errors_and_bounds(actual, terms))
+    for actual in axis.map(program(dtype))(group):
+        assert any(error > bound for error, bound in errors_and_bounds(actual, terms))
+
+
+def test_sums_beyond_the_range_of_float16() -> None:
+    """Gradients that are numbers of float16, whose sum is none."""
+    params = {"w": torch.ones(1, dtype=torch.float16)}
+    rows = torch.full((1, 1), 30000.0, dtype=torch.float16)
+    group = [{"x": rows, "w": torch.ones(1)}] * 4
+
+    def summed(accum_dtype: torch.dtype | None) -> Tensor:
+        found: Tensor = ps.accumulate(
+            linear_loss, params, group, weight_fn=weights_of, accum_dtype=accum_dtype
+        )[0]["w"]
+        return found
+
+    assert summed(None) == 120000.0
+    assert summed(torch.float16).isinf()
+    step = ps.make_update_step(
+        linear_loss,
+        ps.optim.sgd(2.0**-14),
+        weight_fn=weights_of,
+        normalize="grads",
+        on_nonfinite="skip",
+    )
+    new, _, metrics = step(params, ps.optim.sgd(1.0).init(params), group)
+    assert metrics.applied
+    assert new["w"].dtype == torch.float16
+    assert new["w"] == torch.tensor(1 - 30000.0 * 2.0**-14).to(torch.float16)
+
+
+SHAPES = {"matrix": (5, 7), "rest": [(16,), ()]}
+MATRICES = {"first": (5, 7), "second": (4, 4)}
+INNER: dict[str, Callable[[], ps.optim.Optimizer]] = {
+    "adamw": lambda: ps.optim.adamw(0.01, weight_decay=0.1),
+    "sgd": lambda: ps.optim.sgd(
+        ps.optim.linear_schedule(0.1, 0.01, 10), 0.9, nesterov=True, weight_decay=0.1
+    ),
+    "lion": lambda: ps.optim.lion(0.01),
+    "clipped": lambda: ps.optim.chain(ps.optim.clip_by_global_norm(1.0), ps.optim.adamw(0.01)),
+    "torch": lambda: ps.optim.from_torch(torch.optim.RMSprop, lr=0.01, momentum=0.9, centered=True),
+    "Muon": lambda: ps.optim.from_torch(torch.optim.Muon, lr=0.01),
+    "no kernels": lambda: ps.optim.chain(ps.optim.scale_by_adam(), ps.optim.descend(0.01)),
+    "partition": lambda: ps.optim.partition(
+        lambda params: tree.map(lambda leaf: "matrix" if leaf.ndim == 2 else "rest", params),
+        {"matrix": ps.optim.from_torch(torch.optim.Muon), "rest": ps.optim.adamw(0.01)},
+    ),
+}
+
+
+def shapes_for(name: str) -> Any:
+    """Muon is for matrices."""
+    return MATRICES if name == "Muon" else SHAPES
+
+
+def to(dtype: torch.dtype, value: Any) -> Any:
+    """The same numbers, rounded to the dtype."""
+    return tree.map(lambda leaf: leaf.to(dtype, copy=True), value)
+
+
+@pytest.mark.parametrize("grad_dtype", [None, torch.float32])
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("name", INNER)
+def test_the_master_is_the_float32_run(
+    name: str, dtype: torch.dtype, grad_dtype: torch.dtype | None
+) -> None:
+    """Bitwise, with its whole state; and the params are the master rounded. In place too, in the same buffers."""
+    generator = torch.Generator().manual_seed(0)
+    params = random_params(shapes_for(name), dtype, generator)
+    inner, optimizer = INNER[name](), ps.optim.master_weights(INNER[name]())
+    wide = to(torch.float32, params)
+    alone = (wide, inner.init(wide))
+    pure = (params, optimizer.init(params))
+    donated = tree.map(torch.clone, pure)
+    full, places = kinds(pure), buffers(donated)
+    assert optimizer.update_ is not None
+    for number in range(20):
+        grads = to(grad_dtype or dtype, random_grads(wide, generator))
+        scale = torch.tensor(3.7) if number % 2 else None
+        given = (grads, pure[1], pure[0])
+        before = tree.map(torch.clone, given)
+        pure = scaled(optimizer.update, scale)(*given)
+        assert_same(given, before, "(grads, opt_state, params)")
+        assert not storages(pure) & storages(given)
+        own = (tree.map(torch.clone, grads), donated[1], donated[0])
+        donated = scaled(optimizer.update_, scale)(*own)
+        assert buffers(donated) == places
+        alone = by_hand(name, inner, to(torch.float32, grads), alone, scale)
+        for ours, state in (pure, donated):
+            assert kinds((ours, state)) == full
+            assert_same(state, ps.optim.MasterState(*alone), "opt_state")
+            assert_same(ours, to(dtype, state.master), "params")
+
+
+def scaled(update: Callable[..., Any], scale: Tensor | None) -> Callable[..., Any]:
+    """With the keyword ``grad_scale``, where there is one."""
+    return lambda *args: update(*args) if scale is None else update(*args, grad_scale=scale)
+
+
+def by_hand(
+    name: str, inner: ps.optim.Optimizer, grads: Any, state: Any, scale: Tensor | None
+) -> Any:
+    """The inner optimizer on its own; one that knows no ``grad_scale`` gets gradients divided beforehand."""
+    if scale is None or name not in ("torch", "Muon"):
+        return scaled(inner.update, scale)(grads, state[1], state[0])
+    return inner.update(tree.map(lambda grad: grad / scale, grads), state[1], state[0])
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("name", INNER)
+def test_in_place_where_it_applies(name: str, dtype: torch.dtype) -> None:
+    """``applied=False`` leaves params, master and inner state as they are, to the bit; True is the update."""
+    generator = torch.Generator().manual_seed(0)
+    params = random_params(shapes_for(name), dtype, generator)
+    optimizer = ps.optim.master_weights(INNER[name]())
+    state = (params, optimizer.init(params))
+    assert optimizer.update_ is not None
+    for _ in range(3):
+        grads = to(torch.float32, random_grads(params, generator))
+        moved = optimizer.update(grads, state[1], state[0])
+        for applied, expected in ((False, state), (True, moved)):
+            own, ours, opt_state = tree.map(torch.clone, (grads, *state))
+            places = buffers((ours, opt_state))
+            result = optimizer.update_(own, opt_state, ours, applied=torch.tensor(applied))
+            assert_same(result, expected, f"state where {applied=}")
+            assert buffers(result) == places
+        state = moved
+
+
+def quadratic_loss(params: Any, microbatch: Any) -> Tensor:
+    """Something of all parameters, for each row."""
+    hidden = torch.tanh(microbatch["x"].to(params["up"].dtype) @ params["up"])
+    return (hidden @ params["down"]).squeeze(-1).square()
+
+
+def training(dtype: torch.dtype, groups: int = 3) -> tuple[Any, list[list[Any]]]:
+    """Params and groups of microbatches."""
+    generator = torch.Generator().manual_seed(3)
+    params = random_params({"up": (4, 6), "down": (6, 1)}, dtype, generator)
+
+    def batch(rows: int) -> Any:
+        return {"x": torch.randn(rows, 4, generator=generator), "w": torch.ones(rows)}
+
+    return params, [[batch(3), batch(1)] for _ in range(groups)]
+
+
+@pytest.mark.parametrize("normalize", ["loss", "grads"])
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("name", INNER)
+def test_master_weights_in_the_step(name: str, dtype: torch.dtype, normalize: Any) -> None:
+    """Donated or not, the float32 run on the gradients that the step sums; steps not taken are the identity."""
+    params, groups = training(dtype)
+    optimizer, inner = ps.optim.master_weights(INNER[name]()), INNER[name]()
+    idle: list[Any] = [
+        [],
+        [{**batch, "w": batch["w"] * 0} for batch in groups[0]],
+        [{**batch, "x": batch["x"] * float("inf")} for batch in groups[0]],
+    ]
+    for donate in (False, True):
+        step = ps.make_update_step(
+            quadratic_loss,
+            optimizer,
+            weight_fn=weights_of,
+            normalize=normalize,
+            donate=donate,
+            on_nonfinite="skip",
+        )
+        given = ours, opt_state = tree.map(torch.clone, (params, optimizer.init(params)))
+        wide = to(torch.float32, params)
+        alone = (wide, inner.init(wide))
+        for group in groups:
+            total = tokens(group) if normalize == "loss" else None
+            grads, _, _ = ps.accumulate(
+                quadratic_loss, ours, group, weight_fn=weights_of, num_tokens=total
+            )
+            scale = None if normalize == "loss" else tokens(group)
+            alone = by_hand(name, inner, grads, alone, scale)
+            ours, opt_state, metrics = step(ours, opt_state, group)
+            assert metrics.applied
+            expected = to(dtype, alone[0]), ps.optim.MasterState(*alone)
+            assert_same((ours, opt_state), expected, f"state with {donate=}")
+            for other in idle:
+                ours, opt_state, metrics = step(ours, opt_state, other)
+                assert not metrics.applied
+                assert_same((ours, opt_state), expected, f"state with {donate=}")
+        shared = storages((ours, opt_state)) & storages(given)
+        assert shared == (storages(given) if donate else set())
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_steps_too_small_for_half_precision(dtype: torch.dtype) -> None:
+    """A quarter of the last bit at a time: without a master lost for ever, with it four of them make one."""
+    bit = torch.finfo(dtype).eps
+    params = {"w": torch.ones(3, dtype=dtype)}
+    grads = {"w": torch.full((3,), -bit / 4)}
+    plain, wrapped = ps.optim.sgd(1.0), ps.optim.master_weights(ps.optim.sgd(1.0))
+    lost = (params, plain.init(params))
+    kept = (params, wrapped.init(params))
+    for number in range(1, 17):
+        lost = plain.update(grads, lost[1], lost[0])
+        kept = wrapped.update(grads, kept[1], kept[0])
+        assert (kept[1].master["w"] == 1 + number * bit / 4).all()
+    assert_same(lost[0], params)
+    assert (kept[0]["w"] == 1 + 4 * bit).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_master_of_wide_params_is_a_copy_of_its_own(dtype: torch.dtype) -> None:
+    """Nothing is gained, nothing breaks: the same bits, and no buffer in two places."""
+    generator = torch.Generator().manual_seed(0)
+    params = random_params(SHAPES, dtype, generator)
+    optimizer, inner = ps.optim.master_weights(ps.optim.adamw(0.1)), ps.optim.adamw(0.1)
+    state, alone = (params, optimizer.init(params)), (params, inner.init(params))
+    assert not storages(state[1]) & storages(params)
+    for _ in range(3):
+        grads = random_grads(params, generator)
+        state = optimizer.update(grads, state[1], state[0])
+        alone = inner.update(grads, alone[1], alone[0])
+        assert_same(state, (alone[0], ps.optim.MasterState(*alone)))
+        assert len(set(buffers(state)) - {0}) == len([p for p in buffers(state) if p])
+
+
+def test_params_of_several_dtypes() -> None:
+    """Each leaf by its own dtype."""
+    params = {
+        "half": torch.ones(3, dtype=torch.bfloat16),
+        "single": torch.ones(3),
+        "double": torch.ones(3, dtype=torch.float64),
+    }
+    optimizer = ps.optim.master_weights(ps.optim.adamw(0.1))
+    state = optimizer.init(params)
+    dtypes = {"half": torch.float32, "single": torch.float32, "double": torch.float64}
+    assert {key: leaf.dtype for key, leaf in state.master.items()} == dtypes
+    moved, after = optimizer.update(params, state, params)
+    assert kinds((moved, after)) == kinds((params, state))
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("name", ["adamw", "sgd", "lion", "no kernels"])
+def test_vmap_over_master_weights(name: str, dtype: torch.dtype) -> None:
+    """An ensemble is its members one by one, to the bit."""
+    optimizer = ps.optim.master_weights(INNER[name]())
+    generator = torch.Generator().manual_seed(0)
+    members = [random_params(SHAPES, dtype, generator) for _ in range(3)]
+    states = [(params, optimizer.init(params)) for params in members]
+
+    def stacked(*states: Any) -> Any:
+        return tree.map(lambda *leaves: torch.stack(leaves), *states)
+
+    ensemble = stacked(*states)
+    for _ in range(4):
+        grads = [to(torch.float32, random_grads(params, generator)) for params in members]
+        states = [
+            optimizer.update(one, state, params)
+            for one, (params, state) in zip(grads, states, strict=True)
+        ]
+        ensemble = torch.vmap(optimizer.update)(stacked(*grads), ensemble[1], ensemble[0])
+        assert_same(ensemble, stacked(*states))
+
+
+def test_derivatives_through_master_weights() -> None:
+    """The master's derivative passes through; the rounding has the derivative of the identity."""
+    params = {"w": torch.tensor([1.0, -2.0], dtype=torch.bfloat16)}
+    grads = {"w": torch.tensor([0.5, 0.25])}
+    optimizer = ps.optim.master_weights(ps.optim.sgd(0.125))
+    state = optimizer.init(params)
+
+    def moved(grads: Any) -> tuple[Tensor, Tensor]:
+        new, after = optimizer.update(grads, state, params)
+        return new["w"].sum(), after.master["w"].sum()
+
+    for index in (0, 1):
+        slope = torch.func.grad(lambda g, index=index: moved(g)[index])(grads)
+        assert_same(slope, {"w": torch.full((2,), -0.125)})
+
+
+def test_master_weights_refuse() -> None:
+    with pytest.raises(TypeError, match=r"wraps an Optimizer, got Transform: .*descend\(lr\)"):
+        ps.optim.master_weights(ps.optim.scale_by_adam())  # type: ignore[arg-type]
+    optimizer = ps.optim.master_weights(ps.optim.adamw(0.1))
+    params = {"w": torch.ones(2, dtype=torch.bfloat16)}
+    inner = ps.optim.adamw(0.1).init(params)
+    assert optimizer.update_ is not None
+    for update in (optimizer.update, optimizer.update_):
+        with pytest.raises(ValueError, match="AdamWState where MasterState was expected"):
+            update(params, inner, params)
+    others = optimizer.init({"w": torch.ones(3, dtype=torch.bfloat16)})
+    for update in (optimizer.update, optimizer.update_):
+        with pytest.raises(
+            ValueError, match=r"grads\['w'\] is .*\(2,\), but its parameter .*\(3,\)"
+        ):
+            update(params, others, params)
+
+
+def test_master_weights_on_ranks() -> None:
+    """Ranks with uneven data have the same bits, and they are those of one rank where nothing is rounded."""
+    dtype = torch.bfloat16
+    params = {"w": torch.tensor([1.0, -2.0, 0.5], dtype=dtype)}
+    rows = torch.tensor([[1.0, 2, -1], [2, 0, 1], [0, 1, 1], [-1, 1, 2]], dtype=dtype)
+    group = [{"x": row[None], "w": torch.ones(1)} for row in rows]
+    optimizer = ps.optim.master_weights(ps.optim.adamw(0.1))
+    axis = ps.testing.ThreadAxis(3)
+
+    def run(axis: ps.Axis, mine: list[Any]) -> Any:
+        step = ps.make_update_step(linear_loss, optimizer, weight_fn=weights_of, axis=axis)
+        ours, opt_state = params, optimizer.init(params)
+        for _ in range(5):
+            ours, opt_state, _ = step(ours, opt_state, mine)
+        return ours, opt_state
+
+    alone = run(ps.LocalAxis(), group)
+    for result in axis.map(lambda mine: run(axis, mine))([group[:3], [], group[3:]]):
+        assert_same(result, alone)
+
+
+def autocast_loss(params: Any, microbatch: Any) -> Tensor:
+    """A network in bfloat16, its loss in float32, as everyone trains."""
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        hidden = torch.tanh(microbatch["x"] @ params["up"])
+        output = hidden @ params["down"]
+    assert hidden.dtype == output.dtype == torch.bfloat16
+    return output.float().squeeze(-1).square()
+
+
+@pytest.mark.parametrize("donate", [False, True])
+def test_autocast_inside_the_loss(donate: bool) -> None:
+    """Gradients and state in float32, and the bits of the loop that everyone writes."""
+    params, groups = training(torch.float32)
+    optimizer = ps.optim.from_torch(torch.optim.SGD, lr=0.1, momentum=0.9)
+    leaves = tree.map(lambda leaf: leaf.clone().requires_grad_(), params)
+    usual = torch.optim.SGD(tree.leaves_of(leaves), lr=0.1, momentum=0.9)
+    step = ps.make_update_step(autocast_loss, optimizer, weight_fn=weights_of, donate=donate)
+    ours, opt_state = tree.map(torch.clone, (params, optimizer.init(params)))
+    for group in groups:
+        total = tokens(group)
+        grads, loss, _ = ps.accumulate(
+            autocast_loss, ours, group, weight_fn=weights_of, num_tokens=total
+        )
+        in_float32, _, _ = ps.accumulate(
+            quadratic_loss, ours, group, weight_fn=weights_of, num_tokens=total
+        )
+        usual.zero_grad()
+        for batch in group:
+            seed = (batch["w"].to(torch.float64) / total).to(torch.float32)
+            (autocast_loss(leaves, batch) * seed).sum().backward()
+        assert_same(grads, tree.map(lambda leaf: leaf.grad, leaves), "grads")
+        assert all(leaf.dtype == torch.float32 for leaf in tree.leaves_of(grads))
+        assert not torch.equal(grads["up"], in_float32["up"])
+        usual.step()
+        ours, opt_state, metrics = step(ours, opt_state, group)
+        assert metrics.loss == loss
+        assert metrics.loss.dtype == torch.float32
+        assert_same(ours, tree.map(Tensor.detach, leaves), "params")
+    assert not torch.is_autocast_enabled("cpu")
+
+
+def test_autocast_around_the_step() -> None:
+    """It reaches into the loss, and nothing else."""
+    params, groups = training(torch.float32)
+    optimizer = ps.optim.adamw(0.1)
+
+    def unaware(params: Any, microbatch: Any) -> Tensor:
+        hidden = torch.tanh(microbatch["x"] @ params["up"])
+        return (hidden @ params["down"]).float().squeeze(-1).square()
+
+    results = []
+    for loss_fn, enabled in ((autocast_loss, False), (unaware, True)):
+        step = ps.make_update_step(loss_fn, optimizer, weight_fn=weights_of)
+        ours, opt_state = params, optimizer.init(params)
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled):
+            for group in groups:
+                ours, opt_state, metrics = step(ours, opt_state, group)
+        results.append((ours, opt_state, metrics))
+    assert_same(results[1], results[0])
+
+
+def exact_training() -> tuple[list[Any], list[Any]]:
+    """Members of an ensemble, and a group of four rows, in integers: no product or sum is rounded, in whatever order."""
+    generator = torch.Generator().manual_seed(5)
+
+    def integers(*shape: int) -> Tensor:
+        return torch.randint(-1, 2, shape, generator=generator).float()
+
+    members = [{"up": integers(4, 6), "down": integers(6, 1)} for _ in range(3)]
+    return members, [{"x": integers(rows, 4), "w": torch.ones(rows)} for rows in (3, 1)]
+
+
+def exact_autocast_loss(params: Any, microbatch: Any) -> Tensor:
+    """The same network without anything that rounds."""
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        output = torch.relu(microbatch["x"] @ params["up"]) @ params["down"]
+    assert output.dtype == torch.bfloat16
+    return output.float().squeeze(-1).square()
+
+
+def test_autocast_under_vmap() -> None:
+    """An ensemble is its members one by one, to the bit, and float32 outside of the loss."""
+    members, group = exact_training()
+    optimizer = ps.optim.adamw(0.1)
+    step = ps.make_update_step(exact_autocast_loss, optimizer, weight_fn=weights_of)
+    states = [(params, optimizer.init(params)) for params in members]
+
+    def of_group(params: Any, opt_state: Any) -> Any:
+        return step(params, opt_state, group)[:2]
+
+    def stacked(states: list[Any]) -> Any:
+        return tree.map(lambda *leaves: torch.stack(leaves), *states)
+
+    expected = stacked([of_group(*state) for state in states])
+    assert not torch.equal(expected[0]["up"], stacked(members)["up"])
+    assert_same(torch.vmap(of_group)(*stacked(states)), expected)
+
+
+def test_autocast_under_grad() -> None:
+    """The derivative of a step is autograd's second derivative of the same loss."""
+    (params, *_), group = exact_training()
+    optimizer = ps.optim.sgd(0.125)
+    step = ps.make_update_step(exact_autocast_loss, optimizer, weight_fn=weights_of)
+
+    def after(params: Any) -> Tensor:
+        new, _, _ = step(params, optimizer.init(params), group)
+        return torch.stack([leaf.sum() for leaf in new.values()]).sum()
+
+    slope = torch.func.grad(after)(params)
+    leaves = [leaf.clone().requires_grad_() for leaf in params.values()]
+    theta = dict(zip(params, leaves, strict=True))
+    loss = torch.stack([exact_autocast_loss(theta, batch).sum() for batch in group]).sum() / 4
+    grads = torch.autograd.grad(loss, leaves, create_graph=True)
+    new = [leaf - 0.125 * grad for leaf, grad in zip(leaves, grads, strict=True)]
+    by_hand = torch.autograd.grad(torch.stack([leaf.sum() for leaf in new]).sum(), leaves)
+    assert_same(list(slope.values()), list(by_hand))
+    assert not torch.equal(slope["up"], torch.ones(4, 6))
