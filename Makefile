@@ -11,10 +11,10 @@ test: .venv/installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/pytest -q -n 2
+	$(BIN)/pytest -q -n 2 --dist worksteal
 
 proofs: .venv/installed
-	HYPOTHESIS_PROFILE=explore $(BIN)/pytest -q -n 2 proofs
+	HYPOTHESIS_PROFILE=explore $(BIN)/pytest -q -n 2 --dist worksteal proofs
 
 bench: .venv/installed
 	$(BIN)/python -m pip install -q -c constraints.txt -e '.[bench]'

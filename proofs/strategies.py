@@ -173,9 +173,10 @@ def assert_same(actual: Any, expected: Any, what: str = "state") -> None:
     actual_leaves, actual_structure = tree.flatten(actual)
     expected_leaves, expected_structure = tree.flatten(expected)
     assert actual_structure == expected_structure, f"{what}: another structure"
-    for path, a, b in zip(tree.paths(expected, what), actual_leaves, expected_leaves, strict=True):
-        assert a.dtype == b.dtype, f"{path}: {a.dtype} is not {b.dtype}"
-        assert torch.equal(a, b), f"{path}: {a} is not {b}"
+    for place, (a, b) in enumerate(zip(actual_leaves, expected_leaves, strict=True)):
+        if a.dtype != b.dtype or not torch.equal(a, b):
+            path = tree.paths(expected, what)[place]
+            raise AssertionError(f"{path}: {a} ({a.dtype}) is not {b} ({b.dtype})")
 
 
 def capture() -> ps.optim.Optimizer:
