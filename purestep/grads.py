@@ -186,10 +186,10 @@ def microbatch_pass(
     own = grad_and_value is _own_grad_and_value
     if not compile:
         return MicrobatchPass(part, differentiated, own)
+    from purestep.products import compiled
+
     # Our own reverse mode returns gradients only under transforms, which compile what they like themselves.
-    return MicrobatchPass(
-        torch.compile(part), differentiated if own else torch.compile(differentiated), own
-    )
+    return MicrobatchPass(compiled(part), differentiated if own else compiled(differentiated), own)
 
 
 Totals: TypeAlias = tuple[Tensor | None, Tensor | None]

@@ -76,8 +76,8 @@ def make_update_step(
         donate: whether ``params`` and ``opt_state`` are given away: their buffers hold the results, and the
             old values must not be used again. Ignored under a transform.
         compile: whether ``torch.compile`` takes what a microbatch runs, once for any number of them, and an
-            optimizer that has no kernels of its own. Ragged shapes become dynamic at the second one. Ignored
-            under a transform.
+            optimizer that has no kernels of its own. Ragged shapes become dynamic at the second one; large
+            float32 products on a CPU go to oneDNN. Ignored under a transform.
 
     Returns:
         ``update_step``. ``params`` is a tree of floating point tensors (``None`` is an empty subtree and comes

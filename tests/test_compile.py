@@ -76,8 +76,8 @@ def compiled(optimizer: ps.optim.Optimizer, **settings: Any) -> tuple[UpdateStep
     backend = Compilations()
     compile = torch.compile
 
-    def counted(function: Any, **how: Any) -> Any:
-        return compile(function, backend=backend, **how)
+    def counted(function: Any, **_: Any) -> Any:
+        return compile(function, backend=backend)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch, "compile", counted)

@@ -1,0 +1,91 @@
+"""Float32 matrix products of what is compiled for a CPU, by the faster of the two libraries that torch has.
+
+The compiler leaves them to MKL, which keeps to vectors of half the width on processors of other makers than
+its own. oneDNN, to which torch gives products in half precision, asks the processor what it has.
+
+The compiler's import takes a second, so this module is imported where something is compiled.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
+
+LEAST = 2**22
+"""Multiplications that repay the ten microseconds by which a call of oneDNN begins later."""
+
+
+def product(a: Tensor, b: Tensor) -> Tensor:
+    """``a @ b``, of float32 matrices.
+
+    >>> product(torch.eye(2), torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
+    tensor([[1., 2.],
+            [3., 4.]])
+    """
+    if a.shape[0] * b.numel() < LEAST:
+        return torch.mm(a, b)
+    linear: Callable[..., Tensor] = torch.ops.mkldnn._linear_pointwise.default
+    return linear(a, b.t(), None, "none", [], "")
+
+
+_library = torch.library.Library("purestep", "DEF")
+_library.define("product(Tensor a, Tensor b) -> Tensor", tags=(torch.Tag.needs_fixed_stride_order,))
+_library.impl("product", product, "CPU")
+_library.impl("product", lambda a, b: a.new_empty(a.shape[0], b.shape[1]), "Meta")
+
+
+class Products(CustomGraphPass):
+    """Puts ``product`` in the place of every product that repays it, and of the product in ``addmm``."""
+
+    def __call__(self, graph: torch.fx.Graph) -> None:
+        aten = torch.ops.aten
+
+        def call(function: Any, *inputs: torch.fx.Node, **how: Any) -> torch.fx.Node:
+            node = graph.call_function(function, inputs, how)
+            node.meta["val"] = function(*(each.meta["val"] for each in inputs), **how)
+            return node
+
+        for target in (aten.mm.default, aten.addmm.default):
+            for node in graph.find_nodes(op="call_function", target=target):
+                *summand, a, b = node.args
+                if node.kwargs or not _repays(a.meta["val"], b.meta["val"]):
+                    continue
+                with graph.inserting_before(node):
+                    if not a.meta["val"].is_contiguous():
+                        # Read along its columns it would cost more than this copy, which is often fused.
+                        a = call(aten.clone.default, a, memory_format=torch.contiguous_format)
+                    result = call(torch.ops.purestep.product.default, a, b)
+                    for term in summand:
+                        result = call(aten.add.Tensor, result, term)
+                node.replace_all_uses_with(result)
+                graph.erase_node(node)
+
+    def uuid(self) -> Any:
+        """Part of the compiler's cache key."""
+        return get_hash_for_files((__file__,))
+
+
+def _repays(a: Tensor, b: Tensor) -> bool:
+    """Sizes that are not known yet may: ``product`` asks again."""
+    sizes = (*a.shape, b.shape[1])
+    known = all(isinstance(size, int) for size in sizes)
+    return (
+        a.device.type == "cpu"
+        and a.dtype == torch.float32
+        and not (known and math.prod(sizes) < LEAST)
+    )
+
+
+def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """``torch.compile(function)``, with these products.
+
+    >>> double = compiled(lambda x: 2 * x)
+    """
+    both = torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()
+    options: dict[str, Any] = {"post_grad_custom_post_pass": Products()} if both else {}
+    return torch.compile(function, options=options)

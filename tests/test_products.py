@@ -1,0 +1,112 @@
+"""The products of what is compiled: which are replaced, and that they stay the products they were."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from purestep.products import LEAST, Products, compiled, product
+
+SIDE = 192  # SIDE ** 3 > LEAST
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> Iterator[None]:
+    """Nothing is compiled yet, and nothing stays compiled."""
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+def integers(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Small enough that every sum of products is exact, in whatever order."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(-3, 4, shape, generator=generator).to(dtype)
+
+
+def layouts(rows: int, columns: int, seed: int) -> dict[str, Tensor]:
+    """The same shape, in each way in which it may lie in memory."""
+    return {
+        "rows": integers(rows, columns, seed=seed),
+        "columns": integers(columns, rows, seed=seed).t(),
+        "every other": integers(rows, 2 * columns, seed=seed)[:, ::2],
+        "the same row": integers(1, columns, seed=seed).expand(rows, columns),
+        "the same column": integers(rows, 1, seed=seed).expand(rows, columns),
+    }
+
+
+def mlp(params: Any, x: Tensor) -> Tensor:
+    hidden = torch.nn.functional.linear(x, params["w"], params["bias"]).relu()
+    return hidden @ params["v"] + x
+
+
+def parameters() -> dict[str, Tensor]:
+    return {
+        "bias": integers(SIDE, seed=1).requires_grad_(),
+        "v": integers(SIDE, SIDE, seed=2).requires_grad_(),
+        "w": integers(SIDE, SIDE, seed=3).requires_grad_(),
+    }
+
+
+def replaced(function: Callable[..., Any], *args: Any) -> list[str]:
+    """The operators of a function's graph once the products are replaced; it must still compute the same."""
+    graph = make_fx(function, tracing_mode="fake")(*args)
+    Products()(graph.graph)
+    graph.graph.lint()
+    graph.recompile()
+    assert torch.equal(graph(*args), function(*args))
+    return [str(node.target) for node in graph.graph.nodes if node.op == "call_function"]
+
+
+@pytest.mark.parametrize("a", layouts(SIDE, SIDE + 16, 0).values(), ids=layouts(1, 1, 0))
+@pytest.mark.parametrize("b", layouts(SIDE + 16, SIDE - 8, 1).values(), ids=layouts(1, 1, 0))
+def test_every_layout(a: Tensor, b: Tensor) -> None:
+    assert a.shape[0] * b.numel() >= LEAST
+    assert torch.equal(product(a, b), a @ b)
+    assert product(a, b).is_contiguous()
+
+
+@pytest.mark.parametrize("sizes", [(0, 4, 5), (3, 0, 5), (3, 4, 0), (1, 1, 1), (1, LEAST, 1)])
+def test_every_size(sizes: tuple[int, int, int]) -> None:
+    m, k, n = sizes
+    a, b = integers(m, k), integers(k, n)
+    assert torch.equal(product(a, b), a @ b)
+
+
+def test_what_repays_is_replaced() -> None:
+    x, y, z = (integers(SIDE, SIDE, seed=seed) for seed in range(3))
+    ours, theirs = "purestep.product.default", "aten.mm.default"
+    assert replaced(torch.mm, x, y) == [ours]
+    assert replaced(torch.addmm, z, x, y) == [ours, "aten.add.Tensor"]
+    assert replaced(torch.addmm, z[0], x, y) == [ours, "aten.add.Tensor"]
+    assert replaced(lambda x, y: x.t() @ y, x, y)[-2:] == ["aten.clone.default", ours]
+    assert replaced(torch.mm, x[:8], y) == [theirs]
+    assert replaced(torch.mm, x.double(), y.double()) == [theirs]
+    assert replaced(torch.mm, x.bfloat16(), y.bfloat16()) == [theirs]
+    scaled = replaced(lambda z, x, y: torch.addmm(z, x, y, beta=2, alpha=3), z, x, y)
+    assert scaled == ["aten.addmm.default"]
+
+
+def test_compiled_with_gradients() -> None:
+    """Forward and backward, of sizes that are known and of sizes that are not."""
+    params = parameters()
+    step = compiled(mlp)
+    for rows in (SIDE, SIDE + 5, 3, SIDE + 9):
+        x = integers(rows, SIDE, seed=rows)
+        outputs = [function(params, x) for function in (step, mlp)]
+        assert torch.equal(*outputs)
+        grads = [torch.autograd.grad(output.sum(), list(params.values())) for output in outputs]
+        for one, other in zip(*grads, strict=True):
+            assert torch.equal(one, other)
+
+
+def test_options_of_the_compiler_stay_as_they_are() -> None:
+    import torch._inductor.config as config
+
+    compiled(mlp)(parameters(), integers(SIDE, SIDE))
+    assert config.post_grad_custom_post_pass is None
