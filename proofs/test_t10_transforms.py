@@ -133,6 +133,52 @@ def test_hypergradient(recipe: str, how: dict[str, Any], seed: int) -> None:
     assert (recorded.grad - expected).abs() <= uncertainty
 
 
+@pytest.mark.parametrize("how", SETTINGS, ids=str)
+@pytest.mark.parametrize("seed", range(3))
+def test_lion(how: dict[str, Any], seed: int) -> None:
+    """The sign's own derivative is 0; the rest of the recipe has one. Few parameters, none of them near a change of sign."""
+    generator = torch.Generator().manual_seed(seed)
+    x, y, start = (torch.randn(n, 3, dtype=torch.float64, generator=generator) for n in (5, 5, 3))
+    group = [{"x": x[:2], "y": y[:2]}, {"x": x[2:], "y": y[2:]}]
+
+    def final(rate: Tensor, params: Tensor = start) -> Tensor:
+        optimizer = ps.optim.lion(rate, 0.5, 0.75, weight_decay=0.25)
+        step = ps.make_update_step(
+            lambda w, m: (m["x"] @ w - m["y"]).square(),
+            optimizer,
+            weight_fn=lambda m: torch.ones_like(m["y"]),
+            **how,
+        )
+        params, opt_state = tree.map(torch.clone, (params, optimizer.init(params)))
+        for _ in range(3):
+            params, opt_state, _ = step(params, opt_state, group)
+        return params
+
+    rates = torch.tensor([1e-2, 3e-2], dtype=torch.float64)
+    members = torch.stack([start, -start])
+    for together, rate, member in zip(
+        torch.vmap(final)(rates, members), rates, members, strict=True
+    ):
+        # A product and a sum for each of the steps; signs are the same, however gradients are rounded.
+        assert (together - final(rate, member)).abs().max() <= gamma(
+            6, rates.dtype
+        ) * member.abs().max()
+    if seed == 0:
+        torch.compiler.reset()
+        compiled = torch.compile(final, fullgraph=True, backend="aot_eager")
+        assert_compiled_same(compiled(rates[0]), final(rates[0]))
+
+    def summed(rate: Tensor) -> Tensor:
+        return (final(rate) * y[:3]).sum()
+
+    expected, uncertainty = finite_difference(summed, rates[0])
+    backward = torch.func.grad(summed)(rates[0])
+    forward = torch.func.jvp(summed, (rates[0],), (torch.ones_like(rates[0]),))[1]
+    assert (backward - expected).abs() <= uncertainty
+    assert (forward - expected).abs() <= uncertainty
+    assert backward.abs() > 10 * uncertainty, "the case says nothing"
+
+
 def test_derivatives_at_rest() -> None:
     """Where no gradient ever came, second moments are 0 and derivatives are 0, not NaN."""
 
