@@ -163,7 +163,7 @@ def test_lion(how: dict[str, Any], seed: int) -> None:
         assert (together - final(rate, member)).abs().max() <= gamma(
             6, rates.dtype
         ) * member.abs().max()
-    if seed == 0:
+    if seed == 0 and not how:
         torch.compiler.reset()
         compiled = torch.compile(final, fullgraph=True, backend="aot_eager")
         assert_compiled_same(compiled(rates[0]), final(rates[0]))
