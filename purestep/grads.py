@@ -149,9 +149,10 @@ def accumulate(
     """
     run = microbatch_pass(partial_loss(loss_fn, weight_fn), grad_and_value)
     totals = num_tokens, num_microbatches
-    return accumulate_passes(
+    grads, loss, carried = accumulate_passes(
         run, params, microbatches, totals, accum_dtype=accum_dtype, out=out, ready=ready
     )
+    return grads, loss, carried[1] if carried else ()
 
 
 class MicrobatchPass(NamedTuple):
@@ -206,7 +207,7 @@ def accumulate_passes(
     out: Sequence[Tensor] | None = None,
     ready: Callable[[int], None] | None = None,
 ) -> tuple[Tree, Tensor, Tree]:
-    """``accumulate``, of a pass that is made already."""
+    """``accumulate``, of a pass that is made already; beside the aux it carries the count."""
     leaves, structure = tree.flatten(params)
     dtypes = sum_dtypes(leaves, accum_dtype)
 
@@ -218,7 +219,7 @@ def accumulate_passes(
     if accumulated is None:
         accumulated = _accumulate_returned(run, params, dtypes, microbatches, totals)
     sums, total = accumulated
-    loss, aux = total or (no_loss(params), ())
+    loss, carried = total or (no_loss(params), ())
     for index, (leaf, dtype) in enumerate(zip(leaves, dtypes, strict=True)):
         if out is None:
             sums[index] = (
@@ -233,11 +234,11 @@ def accumulate_passes(
                 )
             out[index].zero_() if sums[index] is None else out[index].copy_(sums[index])
             sums[index] = out[index]
-    return tree.unflatten(structure, sums), loss, aux
+    return tree.unflatten(structure, sums), loss, carried
 
 
 Accumulated: TypeAlias = tuple[list[Any], tuple[Tensor, Tree] | None]
-"""The sum of each leaf's gradients, or None where there is none; and the sum of losses and aux."""
+"""The sum of each leaf's gradients, or None where there is none; and the sum of losses and of what they carry."""
 
 
 def _accumulate_in_place(

@@ -20,11 +20,11 @@ from purestep.tree import accumulation_dtype
 from purestep.types import LossFn, LossTerms, Microbatch, Params, Tree, WeightFn
 
 Part: TypeAlias = Callable[[Params, Microbatch, Tensor | None, Tensor | None], tuple[Tensor, Tree]]
-"""``part(params, microbatch, num_tokens, num_microbatches) -> (loss, aux)``: one microbatch's part of L."""
+"""``part(params, microbatch, num_tokens, num_microbatches) -> (loss, (count, aux))``: one microbatch's part of L."""
 
 
 def partial_loss(loss_fn: LossFn, weight_fn: WeightFn | None) -> Part:
-    """The microbatch's part of L, and its aux; without the totals, plain sums.
+    """The microbatch's part of L, its count and its aux; without the totals, plain sums.
 
     A loss at a weight of zero may be anything, even NaN: it is taken away by selection, and what flows
     back to it is exactly zero.
@@ -38,6 +38,7 @@ def partial_loss(loss_fn: LossFn, weight_fn: WeightFn | None) -> Part:
     ) -> tuple[Tensor, Tree]:
         terms = loss_terms(loss_fn, params, microbatch)
         weights = weights_of(weight_fn, terms, microbatch)
+        counted = count_weights(weights)
         losses = terms.tokens.to(accumulation_dtype(terms.tokens.dtype))
         # Divided before it is rounded: a weight need not be a number of the losses' dtype.
         seed = weights if num_tokens is None else weights.to(torch.float64) / divisor(num_tokens)
@@ -51,22 +52,11 @@ def partial_loss(loss_fn: LossFn, weight_fn: WeightFn | None) -> Part:
                     "accumulate: num_microbatches=), or add the term to LossTerms.tokens"
                 )
             term = terms.microbatch.to(losses.dtype)
-            present = count_weights(weights).num_tokens > 0
+            present = counted.num_tokens > 0
             loss = loss + torch.where(present, term, 0) / divisor(num_microbatches).to(losses)
-        return loss, terms.aux
+        return loss, (counted, terms.aux)
 
     return part
-
-
-def counting(loss_fn: LossFn, weight_fn: WeightFn | None) -> LossFn:
-    """The same loss, which brings its weights and carries their count as the first part of its aux."""
-
-    def loss_and_count(params: Params, microbatch: Microbatch) -> LossTerms:
-        terms = loss_terms(loss_fn, params, microbatch)
-        weights = weights_of(weight_fn, terms, microbatch)
-        return terms._replace(weights=weights, aux=(count_weights(weights), terms.aux))
-
-    return loss_and_count
 
 
 def loss_terms(loss_fn: LossFn, params: Params, microbatch: Microbatch) -> LossTerms:
@@ -163,7 +153,7 @@ def evaluate(
     num_tokens: Tensor | None = None,
     num_microbatches: Tensor | None = None,
 ) -> tuple[Tensor, Tree]:
-    """The loss and aux of a group, without gradients."""
+    """The loss of a group, and what it carries, without gradients."""
     total: tuple[Tensor, Tree] | None = None
     for microbatch in microbatches:
         total = plus(total, part(params, microbatch, num_tokens, num_microbatches))

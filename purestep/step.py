@@ -19,7 +19,7 @@ from purestep import tree
 from purestep.agreement import Statement, agree
 from purestep.axis import Axis, LocalAxis, pvary
 from purestep.grads import accumulate_passes, grad_and_value, microbatch_pass
-from purestep.objective import counting, divisor, evaluate, partial_loss
+from purestep.objective import divisor, evaluate, partial_loss
 from purestep.optim.base import Optimizer, Transform
 from purestep.optim.transition import transition
 from purestep.reduction import reduce
@@ -118,7 +118,7 @@ def make_update_step(
         accum_dtype is None or accum_dtype.is_floating_point
     ):
         raise ValueError(f"{accum_dtype=} must be a floating point dtype, such as torch.float32")
-    part = partial_loss(counting(loss_fn, weight_fn), None)
+    part = partial_loss(loss_fn, weight_fn)
     run = microbatch_pass(part, grad_and_value, compile=compile)
     counted_first = weight_fn if normalize == "loss" else None
     settings = {
@@ -185,7 +185,7 @@ def make_eval_step(
     tensor(4.)
     """
     _check_functions(loss_fn, weight_fn, axis)
-    part = partial_loss(counting(loss_fn, weight_fn), None)
+    part = partial_loss(loss_fn, weight_fn)
     settings = {"weight_fn": "given" if weight_fn else "None", "evaluation": "yes"}
 
     def eval_step(params: Params, microbatches: Sequence[Microbatch], /) -> EvalMetrics:
