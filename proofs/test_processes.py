@@ -6,13 +6,16 @@ The claims are those that the same files make of threads, and each state is that
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 import pytest
 from hypothesis import given, strategies as st
 from torch import Tensor
 
+from proofs.processes import World
 from proofs.ranks import (
     GridCase,
+    Run,
     ShareCase,
     check_context_parallel,
     check_ranks,
@@ -25,18 +28,18 @@ from proofs.ranks import (
 from proofs.strategies import assert_same, cut
 from proofs.test_t11_collectives import LAWS, TRANSPOSES, check_separate_ranks, ranks
 from proofs.theorem import PURESTEP
-from proofs.worlds import Processes, on_threads, processes
+from proofs.worlds import LARGEST, on_processes, on_threads
 
 
 @pytest.fixture(scope="module")
-def run() -> Iterator[Processes]:
-    """The processes, which run whatever the tests send them."""
-    with processes() as running:
-        yield running
+def run() -> Iterator[Run]:
+    """What runs a program on processes that stay up."""
+    with World(LARGEST) as world:
+        yield partial(on_processes, world)
 
 
 @given(drawn=share_cases())
-def test_t02_ranks(run: Processes, drawn: ShareCase) -> None:
+def test_t02_ranks(run: Run, drawn: ShareCase) -> None:
     """Any share of the sequences, uneven and empty ones included; and the state is that of threads."""
     case, share, bucket_bytes, settings = drawn
     groups = [cut(case.batch, rank) for rank in share]
@@ -46,14 +49,14 @@ def test_t02_ranks(run: Processes, drawn: ShareCase) -> None:
 
 
 @given(drawn=share_cases(), seed=st.integers(0, 99))
-def test_t03_order(run: Processes, drawn: ShareCase, seed: int) -> None:
+def test_t03_order(run: Run, drawn: ShareCase, seed: int) -> None:
     """Ranks, microbatches and rows in any order."""
     case, share, bucket_bytes, settings = drawn
     check_ranks(run, PURESTEP, case, shuffled(case, share, seed), bucket_bytes, settings)
 
 
 @given(drawn=share_cases(), seed=st.integers(0, 99))
-def test_t04_padding(run: Processes, drawn: ShareCase, seed: int) -> None:
+def test_t04_padding(run: Run, drawn: ShareCase, seed: int) -> None:
     """Ignored microbatches on some of the ranks."""
     case, share, bucket_bytes, settings = drawn
     check_ranks(run, PURESTEP, case, padded(case, share, seed), bucket_bytes, settings)
@@ -61,18 +64,18 @@ def test_t04_padding(run: Processes, drawn: ShareCase, seed: int) -> None:
 
 @pytest.mark.parametrize("name", sorted(LAWS | TRANSPOSES))
 @given(x=ranks())
-def test_t11_collectives(run: Processes, name: str, x: Tensor) -> None:
+def test_t11_collectives(run: Run, name: str, x: Tensor) -> None:
     """Laws and transposes, with ensembles passing by."""
     check_separate_ranks(run, name, x)
 
 
 @given(drawn=grid_cases())
-def test_context_parallel(run: Processes, drawn: GridCase) -> None:
+def test_context_parallel(run: Run, drawn: GridCase) -> None:
     """Sequences split over a second dimension of the mesh."""
     check_context_parallel(run, PURESTEP, drawn)
 
 
 @given(drawn=grid_cases())
-def test_tensor_parallel(run: Processes, drawn: GridCase) -> None:
+def test_tensor_parallel(run: Run, drawn: GridCase) -> None:
     """Layers split over a second dimension of the mesh."""
     check_tensor_parallel(run, PURESTEP, drawn)

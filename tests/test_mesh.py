@@ -21,9 +21,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import purestep as ps
+from proofs.processes import DeadRankError, World, values
 from purestep import reduction, tree
 from purestep.agreement import WIDTH
-from tests.ranks import DeadRankError, World, values
 from tests.test_testing import (
     ACCUM_DTYPES,
     FAULTS,

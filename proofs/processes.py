@@ -1,4 +1,4 @@
-"""Real ranks for tests: processes of one gloo group, which run the functions that they are sent."""
+"""Real ranks: processes of one gloo group, which run the functions that they are sent."""
 
 from __future__ import annotations
 
