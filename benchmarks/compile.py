@@ -80,6 +80,12 @@ def joined(launches: list[dict[str, Any]]) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def graphs_of(table: dict[str, Any], way: str) -> str:
+    """How often a way was compiled, in words."""
+    number = table["graphs"][way]
+    return {0: "not compiled", 1: "1 graph"}.get(number, f"{number} graphs")
+
+
 def draw(path: Path, tables: dict[str, dict[str, Any]]) -> None:
     """Milliseconds per update, seconds to compile and graphs, for each kind of groups."""
     import matplotlib
@@ -100,9 +106,7 @@ def draw(path: Path, tables: dict[str, dict[str, Any]]) -> None:
         times.set_ylabel(f"{kind} lengths")
         seconds = table["seconds to compile"]
         drawn = costs.barh(ways, [seconds[way] for way in ways], color=shades)
-        labels = {0: "not compiled", 1: "1 graph"}
-        graphs = [labels.get(n, f"{n} graphs") for n in (table["graphs"][way] for way in ways)]
-        costs.bar_label(drawn, graphs, padding=3)
+        costs.bar_label(drawn, [graphs_of(table, way) for way in ways], padding=3)
         costs.set_yticks([])
         for axes in (times, costs):
             axes.invert_yaxis()
@@ -133,9 +137,8 @@ def main() -> None:
         ]
         tables[kind] = joined(launches)
         timing.show(f"{kind} lengths", tables[kind])
-        for way, graphs in tables[kind]["graphs"].items():
-            seconds = tables[kind]["seconds to compile"][way]
-            print(f"  {way}: {graphs} graphs, {seconds:.1f} s to compile")
+        for way, seconds in tables[kind]["seconds to compile"].items():
+            print(f"  {way}: {graphs_of(tables[kind], way)}, {seconds:.1f} s to compile")
     draw(timing.write(options.results, "compile", {"tables": tables}), tables)
 
 
