@@ -261,6 +261,7 @@ def _accumulate_in_place(
     accumulators: set[Any] = set()
     sums: list[Tensor | None] = [None] * len(own)
     remaining = len(microbatches)
+    notify: Callable[[int], None] | None = None
 
     def take(index: int, leaf: Tensor) -> None:
         grad, so_far = leaf.grad, sums[index]
@@ -273,15 +274,22 @@ def _accumulate_in_place(
         sums[index] = so_far
         # Where autograd can add to the sum itself, it does.
         leaf.grad = so_far if so_far.dtype == leaf.dtype else None
-        if ready is not None and remaining == 1:
-            ready(index)
+        if notify is not None:
+            notify(index)
 
-    for index, leaf in enumerate(own):
-        if out is not None or dtypes[index] != leaf.dtype:
-            leaf.register_post_accumulate_grad_hook(functools.partial(take, index))
+    def hook(index: int) -> Any:
+        return own[index].register_post_accumulate_grad_hook(functools.partial(take, index))
+
+    alike = {index for index, leaf in enumerate(own) if leaf.dtype == dtypes[index]}
+    for index in set(range(len(own))) - alike:
+        hook(index)
 
     total: tuple[Tensor, Tree] | None = None
     for microbatch in microbatches:
+        notify = ready if remaining == 1 else None
+        # A leaf whose sum lies where it belongs needs no hook of ours until somebody waits for it.
+        begins = out is not None and remaining == len(microbatches)
+        hooks = [hook(index) for index in alike] if begins or notify else []
         with torch.enable_grad():
             loss, aux = part(own_params, microbatch, *totals)
         if loss.requires_grad:
@@ -290,6 +298,8 @@ def _accumulate_in_place(
             loss.backward()
         total = plus(total, tree.map(Tensor.detach, (loss, aux)))
         del loss, aux
+        for handle in hooks:
+            handle.remove()
         remaining -= 1
     grads = [
         so_far if leaf.grad is None else _dense(leaf.grad)
