@@ -21,11 +21,11 @@ Batch = dict[str, Tensor]
 
 
 def integer_params(generator: torch.Generator) -> Params:
-    """Small integers, in float64; nested, so that trees are trees."""
+    """Small integers, in float64; nested, so that trees are trees, and with leaves that share their gradient."""
     return {
         "hidden": {
             "weight": integers((FEATURES, HIDDEN), generator),
-            "bias": integers((HIDDEN,), generator),
+            "biases": [integers((HIDDEN,), generator) for _ in range(2)],
         },
         "out": [integers((HIDDEN,), generator)],
     }
@@ -37,8 +37,9 @@ def integers(shape: tuple[int, ...], generator: torch.Generator, size: int = 2) 
 
 
 def integer_loss(params: Params, batch: Batch) -> Tensor:
-    """(out(relu(x W + b)) − y)² for each token: ``x`` is ``(rows, length, FEATURES)``."""
-    hidden = torch.relu(batch["x"] @ params["hidden"]["weight"] + params["hidden"]["bias"])
+    """(out(relu(x W + Σ b)) − y)² for each token: ``x`` is ``(rows, length, FEATURES)``."""
+    bias = torch.stack(params["hidden"]["biases"]).sum(0)
+    hidden = torch.relu(batch["x"] @ params["hidden"]["weight"] + bias)
     return (hidden @ params["out"][0] - batch["y"]).square()
 
 

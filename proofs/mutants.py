@@ -560,6 +560,11 @@ MUTANTS = [
             )
         ],
     ),
+    Mutant(
+        "43",
+        "gradients added up in memory that two leaves share, as autograd does",
+        [grads("grad.clone() if owners > 2 else grad", "grad")],
+    ),
 ]
 
 NOT_YET = {

@@ -59,7 +59,8 @@ def tensor_parallel_step(make_update_step: MakeStep, grid: Grid, **how: Any) -> 
     pieces = grid.second
 
     def loss_fn(params: Any, batch: Batch) -> Tensor:
-        hidden = torch.relu(batch["x"] @ params["hidden"]["weight"] + params["hidden"]["bias"])
+        bias = torch.stack(params["hidden"]["biases"]).sum(0)
+        hidden = torch.relu(batch["x"] @ params["hidden"]["weight"] + bias)
         output: Tensor = ps.psum(hidden @ params["out"][0], pieces)
         return (output - batch["y"]).square()
 

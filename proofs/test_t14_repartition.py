@@ -106,7 +106,7 @@ def stream(system: System, drawn: tuple[Case, list[Batch], int, int]) -> None:
 
 def magnitude(case: Case, batch: Batch) -> float:
     """The largest that a sum of absolute values on the way back can be, from the sizes of its factors."""
-    hidden = 1 + models.FEATURES * float(batch["x"].abs().max()) * 2 + 2
+    hidden = 1 + models.FEATURES * float(batch["x"].abs().max()) * 2 + 2 * 2
     slope = 2 * (models.HIDDEN * hidden * 2 + float(batch["y"].abs().max()))
     return slope * hidden * (1 + models.HIDDEN) * 2
 

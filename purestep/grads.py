@@ -263,12 +263,15 @@ def _accumulate_in_place(
     remaining = len(microbatches)
     notify: Callable[[int], None] | None = None
 
+    def first(index: int, grad: Tensor) -> Tensor:
+        grad = grad.to_dense() if grad.is_sparse else grad
+        return _unshared(grad.to(dtypes[index])) if out is None else out[index].copy_(grad)
+
     def take(index: int, leaf: Tensor) -> None:
         grad, so_far = leaf.grad, sums[index]
         assert grad is not None
-        grad = _dense(grad)
         if so_far is None:
-            so_far = grad.to(dtypes[index]) if out is None else out[index].copy_(grad)
+            so_far = first(index, grad)
         elif so_far is not grad:
             so_far.add_(grad)
         sums[index] = so_far
@@ -280,8 +283,8 @@ def _accumulate_in_place(
     def hook(index: int) -> Any:
         return own[index].register_post_accumulate_grad_hook(functools.partial(take, index))
 
-    alike = {index for index, leaf in enumerate(own) if leaf.dtype == dtypes[index]}
-    for index in set(range(len(own))) - alike:
+    alike = [index for index, leaf in enumerate(own) if leaf.dtype == dtypes[index]]
+    for index in set(range(len(own))) - set(alike):
         hook(index)
 
     total: tuple[Tensor, Tree] | None = None
@@ -300,16 +303,21 @@ def _accumulate_in_place(
         del loss, aux
         for handle in hooks:
             handle.remove()
+        for index in alike:
+            if sums[index] is None and own[index].grad is not None:
+                sums[index] = own[index].grad = first(index, own[index].grad)
         remaining -= 1
-    grads = [
-        so_far if leaf.grad is None else _dense(leaf.grad)
-        for leaf, so_far in zip(own, sums, strict=True)
-    ]
-    return grads, total
+    return sums, total
 
 
-def _dense(grad: Tensor) -> Tensor:
-    return grad.to_dense() if grad.is_sparse else grad
+def _unshared(grad: Tensor) -> Tensor:
+    """The gradient in memory that is nobody else's, so that it can be added to.
+
+    Autograd adds to the first gradient that a leaf was given, which may be a view of what other leaves
+    were given too: of the gradient of ``torch.stack(leaves).sum(0)``, say.
+    """
+    owners: int = torch._C._storage_Use_Count(grad.untyped_storage()._cdata)
+    return grad.clone() if owners > 2 else grad  # its own, and the one that we ask
 
 
 def _requires_others(loss: Tensor, known: set[int], accumulators: set[Any]) -> bool:

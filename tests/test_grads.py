@@ -236,6 +236,43 @@ def test_a_gradient_shared_by_two_leaves_is_two_sums() -> None:
     assert grads[0].data_ptr() != grads[1].data_ptr()
 
 
+@pytest.mark.parametrize("out", [None, [torch.zeros(1) for _ in range(3)]])
+@pytest.mark.parametrize("number", [1, 2, 3])
+def test_a_gradient_whose_memory_two_leaves_share_is_two_sums(number: int, out: Any) -> None:
+    """Autograd hands views of one tensor to all that were stacked. Its own sums are wrong from the second pass on."""
+    params = [torch.ones(1) for _ in range(3)]
+    group = [{"x": torch.tensor([2.0**m]), "first": m > 0} for m in range(number)]
+
+    def loss_fn(p: list[Tensor], m: Any) -> Tensor:
+        return torch.stack(p[m["first"] :]).sum(0) * m["x"]
+
+    grads, _, _ = ps.accumulate(loss_fn, params, group, weight_fn=x_ones, out=out)
+    assert [grad.item() for grad in grads] == [1, 2**number - 1, 2**number - 1]
+    assert len({grad.data_ptr() for grad in grads}) == 3
+
+
+def test_a_gradient_that_somebody_keeps_is_not_added_to() -> None:
+    class Kept(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, kept: Tensor) -> Tensor:
+            ctx.kept = kept
+            return (x * kept).sum(0, keepdim=True)
+
+        @staticmethod
+        def backward(ctx: Any, _: Tensor) -> Any:
+            return ctx.kept.view(-1), None
+
+    kept = torch.tensor([2.0, 3.0])
+    grads, _, _ = ps.accumulate(
+        lambda w, m: Kept.apply(w, kept) * m["x"],
+        torch.ones(2),
+        [{"x": torch.ones(1)}] * 3,
+        weight_fn=x_ones,
+    )
+    assert grads.tolist() == [6, 9]
+    assert kept.tolist() == [2, 3]
+
+
 def test_sparse_gradients_arrive_dense() -> None:
     table, group = torch.zeros(4, 2), [{"x": torch.tensor([1, 1])}, {"x": torch.tensor([3, 0])}]
 
@@ -271,3 +308,29 @@ def test_out_and_ready(dtype: torch.dtype) -> None:
     assert [leaf.tolist() for leaf in out] == [[3, 3], [1, 1], [0]]
     assert all(grads[name] is out[i] for i, name in enumerate(sorted(grads)))
     assert seen == {0: [3, 3]}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("announced", [True, False])
+def test_out_of_leaves_that_some_microbatches_leave_out(
+    dtype: torch.dtype, announced: bool
+) -> None:
+    """Experts of a mixture, say: leaf i takes part in microbatch m where bit m of i is set, with a gradient of 2 ** m."""
+    params = [torch.ones(1, dtype=dtype) for _ in range(8)]
+    out = [torch.full((1,), float("nan")) for _ in params]
+    group = [{"x": torch.tensor([2.0**m]), "bit": m} for m in range(3)]
+    seen = []
+
+    def loss_fn(p: list[Tensor], m: Any) -> Tensor:
+        parts = [leaf for i, leaf in enumerate(p) if i >> m["bit"] & 1]
+        return torch.stack(parts).sum(0).float() * m["x"]
+
+    def ready(index: int) -> None:
+        assert out[index] == index
+        seen.append(index)
+
+    ps.accumulate(
+        loss_fn, params, group, weight_fn=x_ones, out=out, ready=ready if announced else None
+    )
+    assert torch.cat(out).tolist() == list(range(8))
+    assert sorted(seen) == ([4, 5, 6, 7] if announced else [])
