@@ -80,10 +80,10 @@ def draw(path: Path, ks: list[int], trees: dict[str, list[float]]) -> None:
     others = iter(["#009e73", "#cc79a7", "#e69f00", "0.6", "0.3", "#8c6d31"])
     highest_first = sorted(trees.items(), key=lambda item: -item[1][-1])
     for way, values in highest_first:
-        mine = way in (peers.PURE, peers.BY_HAND)
         axes.plot(
             ks, values, "o-", label=f"{way}: {values[-1]:.2f}", color=styles.get(way) or next(others),
-            linewidth=5 if way == peers.BY_HAND else 2, zorder=3 if mine else 2,
+            linewidth=5 if way == peers.BY_HAND else 2,
+            zorder={peers.BY_HAND: 3, peers.PURE: 4}.get(way, 2),
         )  # fmt: skip
     axes.set_xscale("log", base=2)
     axes.set_xticks(ks, [str(k) for k in ks])
