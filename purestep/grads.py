@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from purestep import tree
 from purestep.objective import Part, no_loss, partial_loss, plus
@@ -129,7 +130,8 @@ def accumulate(
             and its gradients are added when they are returned. It differentiates a function of
             ``(leaves, microbatch)``, the params' leaves as a list.
         accum_dtype: the dtype of the sums; None: float32 for half precision, else the params' own.
-        out: buffers to add up in, one for each leaf of params, whatever they hold; not under a transform.
+        out: buffers to add up in, in their own dtype, one for each leaf of params, whatever they hold; not
+            under a transform.
         ready: called with a leaf's position when its sum in ``out`` is final, where that is known during
             the last backward pass: communication may begin.
 
@@ -209,10 +211,11 @@ def accumulate_passes(
 ) -> tuple[Tree, Tensor, Tree]:
     """``accumulate``, of a pass that is made already; beside the aux it carries the count."""
     leaves, structure = tree.flatten(params)
-    dtypes = sum_dtypes(leaves, accum_dtype)
+    dtypes = sum_dtypes(leaves, accum_dtype) if out is None else [buffer.dtype for buffer in out]
 
     accumulated = None
-    if run.in_place and not torch.compiler.is_compiling() and tree.untransformed(params, totals):
+    in_place = run.in_place and not torch.compiler.is_compiling() and not _inference(leaves)
+    if in_place and tree.untransformed(params, totals):
         accumulated = _accumulate_in_place(
             run.part, params, dtypes, microbatches, totals, out, ready
         )
@@ -262,6 +265,7 @@ def _accumulate_in_place(
     sums: list[Tensor | None] = [None] * len(own)
     remaining = len(microbatches)
     notify: Callable[[int], None] | None = None
+    announced: set[int] = set()
 
     def first(index: int, grad: Tensor) -> Tensor:
         grad = grad.to_dense() if grad.is_sparse else grad
@@ -269,7 +273,8 @@ def _accumulate_in_place(
 
     def take(index: int, leaf: Tensor) -> None:
         grad, so_far = leaf.grad, sums[index]
-        assert grad is not None
+        if grad is None:
+            return
         if so_far is None:
             so_far = first(index, grad)
         elif so_far is not grad:
@@ -278,6 +283,13 @@ def _accumulate_in_place(
         # Where autograd can add to the sum itself, it does.
         leaf.grad = so_far if so_far.dtype == leaf.dtype else None
         if notify is not None:
+            if index in announced:
+                raise RuntimeError(
+                    f"{tree.paths(params, 'params')[index]} was given a gradient twice in one backward pass, and the "
+                    "first was on its way to the other ranks already: a checkpoint that runs a backward pass "
+                    "of its own does that; call torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
+                )
+            announced.add(index)
             notify(index)
 
     def hook(index: int) -> Any:
@@ -310,12 +322,19 @@ def _accumulate_in_place(
     return sums, total
 
 
+def _inference(leaves: Sequence[Tensor]) -> bool:
+    """Whether autograd would record nothing, where ``torch.func`` does."""
+    return torch.is_inference_mode_enabled() or any(leaf.is_inference() for leaf in leaves)
+
+
 def _unshared(grad: Tensor) -> Tensor:
     """The gradient in memory that is nobody else's, so that it can be added to.
 
     Autograd adds to the first gradient that a leaf was given, which may be a view of what other leaves
     were given too: of the gradient of ``torch.stack(leaves).sum(0)``, say.
     """
+    if is_traceable_wrapper_subclass(grad):
+        return grad.clone()  # Who shares the memory of the tensors inside of it cannot be seen.
     owners: int = torch._C._storage_Use_Count(grad.untyped_storage()._cdata)
     return grad.clone() if owners > 2 else grad  # its own, and the one that we ask
 

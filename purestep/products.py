@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
+from torch._prims_common import is_contiguous_or_false
 
 LEAST = 2**22
 """Multiplications that repay the ten microseconds by which a call of oneDNN begins later."""
@@ -29,6 +30,9 @@ def product(a: Tensor, b: Tensor) -> Tensor:
     """
     if a.shape[0] * b.numel() < LEAST:
         return torch.mm(a, b)
+    (inner, length), (outer, _) = sorted(zip(b.stride(), b.shape, strict=True))
+    if outer < inner * length:
+        b = b.contiguous()  # Rows that overlap, of a sliding window, are refused.
     linear: Callable[..., Tensor] = torch.ops.mkldnn._linear_pointwise.default
     return linear(a, b.t(), None, "none", [], "")
 
@@ -56,7 +60,7 @@ class Products(CustomGraphPass):
                 if node.kwargs or not _repays(a.meta["val"], b.meta["val"]):
                     continue
                 with graph.inserting_before(node):
-                    if not a.meta["val"].is_contiguous():
+                    if not is_contiguous_or_false(a.meta["val"]):
                         # Read along its columns it would cost more than this copy, which is often fused.
                         a = call(aten.clone.default, a, memory_format=torch.contiguous_format)
                     result = call(torch.ops.purestep.product.default, a, b)

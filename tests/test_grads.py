@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import optree
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 import purestep as ps
 from purestep import tree
@@ -334,3 +336,65 @@ def test_out_of_leaves_that_some_microbatches_leave_out(
     )
     assert torch.cat(out).tolist() == list(range(8))
     assert sorted(seen) == ([4, 5, 6, 7] if announced else [])
+
+
+class First(torch.autograd.Function):
+    """The first of two, and no gradient for the second."""
+
+    @staticmethod
+    def forward(ctx: Any, a: Tensor, b: Tensor) -> Tensor:
+        return a.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return grad, None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("buffers", [True, False])
+def test_a_gradient_that_is_none_is_zero(dtype: torch.dtype, buffers: bool) -> None:
+    params = [torch.ones(1, dtype=dtype) for _ in range(2)]
+    out = [torch.full((1,), float("nan")) for _ in params] if buffers else None
+    grads, _, _ = ps.accumulate(
+        lambda p, m: First.apply(*p).float() * m["x"],
+        params,
+        [{"x": torch.ones(1)}] * 2,
+        weight_fn=x_ones,
+        out=out,
+        ready=(lambda index: None) if buffers else None,
+    )
+    assert [grad.item() for grad in grads] == [2, 0]
+
+
+def test_out_in_a_dtype_of_its_own() -> None:
+    out = [torch.full((1,), float("nan"), dtype=torch.float64)]
+    group = [{"x": torch.ones(1)}] * 3
+    grads, _, _ = ps.accumulate(squares, torch.ones(1), group, weight_fn=x_ones, out=out)
+    assert grads is out[0]
+    assert grads == 6
+
+
+def test_gradients_are_taken_in_inference_mode() -> None:
+    with torch.inference_mode():
+        made_inside = torch.tensor([3.0])
+        for w in (made_inside, torch.tensor([3.0])):
+            assert ps.accumulate(squares, w, [{"x": torch.ones(1)}], weight_fn=x_ones)[0] == 6
+    assert ps.accumulate(squares, made_inside, [{"x": torch.ones(1)}], weight_fn=x_ones)[0] == 6
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_checkpoint_with_a_backward_pass_of_its_own(reentrant: bool) -> None:
+    """Its leaves are given gradients several times in one pass: right where nobody waits, refused where someone does."""
+
+    def loss_fn(w: Tensor, m: dict[str, Tensor]) -> Tensor:
+        x = m["x"] + 0 * w
+        for _ in range(2):
+            x = checkpoint(lambda y: y * w, x, use_reentrant=reentrant)
+        return x
+
+    w, group, out = torch.tensor([3.0]), [{"x": torch.ones(1)}] * 3, [torch.zeros(1)]
+    assert ps.accumulate(loss_fn, w, group, weight_fn=x_ones)[0] == 18
+    assert ps.accumulate(loss_fn, w, group, weight_fn=x_ones, out=out)[0] == 18
+    refused = pytest.raises(RuntimeError, match="use_reentrant=False")
+    with refused if reentrant else contextlib.nullcontext():
+        ps.accumulate(loss_fn, w, group, weight_fn=x_ones, out=out, ready=lambda index: None)

@@ -16,8 +16,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import Replicate, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import purestep as ps
@@ -523,3 +525,21 @@ def test_compiled_step(world: World) -> None:
     for compiled, eager in results[:2]:
         assert same(eager, expected)
         assert same(compiled, expected)
+
+
+def summed_through_local_parts(rank: int) -> list[list[float]]:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    params = [distribute_tensor(torch.zeros(2), mesh, [Replicate()]) for _ in range(3)]
+
+    def loss_fn(p: list[Any], m: dict[str, Tensor]) -> Tensor:
+        stacked = torch.stack([leaf.to_local() for leaf in p])
+        return (m["x"] * stacked.sum(0)).sum(1)
+
+    group = [{"x": torch.ones(1, 2)}] * 3
+    grads, *_ = ps.accumulate(loss_fn, params, group, weight_fn=lambda m: torch.ones(len(m["x"])))
+    return [grad.to_local().tolist() for grad in grads]
+
+
+def test_distributed_params_that_share_the_memory_of_their_gradients(world: World) -> None:
+    for result in values(world.run(summed_through_local_parts)):
+        assert result == [[3, 3]] * 3

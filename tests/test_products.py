@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._dynamo
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -37,6 +38,10 @@ def layouts(rows: int, columns: int, seed: int) -> dict[str, Tensor]:
         "every other": integers(rows, 2 * columns, seed=seed)[:, ::2],
         "the same row": integers(1, columns, seed=seed).expand(rows, columns),
         "the same column": integers(rows, 1, seed=seed).expand(rows, columns),
+        "a sliding window": integers(rows + columns, seed=seed).unfold(0, columns, 1)[:rows],
+        "a wide window": integers(rows, columns + 9, seed=seed)
+        .flatten()
+        .as_strided((rows, columns), (7, 3)),
     }
 
 
@@ -103,6 +108,22 @@ def test_compiled_with_gradients() -> None:
         grads = [torch.autograd.grad(output.sum(), list(params.values())) for output in outputs]
         for one, other in zip(*grads, strict=True):
             assert torch.equal(one, other)
+
+
+def test_compiled_with_sizes_that_only_the_data_knows() -> None:
+    def picked(x: Tensor, chosen: Tensor, w: Tensor) -> Tensor:
+        return (x[chosen] @ w).sum(0)
+
+    x, w = (integers(SIDE, SIDE, seed=seed).requires_grad_() for seed in range(2))
+    chosen = torch.arange(SIDE) % 3 > 0
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        output = compiled(picked)(x, chosen, w)
+    for one, other in zip(
+        torch.autograd.grad(output.sum(), (x, w)),
+        torch.autograd.grad(picked(x, chosen, w).sum(), (x, w)),
+        strict=True,
+    ):
+        assert torch.equal(one, other)
 
 
 def test_options_of_the_compiler_stay_as_they_are() -> None:
