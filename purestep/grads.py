@@ -302,6 +302,7 @@ def _accumulate_in_place(
     total: tuple[Tensor, Tree] | None = None
     for microbatch in microbatches:
         notify = ready if remaining == 1 else None
+        announced.clear()
         # A leaf whose sum lies where it belongs needs no hook of ours until somebody waits for it.
         begins = out is not None and remaining == len(microbatches)
         hooks = [hook(index) for index in alike] if begins or notify else []
