@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 from torch._prims_common import is_contiguous_or_false
+from torch.library import Library
 
 LEAST = 2**22
 """Multiplications that repay the ten microseconds by which a call of oneDNN begins later."""
@@ -37,10 +38,12 @@ def product(a: Tensor, b: Tensor) -> Tensor:
     return linear(a, b.t(), None, "none", [], "")
 
 
-_library = torch.library.Library("purestep", "DEF")
-_library.define("product(Tensor a, Tensor b) -> Tensor", tags=(torch.Tag.needs_fixed_stride_order,))
-_library.impl("product", product, "CPU")
-_library.impl("product", lambda a, b: a.new_empty(a.shape[0], b.shape[1]), "Meta")
+_operators = Library("purestep", "DEF")
+_operators.define(
+    "product(Tensor a, Tensor b) -> Tensor", tags=(torch.Tag.needs_fixed_stride_order,)
+)
+_operators.impl("product", product, "CPU")
+_operators.impl("product", lambda a, b: a.new_empty(a.shape[0], b.shape[1]), "Meta")
 
 
 class Products(CustomGraphPass):
