@@ -13,10 +13,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, library
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 from torch._prims_common import is_contiguous_or_false
-from torch.library import Library
 
 LEAST = 2**22
 """Multiplications that repay the ten microseconds by which a call of oneDNN begins later."""
@@ -38,7 +37,7 @@ def product(a: Tensor, b: Tensor) -> Tensor:
     return linear(a, b.t(), None, "none", [], "")
 
 
-_operators = Library("purestep", "DEF")
+_operators = library.Library("purestep", "DEF")
 _operators.define(
     "product(Tensor a, Tensor b) -> Tensor", tags=(torch.Tag.needs_fixed_stride_order,)
 )
