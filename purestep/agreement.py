@@ -59,7 +59,7 @@ def agree(axis: Axis, state: Callable[[], Statement]) -> Agreement:
     disagreement, or an exception in ``state``, raises on every rank, and names those that differ. On the
     host that is at once; on a device, where reading would wait, it is when ``confirm`` is called.
     """
-    if not isinstance(axis, Ranks) or torch.compiler.is_compiling():
+    if not isinstance(axis, Ranks) or torch.compiler.is_dynamo_compiling():
         count, microbatches, _ = state()
         return Agreement(psum(count, axis), microbatches, list)
 

@@ -72,13 +72,13 @@ def reduce(
     """
     if (
         isinstance(axis, Ranks)
-        and not torch.compiler.is_compiling()
+        and not torch.compiler.is_dynamo_compiling()
         and tree.untransformed(params, agreement.counted)
     ):
         return _reduce_in_buckets(axis, agreement, compute, params, accum_dtype)
 
     held = [rank.microbatches > 0 for rank in agreement.confirm()]
-    if isinstance(axis, Ranks) and torch.compiler.is_compiling():
+    if isinstance(axis, Ranks) and torch.compiler.is_dynamo_compiling():
         held = [agreement.microbatches > 0, True]  # nobody has heard of the others
     if any(held) and not all(held):
         raise ValueError(
