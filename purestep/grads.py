@@ -214,8 +214,7 @@ def accumulate_passes(
     dtypes = sum_dtypes(leaves, accum_dtype) if out is None else [buffer.dtype for buffer in out]
 
     accumulated = None
-    in_place = run.in_place and not torch.compiler.is_compiling() and not _inference(leaves)
-    if in_place and tree.untransformed(params, totals):
+    if run.in_place and tree.eager(params, totals) and not _inference(leaves):
         accumulated = _accumulate_in_place(
             run.part, params, dtypes, microbatches, totals, out, ready
         )
@@ -345,15 +344,16 @@ def _requires_others(loss: Tensor, known: set[int], accumulators: set[Any]) -> b
 
     ``accumulators`` are the ends of the graph that were found to be theirs, for the next microbatch too.
     """
-    seen = {*accumulators, loss.grad_fn}
-    stack: list[Any] = [loss.grad_fn]
+    seen = set(accumulators)
+    stack: list[Any] = [((loss.grad_fn, 0),)]
     while stack:
-        for node, _ in stack.pop().next_functions:
+        for node, _ in stack.pop():
             if node is None or node in seen:
                 continue
             seen.add(node)
-            if node.next_functions:
-                stack.append(node)
+            behind = node.next_functions
+            if behind:
+                stack.append(behind)
             elif id(getattr(node, "variable", None)) in known:
                 accumulators.add(node)
             else:

@@ -70,11 +70,7 @@ def reduce(
     says so there, and the step ends with its message on every rank; on a device, where hearing would
     wait, it raises alone, and its launcher ends the others.
     """
-    if (
-        isinstance(axis, Ranks)
-        and not torch.compiler.is_dynamo_compiling()
-        and tree.untransformed(params, agreement.counted)
-    ):
+    if isinstance(axis, Ranks) and tree.eager(params, agreement.counted):
         return _reduce_in_buckets(axis, agreement, compute, params, accum_dtype)
 
     held = [rank.microbatches > 0 for rank in agreement.confirm()]

@@ -108,7 +108,7 @@ def checked_weights(weights: Tensor) -> Tensor:
 
 def _values_at_hand(tensor: Tensor) -> Tensor | None:
     """The plain CPU tensor below any functorch wrappers; None where reading it would wait or trace."""
-    if torch.compiler.is_compiling() or is_in_torch_dispatch_mode():
+    if torch.compiler.is_dynamo_compiling() or is_in_torch_dispatch_mode():
         return None
     while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
         tensor = torch._C._functorch.get_unwrapped(tensor)

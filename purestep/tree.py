@@ -139,7 +139,7 @@ def overwrite(old: Tree, new: Tree, condition: Tensor | None) -> Tree:
 
     Where somebody records or transforms the values, the buffers stay as they are and fresh tensors come back.
     """
-    writes = torch.compiler.is_compiling() or untransformed(old, new)
+    writes = torch.compiler.is_dynamo_compiling() or untransformed(old, new)
     new_leaves, structure = flatten(new)
     del new
     old_leaves, old_structure = flatten(old)
@@ -180,8 +180,13 @@ def untransformed(*trees: Tree) -> bool:
     """
     if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
         return False
-    leaves = (leaf for tree in trees for leaf in leaves_of(tree))
-    return not any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves)
+    return not any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves_of(trees))
+
+
+def eager(*trees: Tree) -> bool:
+    """Whether neither a compiler nor a transform sees what is done with these leaves."""
+    # Not ``is_compiling``, which is true of every thread while one of them compiles.
+    return not torch.compiler.is_dynamo_compiling() and untransformed(*trees)
 
 
 def global_norm(tree: Tree) -> Tensor:
@@ -191,7 +196,7 @@ def global_norm(tree: Tree) -> Tensor:
     tensor(5.)
     """
     leaves = leaves_of(tree)
-    if not torch.compiler.is_compiling() and untransformed(leaves):
+    if eager(leaves):
         norms = _norms(leaves)
     else:
         norms = [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -169,6 +170,31 @@ def test_ranks_may_be_empty() -> None:
         assert metrics.num_tokens == alone[2].num_tokens
         for a, b in zip(tree.leaves_of(params), tree.leaves_of(alone[0]), strict=True):
             assert close(a, b)
+
+
+def test_a_compiler_at_work_in_another_thread_is_not_ours() -> None:
+    """``torch.compiler.is_compiling`` is true of every thread while one of them compiles."""
+    began, go_on = threading.Event(), threading.Event()
+
+    def slow(graph: torch.fx.GraphModule, _: list[Any]) -> Any:
+        began.set()
+        assert go_on.wait(60)
+        return graph.forward
+
+    compiled = torch.compile(lambda x: x + 1, backend=slow)
+    other = threading.Thread(target=lambda: compiled(torch.ones(2)))
+    other.start()
+    try:
+        assert began.wait(60)
+        assert torch.compiler.is_compiling()
+        with pytest.raises(ValueError, match="one is -1"):
+            ps.count_tokens([torch.tensor([1.0, -1.0])], lambda m: m)
+        old = torch.ones(2, requires_grad=True).clone()
+        assert tree.overwrite(old, torch.zeros(2), None) is not old
+        torch.testing.assert_close(old, torch.ones(2), rtol=0, atol=0)
+    finally:
+        go_on.set()
+        other.join(60)
 
 
 def test_transforms_go_around_the_compiler() -> None:

@@ -118,7 +118,7 @@ def apply_collective(x: Tensor, token: Tensor | None, law: str, where: Where | N
 
 def collective(x: Tensor, token: Tensor | None, law: str, where: Where | None = None) -> Tensor:
     """The law on one tensor, as a compiler sees it too."""
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_dynamo_compiling():
         # Marks ``apply_collective`` for the compiler on import, which only a compiler needs to pay for.
         from purestep.axis import opaque
 

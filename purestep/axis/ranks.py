@@ -60,7 +60,7 @@ class Ranks(ABC):
 
     def apply(self, law: str, x: Tensor) -> Tensor:
         """The law over the ranks, with its transpose, under any transform."""
-        if not torch.compiler.is_dynamo_compiling() and tree.untransformed(x):
+        if tree.eager(x):
             return self.where.meet(law, x)  # nobody asks for the transpose, whose record takes time
         return collective(x, None, law, self.where)
 

@@ -24,7 +24,6 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple, Protocol, TypeVar, cast
 
-import torch
 from torch import Tensor
 
 from purestep import tree
@@ -236,7 +235,7 @@ def runs_kernels(*values: Tree, devices: Sequence[str] = ("cpu",)) -> bool:
     The one rule for all optimizers: nobody transforms, records or compiles, and the tensors are where the
     kernel is at home.
     """
-    if torch.compiler.is_compiling() or not tree.untransformed(*values):
+    if not tree.eager(*values):
         return False
     leaves = (leaf for value in values for leaf in tree.leaves_of(value))
     return {leaf.device.type for leaf in leaves if isinstance(leaf, Tensor)} <= {*devices}

@@ -97,7 +97,7 @@ def from_torch(
                 f"opt_state is {type(opt_state).__name__} where TorchState was expected: take "
                 "optimizer.init(params) of this very optimizer"
             )
-        if torch.compiler.is_compiling() or not tree.untransformed(grads, opt_state, params, lr):
+        if not tree.eager(grads, opt_state, params, lr):
             raise ValueError(
                 f"torch.optim.{name} steps in place, which a transform (vmap, grad, jvp, torch.compile) cannot "
                 "follow: its derivatives would be wrong without a word. " + _way_out(algorithm)

@@ -51,7 +51,7 @@ def transition(optimizer: Optimizer, *, donate: bool, compile: bool = False) -> 
         grad_scale: Tensor | None,
         applied: Tensor,
     ) -> tuple[Params, OptState]:
-        compiling = torch.compiler.is_compiling()
+        compiling = torch.compiler.is_dynamo_compiling()
         in_place = donate or (copies and not compiling)
         if not in_place or not tree.untransformed(grads, opt_state, params):
             moved = partial(update, grads, opt_state, params, grad_scale=grad_scale)
