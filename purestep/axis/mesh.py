@@ -27,7 +27,8 @@ class MeshAxis(Ranks):
 
     An axis names the dimensions that split tokens, and no others: ``("dp", "cp")`` where sequences are split
     too, ``"dp"`` alone beside tensor parallelism, whose ranks hold the same tokens. Make it on every rank of
-    the mesh, at the same place of the program: several dimensions become one process group. Ranks may hold no
+    the mesh, at the same place of the program: several dimensions become one process group. Start them from
+    the same parameters: structures and settings are compared, values are not. Ranks may hold no
     microbatch at all (with ``compile=True`` too); but under a transform, or where ``torch.compile`` takes the
     whole step, give each at least one, of weight 0.
 
