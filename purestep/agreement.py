@@ -8,6 +8,7 @@ every rank sends in any case, so that nobody waits for one that will not come.
 from __future__ import annotations
 
 import hashlib
+import traceback
 from collections.abc import Callable, Mapping
 from functools import lru_cache
 from typing import NamedTuple, NoReturn, TypeVar
@@ -174,8 +175,13 @@ def _reader(rows: Tensor) -> Callable[[], list[list[int]]]:
     return read
 
 
-def tell(axis: Ranks, note: bytes) -> list[bytes]:
-    """All ranks' notes, of any length."""
+def tell(axis: Ranks, note: str) -> list[str]:
+    """All ranks' notes."""
+    return [each.decode() for each in exchange(axis, note.encode(errors="backslashreplace"))]
+
+
+def exchange(axis: Ranks, note: bytes) -> list[bytes]:
+    """All ranks' bytes, of any length."""
     meet = axis.where.meet
     sizes = meet("all_gather", torch.tensor([len(note)], device=axis.device)).flatten().tolist()
     padded = torch.zeros(max(1, *sizes), dtype=torch.uint8)
@@ -186,14 +192,14 @@ def tell(axis: Ranks, note: bytes) -> list[bytes]:
 
 def fail(axis: Ranks, heard: list[Said], error: Exception | None) -> NoReturn:
     """Ends the step on every rank where some have failed: there with their own exception."""
-    note = f"{type(error).__name__}: {error}" if error else ""
-    notes = tell(axis, note.encode()) if axis.on_host else [b""] * axis.size
+    note = "".join(traceback.format_exception_only(error)).strip() if error else ""
+    notes = tell(axis, note) if axis.on_host else [""] * axis.size
     if error is not None:
         raise error
     ranks = [rank for rank, said in enumerate(heard) if said.failed]
     raise RankError(
         f"{_name(ranks)} of {axis} failed, and the step with it on every rank; nothing was updated. "
-        + "; ".join(f"rank {rank}: {notes[rank].decode()}" for rank in ranks)
+        + "; ".join(f"rank {rank}: {notes[rank]}" for rank in ranks)
     )
 
 
@@ -204,13 +210,13 @@ def check_shared(axis: Ranks, name: str, value: Tree, prints: Mapping[int, int])
         groups.setdefault(fingerprint_, []).append(rank)
     if len(groups) <= 1:
         return
-    notes = tell(axis, "\n".join(_lines(name, value)).encode()) if axis.on_host else None
+    notes = tell(axis, "\n".join(_lines(name, value))) if axis.on_host else None
     parts = []
     for ranks in groups.values():
         part = _name(ranks)
         if notes is not None:
-            lines = notes[ranks[0]].decode().split("\n")
-            others = [set(notes[other[0]].decode().split("\n")) for other in groups.values()]
+            lines = notes[ranks[0]].split("\n")
+            others = [set(notes[other[0]].split("\n")) for other in groups.values()]
             own = [line for line in lines[:-1] if not all(line in other for other in others)]
             own = own or lines[-1:]
             part += " with " + ", ".join(own[:4]) + (", ..." if len(own) > 4 else "")
@@ -230,7 +236,9 @@ def fingerprint(value: Tree) -> int:
 @lru_cache(maxsize=256)
 def _digest(structure: tree.Structure, kinds: tuple[str, ...]) -> int:
     text = f"{tree.describe(structure)} {kinds}"
-    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big", signed=True)
+    return int.from_bytes(
+        hashlib.sha256(text.encode(errors="backslashreplace")).digest()[:8], "big", signed=True
+    )
 
 
 def _lines(name: str, value: Tree) -> list[str]:

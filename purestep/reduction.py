@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -16,12 +16,12 @@ from purestep.agreement import (
     Said,
     attempt,
     check_shared,
+    exchange,
     fail,
     fingerprint,
     hear,
     row,
     says,
-    tell,
     total_count,
     total_loss,
 )
@@ -47,12 +47,16 @@ class Sums(NamedTuple):
     aux: Tree
 
 
+Computed: TypeAlias = tuple[Tree, Tensor, Tree]
+"""Gradients, loss, and ``(Count, aux)``, which is empty where there is no microbatch."""
+
+
 class Compute(Protocol):
-    """One rank's ``accumulate``, with its ``out`` and ``ready``: gradients, loss, and ``(Count, aux)``."""
+    """One rank's ``accumulate``, with its ``out`` and ``ready``."""
 
     def __call__(
         self, *, out: Sequence[Tensor] | None, ready: Callable[[int], None] | None
-    ) -> tuple[Tree, Tensor, Tree]: ...
+    ) -> Computed: ...
 
 
 def reduce(
@@ -64,25 +68,42 @@ def reduce(
 ) -> Sums:
     """What ``compute`` gives, summed over all ranks. Its gradients are like ``params``, in ``accum_dtype``.
 
-    Ranks of one program, and programs under a transform, take the ``psum`` of what ``compute`` returns.
-    Elsewhere it writes into buckets that travel while its backward pass still runs, and the rest follows
-    in the last of them. Ranks without microbatches take part with zeros. One that fails in ``compute``
-    says so there, and the step ends with its message on every rank; on a device, where hearing would
-    wait, it raises alone, and its launcher ends the others.
+    Ranks of one program take the ``psum`` of what ``compute`` returns, and so do ranks under a transform, who
+    tell each other first what has become of it. Elsewhere it writes into buckets that travel while its backward
+    pass still runs, and the rest follows in the last of them. Ranks without microbatches take part with zeros.
+    One that fails in ``compute`` says so, and the step ends with its message on every rank; on a device, where
+    hearing would wait, it raises alone, and its launcher ends the others.
     """
     if isinstance(axis, Ranks) and tree.eager(params, agreement.counted):
         return _reduce_in_buckets(axis, agreement, compute, params, accum_dtype)
 
+    compiling = torch.compiler.is_dynamo_compiling()
     held = [rank.microbatches > 0 for rank in agreement.confirm()]
-    if isinstance(axis, Ranks) and torch.compiler.is_dynamo_compiling():
+    if isinstance(axis, Ranks) and compiling:
         held = [agreement.microbatches > 0, True]  # nobody has heard of the others
     if any(held) and not all(held):
         raise ValueError(
             f"a rank of {axis} holds no microbatch, and under a transform or a compiler it cannot be told "
             "what the others' losses return: give it a microbatch whose weights are zero"
         )
-    grads, loss, carried = psum(compute(out=None, ready=None), axis)
+    if isinstance(axis, Ranks) and not compiling:
+        computed = _computed_everywhere(axis, agreement, compute)
+    else:
+        computed = compute(out=None, ready=None)
+    grads, loss, carried = psum(computed, axis)
     return Sums(grads, loss, *(carried or _nothing(agreement)))
+
+
+def _computed_everywhere(axis: Ranks, agreement: Agreement, compute: Compute) -> Computed:
+    """What ``compute`` gives, where it has given the like on every rank."""
+    computed, error = attempt(lambda: compute(out=None, ready=None))
+    if error is not None and not axis.on_host:
+        raise error
+    result = computed or _nothing_computed()
+    said = _says(agreement, error, result)
+    rows = axis.where.meet("all_gather", row(axis, said, no_count(axis.device)))
+    _hear(axis, agreement, rows, error, result)
+    return result
 
 
 def _reduce_in_buckets(
@@ -97,30 +118,50 @@ def _reduce_in_buckets(
     computed, error = attempt(lambda: compute(out=buckets.sums, ready=buckets.ready))
     if error is not None and not axis.on_host:
         raise error
-    grads, loss, carried = computed or ((), torch.zeros(()), ())
-    counted, aux = carried or _nothing(agreement)
+    result = computed or _nothing_computed()
+    grads, loss, carried = result
+    counted, _ = carried or _nothing(agreement)
 
-    said = says(
-        error, agreement.microbatches, counted, fingerprint(aux), LOSS_DTYPES.index(loss.dtype)
-    )
+    said = _says(agreement, error, result)
     rows, lost = attempt(
         lambda: buckets.finish(row(axis, said, counted, loss), FAREWELL if error else None)
     )
     if rows is None:
         raise error or lost or AssertionError
 
-    heard = agreement.confirm()
-    if axis.on_host or not all(rank.microbatches for rank in heard):
-        heard = hear(rows.tolist())
-        if any(rank.failed for rank in heard):
-            fail(axis, heard, error)
-        loss, aux = _like_the_others(axis, heard, loss, aux)
+    heard, loss, aux = _hear(axis, agreement, rows, error, result)
     return Sums(
         grads,
         total_loss(rows).to(loss.dtype),
         total_count(rows, said, heard if axis.on_host else None),
         psum(aux, axis),
     )
+
+
+def _nothing_computed() -> Computed:
+    return (), torch.zeros((), dtype=LOSS_DTYPES[0]), ()
+
+
+def _says(agreement: Agreement, error: Exception | None, computed: Computed) -> Said:
+    _, loss, carried = computed
+    counted, aux = carried or _nothing(agreement)
+    dtype = LOSS_DTYPES.index(loss.dtype)
+    return says(error, agreement.microbatches, counted, fingerprint(aux), dtype)
+
+
+def _hear(
+    axis: Ranks, agreement: Agreement, rows: Tensor, error: Exception | None, computed: Computed
+) -> tuple[list[Said], Tensor, Tree]:
+    """What all ranks said, and the loss and aux in the form that they share. Raises where one has failed."""
+    _, loss, carried = computed
+    _, aux = carried or _nothing(agreement)
+    heard = agreement.confirm()
+    if axis.on_host or not all(rank.microbatches for rank in heard):
+        heard = hear(rows.tolist())
+        if any(rank.failed for rank in heard):
+            fail(axis, heard, error)
+        loss, aux = _like_the_others(axis, heard, loss, aux)
+    return heard, loss, aux
 
 
 def _nothing(agreement: Agreement) -> tuple[Count, Tree]:
@@ -143,9 +184,15 @@ def _like_the_others(
     if prints[first] != fingerprint(()):
         leaves, structure = tree.flatten(aux)
         layout = structure, [(tuple(leaf.shape), leaf.dtype) for leaf in leaves]
-        notes = tell(axis, pickle.dumps(layout) if axis.rank in prints else b"")
+        note, error = attempt(lambda: pickle.dumps(layout) if axis.rank in prints else b"")
+        note = exchange(axis, note or b"")[first]
+        if not note:
+            raise ValueError(
+                f"a rank of {axis} holds no microbatch, and cannot be told what LossTerms.aux is like: make it "
+                "of containers that can be pickled, whose classes stand at the top of a module"
+            ) from error
         if axis.rank not in prints:
-            structure, kinds = pickle.loads(notes[first])
+            structure, kinds = pickle.loads(note)
             zeros = [torch.zeros(shape, dtype=dtype, device=axis.device) for shape, dtype in kinds]
             aux = tree.unflatten(structure, zeros)
     return loss, aux

@@ -21,7 +21,7 @@ from purestep.axis import Axis, LocalAxis, pvary
 from purestep.grads import accumulate_passes, grad_and_value, microbatch_pass
 from purestep.objective import divisor, evaluate, partial_loss
 from purestep.optim.base import Optimizer, Transform
-from purestep.optim.transition import transition
+from purestep.optim.transition import check_buffers, transition
 from purestep.reduction import reduce
 from purestep.tokens import count, label_weights, no_count
 from purestep.types import (
@@ -39,6 +39,7 @@ from purestep.types import (
 
 Normalize = Literal["loss", "grads"]
 OnNonfinite = Literal["propagate", "skip"]
+SUM_DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 
 
 def make_update_step(
@@ -114,10 +115,11 @@ def make_update_step(
             'weight_fn=None means that the forward pass brings the weights, but normalize="loss" counts '
             'them before it: pass normalize="grads", or a weight_fn'
         )
-    if not isinstance(accum_dtype, torch.dtype | None) or not (
-        accum_dtype is None or accum_dtype.is_floating_point
-    ):
-        raise ValueError(f"{accum_dtype=} must be a floating point dtype, such as torch.float32")
+    if accum_dtype is not None and accum_dtype not in SUM_DTYPES:
+        raise ValueError(
+            f"{accum_dtype=} must be a floating point dtype for sums: one of "
+            + ", ".join(map(str, SUM_DTYPES))
+        )
     part = partial_loss(loss_fn, weight_fn)
     run = microbatch_pass(part, grad_and_value, compile=compile)
     counted_first = weight_fn if normalize == "loss" else None
@@ -133,7 +135,10 @@ def make_update_step(
         params: Params, opt_state: OptState, microbatches: Sequence[Microbatch], /
     ) -> tuple[Params, OptState, StepMetrics]:
         shared = {"params": params, "opt_state": opt_state, "settings": settings}
-        agreement = agree(axis, lambda: _statement(params, microbatches, counted_first, shared))
+        given = (params, opt_state) if donate else ()
+        agreement = agree(
+            axis, lambda: _statement(params, microbatches, counted_first, shared, given)
+        )
         known = agreement.counted if counted_first else (None, None)
 
         theta = pvary(params, axis)
@@ -256,9 +261,11 @@ def _statement(
     microbatches: Sequence[Microbatch],
     weight_fn: WeightFn | None,
     shared: dict[str, Any],
+    given: Tree = (),
 ) -> Statement:
     """What a rank brings to a step; its count too, where the weights are known before the loss."""
     device = _check_arguments(params, microbatches)
+    check_buffers(given)
     counted = count(microbatches, weight_fn, device) if weight_fn else no_count(device)
     return Statement(counted, len(microbatches), shared)
 

@@ -28,7 +28,9 @@ from purestep import reduction, tree
 from purestep.agreement import WIDTH
 from tests.test_testing import (
     ACCUM_DTYPES,
+    COMPUTED,
     FAULTS,
+    FAULTS_OF_DTYPE,
     LAWS,
     LIFETIMES,
     SGD,
@@ -40,16 +42,19 @@ from tests.test_testing import (
     blocks,
     check_counted,
     check_fault,
+    check_faulty_derivative,
     check_history,
     check_law,
     counted_in,
     cut,
     evaluated,
+    faulty_derivative,
     faulty_step,
     forward_and_pulled,
     groups_of_two_steps,
     loss_fn,
     loss_with_aux,
+    meets_in_its_loss,
     on_few,
     ones,
     params,
@@ -57,6 +62,7 @@ from tests.test_testing import (
     sound,
     step,
     until_the_end,
+    with_aux_of_its_own,
 )
 
 pytestmark = pytest.mark.timeout(120)
@@ -252,6 +258,67 @@ def test_a_fault_is_told_on_every_rank(world: World, name: str, bucket_bytes: in
     )
     check_fault(name, aftermaths, "MeshAxis('dp', 4 ranks)")
     assert time.monotonic() - started < reduction.FAREWELL
+
+
+@pytest.mark.parametrize("name", [*COMPUTED, *FAULTS_OF_DTYPE])
+def test_a_fault_is_told_where_somebody_differentiates(world: World, name: str) -> None:
+    check_faulty_derivative(name, processes(world, faulty_derivative, range(SIZE), [name] * SIZE))
+
+
+@pytest.mark.parametrize("bucket_bytes", [8, 32, 1 << 20])
+def test_a_loss_that_meets_over_the_same_axis(world: World, bucket_bytes: int) -> None:
+    used, unused = (
+        processes(
+            world, meets_in_its_loss, range(SIZE), [everywhere] * SIZE, bucket_bytes=bucket_bytes
+        )
+        for everywhere in (True, False)
+    )
+    for result in unused:
+        assert same(result, used[0])
+
+
+class _Noticed(torch.autograd.Function):
+    """The identity, which calls a function during the backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, notice: Callable[[], None]) -> Tensor:
+        ctx.notice = notice
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        ctx.notice()
+        return grad, None
+
+
+def launched_during_the_backward_pass(axis: Any, meets: bool) -> int:
+    """How many buckets of two are on their way when the gradient of the first leaf is about to be found."""
+    launched: list[int] = []
+    before = 0
+
+    def loss(params: Any, microbatch: Batch) -> Tensor:
+        nonlocal before
+        early = _Noticed.apply(params["b"], lambda: launched.append(axis.meetings - before))
+        scores = early * params["w"].sum() * microbatch["y"]
+        if meets:
+            ps.psum(scores.detach(), axis)
+        before = axis.meetings
+        return scores
+
+    step(axis, {**sound(0), "loss_fn": loss, "microbatches": [batch(4)] * 2})
+    return launched[-1]
+
+
+@pytest.mark.parametrize(("meets", "expected"), [(False, 1), (True, 0)])
+def test_buckets_leave_during_the_backward_pass(world: World, meets: bool, expected: int) -> None:
+    """Unless the loss communicates over the same axis."""
+    results = processes(world, launched_during_the_backward_pass, [meets] * SIZE, bucket_bytes=24)
+    assert results == [expected] * SIZE
+
+
+def test_aux_that_an_empty_rank_cannot_be_told(world: World) -> None:
+    for text in processes(world, with_aux_of_its_own, cut(batch())):
+        assert "make it of containers that can be pickled" in text
 
 
 def evaluates_while_others_train(axis: ps.Axis, rank: int) -> tuple[str, Any]:

@@ -146,10 +146,25 @@ def raising(function: Callable[..., Any], at: int) -> Callable[..., Any]:
     return raises
 
 
+def unreadable(*_: Any) -> Tensor:
+    """A file's name need not be text."""
+    raise OSError("no file caf\udce9")
+
+
+def shared() -> Arguments:
+    """Two leaves in one piece of memory."""
+    w = params()["w"]
+    return of_params(b=w[0], w=w)({})
+
+
 class _BrokenBackward(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
+    def forward(x: Tensor) -> Tensor:
         return x.clone()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        pass
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
@@ -226,6 +241,12 @@ FAULTS = {
     "no sequence": failure(
         TypeError, "microbatches must be a sequence of microbatches, got dict",
         lambda _: {"microbatches": batch()},
+    ),
+    "a message that is no text": failure(
+        OSError, "no file caf\udce9", lambda _: {"loss_fn": unreadable}, heard=r"no file caf\udce9"
+    ),
+    "a buffer given twice": failure(
+        ValueError, "donate=True needs a buffer for each leaf", lambda _: {"donate": True, **shared()}
     ),
     "no params": failure(
         ValueError, "params holds no tensors", lambda _: {"params": {}}
@@ -307,6 +328,117 @@ def test_a_fault_is_told_on_every_rank(name: str, bucket_bytes: int, donate: boo
     axis = ps.testing.ThreadAxis(4, bucket_bytes=bucket_bytes)
     results = axis.map(lambda rank: faulty_step(axis, rank, name, donate))(range(4))
     check_fault(name, results, repr(axis))
+
+
+def test_a_fault_is_told_in_any_default_dtype() -> None:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        axis = ps.testing.ThreadAxis(4)
+        results = axis.map(lambda rank: faulty_step(axis, rank, "first loss", False))(range(4))
+    finally:
+        torch.set_default_dtype(before)
+    check_fault("first loss", results, repr(axis))
+
+
+COMPUTED = ["first loss", "backward", "aux structure", "aux dtype", "aux shape"]
+"""Faults that show only when losses and gradients are computed."""
+
+
+def of_one_loss_dtype(params: Any, microbatch: Batch) -> ps.LossTerms:
+    """Losses in float32."""
+    terms = loss_with_aux(params, microbatch)
+    return terms._replace(tokens=terms.tokens.float())
+
+
+FAULTS_OF_DTYPE = {"loss dtype": {"loss_fn": of_one_loss_dtype}}
+
+
+def faulty_derivative(axis: ps.Axis, rank: int, name: str) -> tuple[Exception | None, Any]:
+    """A step in which somebody differentiates and rank 2 goes wrong, and then a sound one."""
+    groups = [list(group) for group in cut(batch(8), [[2, 1], [1], [2], [1, 1]])]
+    theta = tree.map(lambda leaf: leaf.requires_grad_(), params())
+    arguments = {**sound(rank), "params": theta, "microbatches": groups[rank]}
+    error = None
+    try:
+        step(axis, arguments | (wrong(name, arguments) if rank == BAD else {}))
+    except Exception as caught:
+        error = caught
+    return error, tree.map(Tensor.detach, step(axis, arguments)[0])
+
+
+def wrong(name: str, arguments: Arguments) -> Arguments:
+    """What the faulty rank does differently."""
+    return FAULTS_OF_DTYPE.get(name) or FAULTS[name].change(arguments)
+
+
+def check_faulty_derivative(name: str, results: Sequence[tuple[Exception | None, Any]]) -> None:
+    """Every rank heard of it, and the next step is sound."""
+    whole = {**sound(0), "microbatches": [batch(8)]}
+    for rank, (error, new_params) in enumerate(results):
+        assert same(new_params, step(ps.LocalAxis(), whole)[0])
+        if "aux" in name or "dtype" in name:
+            assert type(error) is ValueError
+            assert "disagree on " in str(error)
+            assert "ranks 0, 1, 3 with " in str(error)
+            assert " against rank 2 with " in str(error)
+        else:
+            assert type(error) is (ArithmeticError if rank == BAD else ps.RankError)
+            assert rank == BAD or "rank 2: ArithmeticError: " in str(error)
+
+
+@pytest.mark.parametrize("name", [*COMPUTED, *FAULTS_OF_DTYPE])
+def test_a_fault_is_told_where_somebody_differentiates(name: str) -> None:
+    axis = ps.testing.ThreadAxis(4)
+    check_faulty_derivative(
+        name, axis.map(lambda rank: faulty_derivative(axis, rank, name))(range(4))
+    )
+
+
+def meets_in_its_loss(axis: ps.Axis, rank: int, everywhere: bool) -> Any:
+    """Ranks sum over the axis inside of the loss; a leaf is used on rank 0, and elsewhere times zero or not at all."""
+
+    def loss(params: Any, microbatch: Batch) -> Tensor:
+        scores = ps.pvary(ps.psum(microbatch["x"] @ params["w"], axis), axis)
+        if rank == 0 or everywhere:
+            scores = scores + params["z"] * (rank == 0)
+        return scores.square()
+
+    theta = {"w": params()["w"], "z": torch.tensor([2.0, 1.0, 1.0, 1.0]).double()}
+    arguments = {**sound(rank), "loss_fn": loss, "params": theta, "opt_state": SGD.init(theta)}
+    return step(axis, {**arguments, "microbatches": [batch(4, rank)]})
+
+
+@pytest.mark.parametrize("bucket_bytes", [8, 32, 1 << 20])
+def test_a_loss_that_meets_over_the_same_axis(bucket_bytes: int) -> None:
+    """Its collectives are never taken for those of the gradients."""
+    axis = ps.testing.ThreadAxis(4, bucket_bytes=bucket_bytes)
+    used, unused = (
+        axis.map(lambda rank: meets_in_its_loss(axis, rank, everywhere))(range(4))  # noqa: B023
+        for everywhere in (True, False)
+    )
+    for result in unused:
+        assert same(result, used[0])
+
+
+def with_aux_of_its_own(axis: ps.Axis, group: list[Batch]) -> str:
+    """A class that only this function knows cannot be told to a rank without microbatches."""
+
+    class Local(NamedTuple):
+        total: Tensor
+
+    def loss(params: Any, microbatch: Batch) -> ps.LossTerms:
+        losses = loss_fn(params, microbatch)
+        return ps.LossTerms(losses, aux=Local(losses.sum()))
+
+    with pytest.raises(ValueError, match="holds no microbatch") as info:
+        step(axis, {**sound(0), "loss_fn": loss, "microbatches": group})
+    return str(info.value)
+
+
+def test_aux_that_an_empty_rank_cannot_be_told() -> None:
+    for text in threads(4, with_aux_of_its_own, cut(batch())):
+        assert "make it of containers that can be pickled" in text
 
 
 class Named(NamedTuple):

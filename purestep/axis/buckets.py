@@ -33,7 +33,7 @@ class Buckets:
 
     ``sums`` are buffers for the leaves, views of flat vectors. Write into them, and call ``ready(index)``
     when one is final, in any order: buckets are launched in one and the same order on every rank, so
-    that communication overlaps with the backward pass that is still at work. ``finish`` launches those
+    that communication overlaps with the backward pass that is still at work, unless that communicates too. ``finish`` launches those
     that are left, and waits for all.
 
     A row of integers travels with the last bucket. Each rank writes its own, as bytes, into its own row of
@@ -48,11 +48,17 @@ class Buckets:
         self._buckets: list[Tensor] = []
         self._missing: list[set[int]] = []
         self._waits: list[Wait] = []
-        groups = _alike((dtype, leaf.device) for dtype, leaf in zip(dtypes, leaves, strict=True))
+        self._meetings = axis.meetings
+        kinds = ((dtype, leaf.device) for dtype, leaf in zip(dtypes, leaves, strict=True))
+        nothing = torch.empty(0, device=axis.device)
+        groups = _alike(kinds) or [[]]
         for members in groups:
+            like, dtype = next(
+                ((leaves[index], dtypes[index]) for index in members), (nothing, nothing.dtype)
+            )
             sizes = [leaves[index].numel() for index in members]
             table = axis.size * width * 8 if members is groups[-1] else 0
-            flat = leaves[members[0]].new_empty(sum(sizes) + table, dtype=dtypes[members[0]])
+            flat = like.new_empty(sum(sizes) + table, dtype=dtype)
             capacity = _capacity(axis, flat)
             # The table makes the last bucket a little larger, never one more of them.
             edges = [*range(0, max(1, sum(sizes)), capacity), len(flat)]
@@ -61,7 +67,7 @@ class Buckets:
             self._missing += [set() for _ in edges[1:]]
             spans = pairwise(accumulate(sizes, initial=0))
             for index, (start, stop) in zip(members, spans, strict=True):
-                self.sums[index] = flat[start:stop].view(leaves[index].shape)
+                self.sums[index] = _laid_out_like(leaves[index], flat[start:stop])
                 for place in range(start // capacity, -(-stop // capacity)):
                     self._missing[first + place].add(index)
 
@@ -69,14 +75,16 @@ class Buckets:
         """The sum of this leaf is final."""
         for missing in self._missing:
             missing.discard(index)
+        # Ranks may find their gradients in different orders. Where the loss meets over this axis too, its collectives
+        # and ours would come in different orders then: ours wait.
+        if self._axis.meetings != (self._meetings or 0) + len(self._waits):
+            return
         # All but the last, which waits for the row.
         while len(self._waits) < len(self._buckets) - 1 and not self._missing[len(self._waits)]:
             self._launch()
 
     def finish(self, row: Tensor, timeout: float | None = None) -> Tensor:
         """Sums what is left; returns the rows of all ranks, ``(ranks, width)``."""
-        if not self._buckets:
-            return self._axis.where.meet("all_gather", row)
         table = self._buckets[-1][-self._axis.size * len(row) * 8 :].view(self._axis.size, -1)
         table.zero_()[self._axis.rank] = row.view(torch.uint8).to(table)
         while len(self._waits) < len(self._buckets):
@@ -87,6 +95,14 @@ class Buckets:
 
     def _launch(self) -> None:
         self._waits.append(self._axis.launch(self._buckets[len(self._waits)]))
+
+
+def _laid_out_like(leaf: Tensor, part: Tensor) -> Tensor:
+    """The part as a tensor with the leaf's strides, which is how autograd wants its gradients."""
+    if leaf.is_contiguous():
+        return part.view(leaf.shape)
+    strides = torch.empty_like(leaf, device="meta").stride()
+    return part.as_strided(leaf.shape, strides, part.storage_offset())
 
 
 def _alike(kinds: Iterable[Hashable]) -> list[list[int]]:

@@ -70,7 +70,7 @@ class MeshAxis(Ranks):
             )
         part = mesh[self.dims]
         flat = part if len(self.dims) == 1 else part._flatten()
-        self._group = flat.get_group()
+        self._group: Any = flat.get_group()
         self.size = flat.size()
         self._rank: int = flat.get_local_rank()
         self.device = torch.device(mesh.device_type)
@@ -80,6 +80,15 @@ class MeshAxis(Ranks):
     def where(self) -> Group:
         """The process group."""
         return self._where
+
+    @property
+    def meetings(self) -> int | None:
+        """How many collectives the process group has begun; None where its backend does not count."""
+        try:
+            number: int = self._group._get_sequence_number_for_group()
+        except RuntimeError:
+            return None
+        return number
 
     @property
     def rank(self) -> int:
@@ -156,5 +165,5 @@ def _explained(group: Any) -> Iterator[None]:
         raise RankError(
             f"a collective over {group} failed: most likely another rank has died, and its own output tells "
             "why. This process group is lost: end the process, so that others do not wait for it, and start again "
-            f"from the last checkpoint, as torchrun --max-restarts does. What the backend says: {str(error).splitlines()[0]}"
+            f"from the last checkpoint, as torchrun --max-restarts does. What the backend says: {str(error).partition(chr(10))[0]}"
         ) from error

@@ -45,6 +45,11 @@ class Ranks(ABC):
 
     @property
     @abstractmethod
+    def meetings(self) -> int | None:
+        """How many of the ranks' collectives have begun, whoever called them; None where nobody counts."""
+
+    @property
+    @abstractmethod
     def rank(self) -> int:
         """Which rank this is."""
 

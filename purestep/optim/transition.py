@@ -59,8 +59,6 @@ def transition(optimizer: Optimizer, *, donate: bool, compile: bool = False) -> 
             return cast("tuple[Params, OptState]", selected)
         if copies:
             params, opt_state = tree.map(torch.clone, (params, opt_state))
-        elif not compiling:
-            _check_buffers((params, opt_state))
         if compiling or applied.device.type != "cpu":
             return update_(grads, opt_state, params, grad_scale=grad_scale, applied=applied)
         # The host knows already whether the step is taken, so nothing has to be selected.
@@ -71,8 +69,10 @@ def transition(optimizer: Optimizer, *, donate: bool, compile: bool = False) -> 
     return transit
 
 
-def _check_buffers(state: Tree) -> None:
+def check_buffers(state: Tree) -> None:
     """Refuses a buffer that is given away twice: one of its owners would find the other's values."""
+    if not tree.eager(state):
+        return  # Nothing is written over then.
     leaves = tree.leaves_of(state)
     pointers = [leaf.data_ptr() for leaf in leaves if isinstance(leaf, Tensor) and leaf.numel()]
     if len(set(pointers)) == len(pointers):
