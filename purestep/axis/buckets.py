@@ -33,8 +33,9 @@ class Buckets:
 
     ``sums`` are buffers for the leaves, views of flat vectors. Write into them, and call ``ready(index)``
     when one is final, in any order: buckets are launched in one and the same order on every rank, so
-    that communication overlaps with the backward pass that is still at work, unless that communicates too. ``finish`` launches those
-    that are left, and waits for all.
+    that communication overlaps with the backward pass that is still at work. ``finish`` launches those
+    that are left, and waits for all. Where the loss meets over this axis too, that is all of them: ranks
+    may find their gradients in different orders, and would mix up its collectives with these.
 
     A row of integers travels with the last bucket. Each rank writes its own, as bytes, into its own row of
     a table of zeros: bytes, and sums of a byte and zeros, are exact in any floating point dtype.
@@ -50,12 +51,10 @@ class Buckets:
         self._waits: list[Wait] = []
         self._meetings = axis.meetings
         kinds = ((dtype, leaf.device) for dtype, leaf in zip(dtypes, leaves, strict=True))
-        nothing = torch.empty(0, device=axis.device)
         groups = _alike(kinds) or [[]]
         for members in groups:
-            like, dtype = next(
-                ((leaves[index], dtypes[index]) for index in members), (nothing, nothing.dtype)
-            )
+            like = leaves[members[0]] if members else torch.empty(0, device=axis.device)
+            dtype = dtypes[members[0]] if members else like.dtype
             sizes = [leaves[index].numel() for index in members]
             table = axis.size * width * 8 if members is groups[-1] else 0
             flat = like.new_empty(sum(sizes) + table, dtype=dtype)
@@ -75,8 +74,6 @@ class Buckets:
         """The sum of this leaf is final."""
         for missing in self._missing:
             missing.discard(index)
-        # Ranks may find their gradients in different orders. Where the loss meets over this axis too, its collectives
-        # and ours would come in different orders then: ours wait.
         if self._axis.meetings != (self._meetings or 0) + len(self._waits):
             return
         # All but the last, which waits for the row.
