@@ -1,6 +1,6 @@
 """``MeshAxis`` over real processes: what travels, what happens when a rank goes wrong, transforms and compilers.
 
-The programs are those of ``tests/test_testing.py``, where threads run them. Here one group of four gloo
+The programs are those of ``tests/faults.py`` and ``tests/test_testing.py``, where threads run them. Here one group of four gloo
 processes stays up for the whole file; only tests that kill a rank start their own.
 """
 
@@ -26,41 +26,42 @@ import purestep as ps
 from proofs.processes import DeadRankError, World, values
 from purestep import reduction, tree
 from purestep.agreement import WIDTH
-from tests.test_testing import (
-    ACCUM_DTYPES,
+from tests.faults import (
     COMPUTED,
     FAULTS,
-    FAULTS_OF_DTYPE,
-    LAWS,
-    LIFETIMES,
     SGD,
     Aftermath,
     Batch,
     alone,
-    backward_through_two_steps,
     batch,
-    blocks,
-    check_counted,
     check_fault,
     check_faulty_derivative,
-    check_history,
-    check_law,
-    counted_in,
     cut,
-    evaluated,
     faulty_derivative,
     faulty_step,
-    forward_and_pulled,
-    groups_of_two_steps,
     loss_fn,
     loss_with_aux,
-    meets_in_its_loss,
-    on_few,
     ones,
     params,
     same,
     sound,
     step,
+)
+from tests.test_testing import (
+    ACCUM_DTYPES,
+    LAWS,
+    LIFETIMES,
+    backward_through_two_steps,
+    blocks,
+    check_counted,
+    check_history,
+    check_law,
+    counted_in,
+    evaluated,
+    forward_and_pulled,
+    groups_of_two_steps,
+    meets_in_its_loss,
+    on_few,
     until_the_end,
     with_aux_of_its_own,
 )
@@ -260,7 +261,7 @@ def test_a_fault_is_told_on_every_rank(world: World, name: str, bucket_bytes: in
     assert time.monotonic() - started < reduction.FAREWELL
 
 
-@pytest.mark.parametrize("name", [*COMPUTED, *FAULTS_OF_DTYPE])
+@pytest.mark.parametrize("name", COMPUTED)
 def test_a_fault_is_told_where_somebody_differentiates(world: World, name: str) -> None:
     check_faulty_derivative(name, processes(world, faulty_derivative, range(SIZE), [name] * SIZE))
 

@@ -1,7 +1,6 @@
 """Ranks that hold different amounts of data, and ranks that go wrong: on threads.
 
-``tests/test_mesh.py`` says the same of processes, with the programs of this file. All numbers are integers in
-float64 and every N is a power of two, so nothing is ever rounded.
+``tests/test_mesh.py`` says the same of processes, with the programs of this file and of ``tests/faults.py``.
 """
 
 from __future__ import annotations
@@ -18,307 +17,29 @@ from torch import Tensor
 
 import purestep as ps
 from purestep import tree
+from tests.faults import (
+    BAD,
+    COMPUTED,
+    FAULTS,
+    SGD,
+    Batch,
+    alone,
+    batch,
+    check_fault,
+    check_faulty_derivative,
+    cut,
+    faulty_derivative,
+    faulty_step,
+    loss_fn,
+    loss_with_aux,
+    ones,
+    params,
+    same,
+    sound,
+    step,
+)
 
 pytestmark = pytest.mark.timeout(60)
-
-Arguments = dict[str, Any]
-Batch = dict[str, Tensor]
-
-SGD = ps.optim.sgd(0.5, momentum=0.5)
-SHARE = [[2, 3], [], [1, 1, 2], [7]]
-"""How many tokens each microbatch of each rank has: uneven, and one rank with none."""
-BAD = 2
-"""The rank that goes wrong."""
-
-
-def params() -> dict[str, Tensor]:
-    """Integers, in two leaves."""
-    return {"b": torch.tensor(1.0).double(), "w": torch.tensor([1.0, -2.0, 3.0]).double()}
-
-
-def batch(size: int = 16, seed: int = 0) -> Batch:
-    """Integers, without a random generator, which a transform would refuse."""
-    count = torch.arange(size * 4).view(size, 4) + 5 * seed
-    numbers = ((count * count * 3 + count) % 11 % 7 - 3).double()
-    return {"x": numbers[:, :3], "y": numbers[:, 3]}
-
-
-def cut(whole: Batch, share: Sequence[Sequence[int]] = SHARE) -> list[list[Batch]]:
-    """The microbatches of each rank."""
-    sizes = [size for rank in share for size in rank]
-    parts = (
-        dict(zip(whole, part, strict=True))
-        for part in zip(*(value.split(sizes) for value in whole.values()), strict=True)
-    )
-    return [list(itertools.islice(parts, len(rank))) for rank in share]
-
-
-def loss_fn(params: Any, microbatch: Batch) -> Tensor:
-    """(xᵀw + b − y)², for each token."""
-    return (microbatch["x"] @ params["w"] + params["b"] - microbatch["y"]).square()
-
-
-def loss_with_aux(params: Any, microbatch: Batch) -> ps.LossTerms:
-    """The same, with its sum and how many are small."""
-    losses = loss_fn(params, microbatch)
-    return ps.LossTerms(losses, aux={"small": (losses < 5).sum(), "sum": losses.sum()})
-
-
-def ones(microbatch: Batch) -> Tensor:
-    """Every token weighs the same."""
-    return torch.ones(len(microbatch["y"]), dtype=torch.int64)
-
-
-def sound(rank: int) -> Arguments:
-    """A step of four uneven ranks."""
-    return {
-        "loss_fn": loss_with_aux,
-        "optimizer": SGD,
-        "weight_fn": ones,
-        "params": params(),
-        "opt_state": SGD.init(params()),
-        "microbatches": cut(batch())[rank],
-    }
-
-
-def step(axis: ps.Axis, arguments: Arguments) -> Any:
-    """One step with these arguments."""
-    settings = dict(arguments)
-    state = [settings.pop(name) for name in ("params", "opt_state", "microbatches")]
-    return ps.make_update_step(**settings, axis=axis)(*state)
-
-
-def alone() -> Any:
-    """The sound step of one rank that holds the whole batch as one microbatch."""
-    new_params, opt_state, metrics = step(ps.LocalAxis(), {**sound(0), "microbatches": [batch()]})
-    count = sum(map(len, SHARE))
-    return new_params, opt_state, metrics._replace(num_microbatches=torch.tensor(count))
-
-
-def same(one: Any, other: Any) -> bool:
-    """Whether two trees agree in structure, dtypes and every bit."""
-    leaves, structure = tree.flatten(one)
-    others, other_structure = tree.flatten(other)
-    return structure == other_structure and all(
-        a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(leaves, others, strict=True)
-    )
-
-
-class Fault(NamedTuple):
-    """What some ranks do differently, and which errors they and the others get."""
-
-    change: Callable[[Arguments], Arguments]
-    own: tuple[type[Exception], str]
-    others: tuple[type[Exception], str]
-    ranks: tuple[int, ...] = (BAD,)
-
-
-def disagreement(name: str, right: str, wrong: str, change: Callable[..., Arguments]) -> Fault:
-    """Every rank gets one and the same error."""
-    ranks = "ranks 0, 3" if name == "LossTerms.aux" else "ranks 0, 1, 3"
-    text = f"disagree on {name}, and nothing was updated: {ranks} with {right} against rank 2 with {wrong}"
-    return Fault(change, (ValueError, text), (ValueError, text))
-
-
-def failure(
-    kind: type[Exception], text: str, change: Callable[..., Arguments], heard: str | None = None
-) -> Fault:
-    """The rank that fails gets its own exception, and the others hear of it."""
-    told = f"failed, and the step with it on every rank; nothing was updated. rank 2: {kind.__name__}: "
-    return Fault(change, (kind, text), (ps.RankError, told + (heard or text)))
-
-
-def setting(name: str, right: str, wrong: str, **settings: Any) -> Fault:
-    """Another setting of the step."""
-    right, wrong = (f"settings[{name!r}]: {value!r}" for value in (right, wrong))
-    return disagreement("settings", right, wrong, lambda _: settings)
-
-
-def raising(function: Callable[..., Any], at: int) -> Callable[..., Any]:
-    """The function, which raises at this call."""
-    calls = itertools.count()
-
-    def raises(*args: Any) -> Any:
-        if next(calls) == at:
-            raise ArithmeticError("θ ≠ θ")
-        return function(*args)
-
-    return raises
-
-
-def unreadable(*_: Any) -> Tensor:
-    """A file's name need not be text."""
-    raise OSError("no file caf\udce9")
-
-
-def shared() -> Arguments:
-    """Two leaves in one piece of memory."""
-    w = params()["w"]
-    return of_params(b=w[0], w=w)({})
-
-
-class _BrokenBackward(torch.autograd.Function):
-    @staticmethod
-    def forward(x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        pass
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        raise ArithmeticError("no way back")
-
-
-def broken_backward(params: Any, microbatch: Batch) -> ps.LossTerms:
-    """The gradient of w is found, and may be on its way already, when that of b raises."""
-    broken: Tensor = _BrokenBackward.apply(params["b"])
-    return loss_with_aux({"w": params["w"], "b": broken}, microbatch)
-
-
-def without_aux(params: Any, microbatch: Batch) -> ps.LossTerms:
-    """Another structure of aux."""
-    return ps.LossTerms(loss_fn(params, microbatch))
-
-
-def aux_as(dtype: torch.dtype, *shape: int) -> Callable[..., ps.LossTerms]:
-    """Another kind of aux."""
-
-    def loss(params: Any, microbatch: Batch) -> ps.LossTerms:
-        terms = loss_with_aux(params, microbatch)
-        return terms._replace(aux={**terms.aux, "sum": torch.zeros(shape, dtype=dtype)})
-
-    return loss
-
-
-def of_params(**leaves: Tensor) -> Callable[[Arguments], Arguments]:
-    """Other params, and the state that belongs to them."""
-    other = {**params(), **leaves}
-    return lambda _: {"params": other, "opt_state": SGD.init(other)}
-
-
-PLAIN = ps.optim.sgd(0.5)
-FAULTS = {
-    "structure": disagreement(
-        "params", "the structure {'b': *, 'w': *}", "params['c']: torch.float64 of shape ()",
-        of_params(c=torch.tensor(0.0).double()),
-    ),
-    "dtype": disagreement(
-        "params", "params['b']: torch.float64 of shape ()", "params['b']: torch.float32 of shape ()",
-        of_params(b=torch.tensor(1.0)),
-    ),
-    "shape": disagreement(
-        "params", "params['w']: torch.float64 of shape (3,)",
-        "params['w']: torch.float64 of shape (3, 1)", of_params(w=torch.ones(3, 1).double()),
-    ),
-    "opt_state": disagreement(
-        "opt_state",
-        "opt_state[0].trace['b']: torch.float64 of shape (), "
-        "opt_state[0].trace['w']: torch.float64 of shape (3,), opt_state[1].step: torch.int64 of shape ()",
-        "opt_state[0].step: torch.int64 of shape ()",
-        lambda a: {"optimizer": PLAIN, "opt_state": PLAIN.init(a["params"])},
-    ),
-    "normalize": setting("normalize", "loss", "grads", normalize="grads"),
-    "accum_dtype": setting("accum_dtype", "None", "torch.float32", accum_dtype=torch.float32),
-    "on_nonfinite": setting("on_nonfinite", "propagate", "skip", on_nonfinite="skip"),
-    "first loss": failure(
-        ArithmeticError, "θ ≠ θ", lambda a: {"loss_fn": raising(a["loss_fn"], 0)}
-    ),
-    "last loss": failure(
-        ArithmeticError, "θ ≠ θ", lambda a: {"loss_fn": raising(a["loss_fn"], 2)}
-    ),
-    "backward": failure(ArithmeticError, "no way back", lambda _: {"loss_fn": broken_backward}),
-    "weights": failure(ArithmeticError, "θ ≠ θ", lambda _: {"weight_fn": raising(ones, 1)}),
-    "negative weights": failure(
-        ValueError, "weights must be finite and not negative, but one is -1",
-        lambda _: {"weight_fn": lambda m: -ones(m)},
-    ),
-    "mean loss": failure(
-        ValueError, "losses of shape () against weights of shape (1,)",
-        lambda _: {"loss_fn": lambda p, m: loss_fn(p, m).mean()},
-    ),
-    "no sequence": failure(
-        TypeError, "microbatches must be a sequence of microbatches, got dict",
-        lambda _: {"microbatches": batch()},
-    ),
-    "a message that is no text": failure(
-        OSError, "no file caf\udce9", lambda _: {"loss_fn": unreadable}, heard=r"no file caf\udce9"
-    ),
-    "a buffer given twice": failure(
-        ValueError, "donate=True needs a buffer for each leaf", lambda _: {"donate": True, **shared()}
-    ),
-    "no params": failure(
-        ValueError, "params holds no tensors", lambda _: {"params": {}}
-    ),
-    "aux structure": disagreement(
-        "LossTerms.aux",
-        "LossTerms.aux['small']: torch.int64 of shape (), LossTerms.aux['sum']: torch.float64 of shape ()",
-        "the structure ()", lambda _: {"loss_fn": without_aux},
-    ),
-    "aux dtype": disagreement(
-        "LossTerms.aux", "LossTerms.aux['sum']: torch.float64 of shape ()",
-        "LossTerms.aux['sum']: torch.float32 of shape ()",
-        lambda _: {"loss_fn": aux_as(torch.float32)},
-    ),
-    "aux shape": disagreement(
-        "LossTerms.aux", "LossTerms.aux['sum']: torch.float64 of shape ()",
-        "LossTerms.aux['sum']: torch.float64 of shape (2,)",
-        lambda _: {"loss_fn": aux_as(torch.float64, 2)},
-    ),
-    "two ranks": Fault(
-        lambda a: {"loss_fn": raising(a["loss_fn"], 0)},
-        (ArithmeticError, "θ ≠ θ"),
-        (ps.RankError, "rank 0: ArithmeticError: θ ≠ θ; rank 2: ArithmeticError: θ ≠ θ"),
-        ranks=(0, 2),
-    ),
-    "every rank": Fault(
-        lambda _: {"weight_fn": raising(ones, 0), "microbatches": [batch()]},
-        (ArithmeticError, "θ ≠ θ"),
-        (ps.RankError, ""),
-        ranks=(0, 1, 2, 3),
-    ),
-}  # fmt: skip
-
-
-class Aftermath(NamedTuple):
-    """What a rank is left with after a fault: the error, its state as it was, and that it can go on."""
-
-    error: Exception | None
-    untouched: bool
-    next_step: Any
-
-
-def faulty_step(axis: ps.Axis, rank: int, name: str, donate: bool) -> Aftermath:
-    """A step in which some ranks go wrong, and then a sound one."""
-    arguments, fault = {**sound(rank), "donate": donate}, FAULTS[name]
-    if rank in fault.ranks:
-        arguments |= fault.change(arguments)
-    state = arguments["params"], arguments["opt_state"]
-    before = tree.map(torch.clone, state)
-    error = None
-    try:
-        step(axis, arguments)
-    except Exception as caught:
-        error = caught
-    return Aftermath(error, same(state, before), step(axis, sound(rank)))
-
-
-def check_fault(name: str, aftermaths: Sequence[Aftermath], axis: str) -> None:
-    """Every rank heard of it, and nothing has happened."""
-    fault, expected = FAULTS[name], alone()
-    for rank, (error, untouched, next_step) in enumerate(aftermaths):
-        kind, text = fault.own if rank in fault.ranks else fault.others
-        assert type(error) is kind
-        assert text in str(error)
-        if kind is ps.RankError:
-            ranks = f"rank{'s' * (len(fault.ranks) > 1)} {', '.join(map(str, fault.ranks))}"
-            assert str(error).startswith(f"{ranks} of {axis} failed")
-        elif "disagree" in text:
-            assert str(error).startswith(f"the ranks of {axis} disagree")
-            assert str(error) == str(aftermaths[0].error)
-        assert untouched
-        assert same(next_step, expected)
 
 
 @pytest.mark.parametrize("donate", [False, True])
@@ -341,53 +62,7 @@ def test_a_fault_is_told_in_any_default_dtype() -> None:
     check_fault("first loss", results, repr(axis))
 
 
-COMPUTED = ["first loss", "backward", "aux structure", "aux dtype", "aux shape"]
-"""Faults that show only when losses and gradients are computed."""
-
-
-def of_one_loss_dtype(params: Any, microbatch: Batch) -> ps.LossTerms:
-    """Losses in float32."""
-    terms = loss_with_aux(params, microbatch)
-    return terms._replace(tokens=terms.tokens.float())
-
-
-FAULTS_OF_DTYPE = {"loss dtype": {"loss_fn": of_one_loss_dtype}}
-
-
-def faulty_derivative(axis: ps.Axis, rank: int, name: str) -> tuple[Exception | None, Any]:
-    """A step in which somebody differentiates and rank 2 goes wrong, and then a sound one."""
-    groups = [list(group) for group in cut(batch(8), [[2, 1], [1], [2], [1, 1]])]
-    theta = tree.map(lambda leaf: leaf.requires_grad_(), params())
-    arguments = {**sound(rank), "params": theta, "microbatches": groups[rank]}
-    error = None
-    try:
-        step(axis, arguments | (wrong(name, arguments) if rank == BAD else {}))
-    except Exception as caught:
-        error = caught
-    return error, tree.map(Tensor.detach, step(axis, arguments)[0])
-
-
-def wrong(name: str, arguments: Arguments) -> Arguments:
-    """What the faulty rank does differently."""
-    return FAULTS_OF_DTYPE.get(name) or FAULTS[name].change(arguments)
-
-
-def check_faulty_derivative(name: str, results: Sequence[tuple[Exception | None, Any]]) -> None:
-    """Every rank heard of it, and the next step is sound."""
-    whole = {**sound(0), "microbatches": [batch(8)]}
-    for rank, (error, new_params) in enumerate(results):
-        assert same(new_params, step(ps.LocalAxis(), whole)[0])
-        if "aux" in name or "dtype" in name:
-            assert type(error) is ValueError
-            assert "disagree on " in str(error)
-            assert "ranks 0, 1, 3 with " in str(error)
-            assert " against rank 2 with " in str(error)
-        else:
-            assert type(error) is (ArithmeticError if rank == BAD else ps.RankError)
-            assert rank == BAD or "rank 2: ArithmeticError: " in str(error)
-
-
-@pytest.mark.parametrize("name", [*COMPUTED, *FAULTS_OF_DTYPE])
+@pytest.mark.parametrize("name", COMPUTED)
 def test_a_fault_is_told_where_somebody_differentiates(name: str) -> None:
     axis = ps.testing.ThreadAxis(4)
     check_faulty_derivative(
