@@ -87,23 +87,23 @@ def reduce(
             "what the others' losses return: give it a microbatch whose weights are zero"
         )
     if isinstance(axis, Ranks) and not compiling:
-        computed = _computed_everywhere(axis, agreement, compute)
+        here = _computed_everywhere(axis, agreement, compute)
     else:
-        computed = compute(out=None, ready=None)
-    grads, loss, carried = psum(computed, axis)
-    return Sums(grads, loss, *(carried or _nothing(agreement)))
+        here = _here(agreement, compute(out=None, ready=None))
+    sums: Sums = psum(here, axis)
+    return sums
 
 
-def _computed_everywhere(axis: Ranks, agreement: Agreement, compute: Compute) -> Computed:
+def _computed_everywhere(axis: Ranks, agreement: Agreement, compute: Compute) -> Sums:
     """What ``compute`` gives, where it has given the like on every rank."""
     computed, error = attempt(lambda: compute(out=None, ready=None))
     if error is not None and not axis.on_host:
         raise error
-    result = computed or _nothing_computed()
-    said = _says(agreement, error, result)
+    here = _here(agreement, computed)
+    said = _says(agreement, error, here)
     rows = axis.where.meet("all_gather", row(axis, said, no_count(axis.device)))
-    _hear(axis, agreement, rows, error, result)
-    return result
+    _hear(axis, agreement, rows, error, here)
+    return here
 
 
 def _reduce_in_buckets(
@@ -118,43 +118,39 @@ def _reduce_in_buckets(
     computed, error = attempt(lambda: compute(out=buckets.sums, ready=buckets.ready))
     if error is not None and not axis.on_host:
         raise error
-    result = computed or _nothing_computed()
-    grads, loss, carried = result
-    counted, _ = carried or _nothing(agreement)
-
-    said = _says(agreement, error, result)
-    rows, lost = attempt(
-        lambda: buckets.finish(row(axis, said, counted, loss), FAREWELL if error else None)
-    )
+    here = _here(agreement, computed)
+    said = _says(agreement, error, here)
+    counts = row(axis, said, here.counted, here.loss)
+    rows, lost = attempt(lambda: buckets.finish(counts, FAREWELL if error else None))
     if rows is None:
         raise error or lost or AssertionError
 
-    heard, loss, aux = _hear(axis, agreement, rows, error, result)
+    heard, loss, aux = _hear(axis, agreement, rows, error, here)
     return Sums(
-        grads,
+        here.grads,
         total_loss(rows).to(loss.dtype),
         total_count(rows, said, heard if axis.on_host else None),
         psum(aux, axis),
     )
 
 
-def _nothing_computed() -> Computed:
-    return (), torch.zeros((), dtype=LOSS_DTYPES[0]), ()
+def _here(agreement: Agreement, computed: Computed | None) -> Sums:
+    """What this rank gives: nothing, where it has failed."""
+    grads, loss, carried = computed or ((), torch.zeros((), dtype=LOSS_DTYPES[0]), ())
+    counted, aux = carried or (no_count(agreement.counted.num_tokens.device), ())
+    return Sums(grads, loss, counted, aux)
 
 
-def _says(agreement: Agreement, error: Exception | None, computed: Computed) -> Said:
-    _, loss, carried = computed
-    counted, aux = carried or _nothing(agreement)
-    dtype = LOSS_DTYPES.index(loss.dtype)
-    return says(error, agreement.microbatches, counted, fingerprint(aux), dtype)
+def _says(agreement: Agreement, error: Exception | None, here: Sums) -> Said:
+    dtype = LOSS_DTYPES.index(here.loss.dtype)
+    return says(error, agreement.microbatches, here.counted, fingerprint(here.aux), dtype)
 
 
 def _hear(
-    axis: Ranks, agreement: Agreement, rows: Tensor, error: Exception | None, computed: Computed
+    axis: Ranks, agreement: Agreement, rows: Tensor, error: Exception | None, here: Sums
 ) -> tuple[list[Said], Tensor, Tree]:
     """What all ranks said, and the loss and aux in the form that they share. Raises where one has failed."""
-    _, loss, carried = computed
-    _, aux = carried or _nothing(agreement)
+    loss, aux = here.loss, here.aux
     heard = agreement.confirm()
     if axis.on_host or not all(rank.microbatches for rank in heard):
         heard = hear(rows.tolist())
@@ -162,11 +158,6 @@ def _hear(
             fail(axis, heard, error)
         loss, aux = _like_the_others(axis, heard, loss, aux)
     return heard, loss, aux
-
-
-def _nothing(agreement: Agreement) -> tuple[Count, Tree]:
-    """What a group without microbatches carries."""
-    return no_count(agreement.counted.num_tokens.device), ()
 
 
 def _like_the_others(

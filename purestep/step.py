@@ -40,6 +40,7 @@ from purestep.types import (
 Normalize = Literal["loss", "grads"]
 OnNonfinite = Literal["propagate", "skip"]
 SUM_DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
+"""Those in which gradients may be added up."""
 
 
 def make_update_step(

@@ -317,6 +317,25 @@ def test_buckets_leave_during_the_backward_pass(world: World, meets: bool, expec
     assert results == [expected] * SIZE
 
 
+def transposed(axis: ps.Axis, rank: int) -> Any:
+    """A step of a matrix whose columns lie one after the other; a warning is an error in these processes."""
+    theta = {**params(), "w": torch.tensor([[1.0, -2.0, 3.0], [0.0, 1.0, 2.0]]).double().t()}
+
+    def loss(params: Any, microbatch: Batch) -> Tensor:
+        return loss_fn({**params, "w": params["w"].sum(1)}, microbatch)
+
+    arguments = {**sound(rank), "loss_fn": loss, "params": theta, "opt_state": SGD.init(theta)}
+    return step(axis, {**arguments, "microbatches": [batch(2, rank), batch(2, rank + SIZE)]})[0]
+
+
+@pytest.mark.parametrize("bucket_bytes", [8, 1 << 20])
+def test_sums_lie_as_their_leaves_do(world: World, bucket_bytes: int) -> None:
+    """Autograd warns of others."""
+    results = processes(world, transposed, range(SIZE), bucket_bytes=bucket_bytes)
+    for result in results:
+        assert same(result, results[0])
+
+
 def test_aux_that_an_empty_rank_cannot_be_told(world: World) -> None:
     for text in processes(world, with_aux_of_its_own, cut(batch())):
         assert "make it of containers that can be pickled" in text

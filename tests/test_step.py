@@ -151,10 +151,9 @@ def test_settings() -> None:
         step_with(normalize="mean")
     with pytest.raises(ValueError, match="on_nonfinite='raise' must be one of 'propagate', 'skip'"):
         step_with(on_nonfinite="raise")
-    with pytest.raises(
-        ValueError, match=r"accum_dtype=torch\.int64 must be a floating point dtype"
-    ):
-        step_with(accum_dtype=torch.int64)
+    for dtype in (torch.int64, torch.float8_e4m3fn):
+        with pytest.raises(ValueError, match=f"accum_dtype={dtype} must be a floating point dtype"):
+            step_with(accum_dtype=dtype)
     with pytest.raises(
         ValueError, match=r'weight_fn=None .* pass normalize="grads", or a weight_fn'
     ):

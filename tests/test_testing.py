@@ -88,12 +88,13 @@ def meets_in_its_loss(axis: ps.Axis, rank: int, everywhere: bool) -> Any:
 def test_a_loss_that_meets_over_the_same_axis(bucket_bytes: int) -> None:
     """Its collectives are never taken for those of the gradients."""
     axis = ps.testing.ThreadAxis(4, bucket_bytes=bucket_bytes)
-    used, unused = (
-        axis.map(lambda rank: meets_in_its_loss(axis, rank, everywhere))(range(4))  # noqa: B023
-        for everywhere in (True, False)
-    )
-    for result in unused:
-        assert same(result, used[0])
+
+    def steps(everywhere: bool) -> list[Any]:
+        return axis.map(lambda rank: meets_in_its_loss(axis, rank, everywhere))(range(4))
+
+    expected = steps(True)[0]
+    for result in steps(False):
+        assert same(result, expected)
 
 
 def with_aux_of_its_own(axis: ps.Axis, group: list[Batch]) -> str:

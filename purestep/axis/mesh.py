@@ -162,8 +162,9 @@ def _explained(group: Any) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
+        what, *_ = str(error).split("\n")
         raise RankError(
             f"a collective over {group} failed: most likely another rank has died, and its own output tells "
             "why. This process group is lost: end the process, so that others do not wait for it, and start again "
-            f"from the last checkpoint, as torchrun --max-restarts does. What the backend says: {str(error).partition(chr(10))[0]}"
+            f"from the last checkpoint, as torchrun --max-restarts does. What the backend says: {what}"
         ) from error
