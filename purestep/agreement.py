@@ -7,17 +7,19 @@ every rank sends in any case, so that nobody waits for one that will not come.
 
 from __future__ import annotations
 
-import hashlib
 import traceback
-from collections.abc import Callable, Mapping
-from functools import lru_cache
-from typing import NamedTuple, NoReturn, TypeVar
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from math import inf
+from typing import NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from purestep import tree
 from purestep.axis import Axis, RankError, Ranks, psum
+from purestep.axis.buckets import Packed, packed, summed
+from purestep.fingerprint import describe, fingerprint, without_addresses
 from purestep.tokens import Count, no_count
 from purestep.types import Tree
 
@@ -38,19 +40,27 @@ WIDTH = 6 + 4
 
 
 class Statement(NamedTuple):
-    """What a rank brings to a step: its count, its microbatches, and by name what all ranks must share."""
+    """What a rank brings to a step: its count, its microbatches, and by name what all ranks must share.
+
+    ``weights`` are those that it has counted, one tensor for each microbatch; no other rank hears of them.
+    """
 
     counted: Count
     microbatches: int
     shared: Mapping[str, Tree]
+    weights: Sequence[Tensor] = ()
 
 
 class Agreement(NamedTuple):
-    """The global count, this rank's microbatches, and what all ranks said, which raises where they disagree."""
+    """The global count, this rank's microbatches, and what all ranks said, which raises where they disagree.
+
+    ``weights`` are this rank's own, which it has counted.
+    """
 
     counted: Count
     microbatches: int
     confirm: Callable[[], list[Said]]
+    weights: Sequence[Tensor]
 
 
 def agree(axis: Axis, state: Callable[[], Statement]) -> Agreement:
@@ -61,57 +71,87 @@ def agree(axis: Axis, state: Callable[[], Statement]) -> Agreement:
     host that is at once; on a device, where reading would wait, it is when ``confirm`` is called.
     """
     if not isinstance(axis, Ranks) or torch.compiler.is_dynamo_compiling():
-        count, microbatches, _ = state()
-        return Agreement(psum(count, axis), microbatches, list)
+        count, microbatches, _, weights = state()
+        total = psum(count, axis)
+        check_total_at_hand(total)
+        return Agreement(total, microbatches, list, weights)
 
-    statement, error = attempt(state)
-    count, microbatches, shared = statement or Statement(no_count(axis.device), 0, {})
-    if statement is not None:
-        how = {
-            "bucket_bytes": str(axis.bucket_bytes),
-            "differentiated": str(not tree.untransformed(shared["params"], count)),
-        }
-        shared = {**shared, "settings": {**shared["settings"], **how}}
-    prints = [fingerprint(value) for value in shared.values()]
-    said = says(error, microbatches, count, *prints)
-    transformed = not tree.untransformed(count)
-    rows = axis.where.meet(
-        "all_gather", row(axis, said, no_count(axis.device) if transformed else count)
-    )
+    brought, errors = attempt(lambda: _brought(axis, state()))
+    row = brought.row if brought else failed_row(axis)
+    rows = meet_anyway(errors, lambda: axis.where.meet("all_gather", row))
     read = _reader(rows)
 
     def confirm() -> list[Said]:
-        heard = hear(read())
-        if any(rank.failed for rank in heard):
-            fail(axis, heard, error)
-        for place, name in enumerate(shared):
+        on_host = read()
+        heard = hear(on_host)
+        fail([rank for rank, said in enumerate(heard) if said.failed], axis, errors)
+        assert brought is not None
+        for place, (name, value) in enumerate(brought.shared.items()):
             prints = {rank: said.fingerprints[place] for rank, said in enumerate(heard)}
-            check_shared(axis, name, shared[name], prints)
+            check_shared(axis, name, value, prints)
+        check_totals(on_host)
         return heard
 
     heard = confirm() if axis.on_host else None
-    if error is not None:
-        raise error
-    total = psum(count, axis) if transformed else total_count(rows, said, heard)
-    return Agreement(total, microbatches, confirm if heard is None else lambda: heard)
+    if brought is None:
+        raise errors.pop()
+    transformed = brought.transformed
+    total = summed(transformed, axis) if transformed else total_count(rows, brought.said, heard)
+    confirmed = confirm if heard is None else lambda: heard
+    return Agreement(total, brought.said.microbatches, confirmed, brought.weights)
 
 
-def attempt(function: Callable[[], Result]) -> tuple[Result | None, Exception | None]:
-    """The function's result, or its exception: for a rank that others wait for."""
+class _Brought(NamedTuple):
+    """All that a rank computes before it meets the others: whatever raises, raises here."""
+
+    shared: Mapping[str, Tree]
+    weights: Sequence[Tensor]
+    said: Said
+    row: Tensor
+    transformed: Packed | None
+
+
+def _brought(axis: Ranks, statement: Statement) -> _Brought:
+    count, microbatches, shared, weights = statement
+    how = {
+        "bucket_bytes": str(axis.bucket_bytes),
+        "differentiated": str(not tree.untransformed(shared["params"], count)),
+    }
+    shared = {**shared, "settings": {**shared["settings"], **how}}
+    said = says(microbatches, count, *map(fingerprint, shared.values()))
+    if tree.untransformed(count):
+        return _Brought(shared, weights, said, row_of(axis, said, count), None)
+    uncounted = row_of(axis, said, no_count(axis.device))
+    return _Brought(shared, weights, said, uncounted, packed(count))
+
+
+def attempt(function: Callable[[], Result]) -> tuple[Result | None, list[BaseException]]:
+    """The function's result, or what it raised, whatever it is: for a rank that others wait for.
+
+    The exception comes in a list, from which it is popped where it is raised. A frame that held it would be held
+    by its traceback in turn, and so would all that the step has computed.
+    """
     try:
-        return function(), None
-    except Exception as error:
-        return None, error
+        return function(), []
+    except BaseException as error:
+        return None, [error]
 
 
-def says(error: Exception | None, microbatches: int, count: Count, *fingerprints: int) -> Said:
+def meet_anyway(errors: list[BaseException], meeting: Callable[[], Tensor]) -> Tensor:
+    """What the ranks send each other. If they cannot, what has gone wrong here before is what is raised."""
+    rows, lost = attempt(meeting)
+    if rows is None:
+        raise (errors or lost).pop()
+    return rows
+
+
+def says(microbatches: int, count: Count, *fingerprints: int) -> Said:
     """What a rank knows without computing anything."""
     first, second, third = (*fingerprints, 0, 0, 0)[:3]
-    floating = count.num_tokens.is_floating_point()
-    return Said(error is not None, microbatches, floating, (first, second, third))
+    return Said(False, microbatches, count.num_tokens.is_floating_point(), (first, second, third))
 
 
-def row(axis: Ranks, said: Said, count: Count, loss: Tensor | None = None) -> Tensor:
+def row_of(axis: Ranks, said: Said, count: Count, loss: Tensor | None = None) -> Tensor:
     """A rank's row: ``WIDTH`` integers, with floats as the bits of a float64."""
     tokens, zero = count.num_tokens, torch.zeros_like(count.num_tokens)
     computed = [
@@ -127,9 +167,37 @@ def row(axis: Ranks, said: Said, count: Count, loss: Tensor | None = None) -> Te
     return torch.cat(parts + [part.to(device, torch.int64).reshape(1) for part in computed])
 
 
-def hear(rows: list[list[int]]) -> list[Said]:
+def failed_row(axis: Ranks) -> Tensor:
+    """The row of a rank that has failed."""
+    return row_of(axis, Said(True, 0, False, (0, 0, 0)), no_count(axis.device))
+
+
+def hear(rows: Tensor) -> list[Said]:
     """What all ranks said, from their rows on the host."""
-    return [Said(bool(r[0]), r[1], bool(r[2]), (r[3], r[4], r[5])) for r in rows]
+    return [Said(bool(r[0]), r[1], bool(r[2]), (r[3], r[4], r[5])) for r in rows.tolist()]
+
+
+def check_totals(rows: Tensor) -> None:
+    """Refuses a count of all ranks that cannot be one, from their rows on the host."""
+    _check_total(rows[:, -4].tolist())
+    _check_total(_floats(rows[:, -3]).tolist())
+
+
+def check_total_at_hand(total: Count) -> None:
+    """Refuses a count that cannot be one, where it can be read without waiting for a device."""
+    tokens = total.num_tokens
+    if tokens.device.type == "cpu" and tree.eager(tokens) and not is_in_torch_dispatch_mode():
+        _check_total([tokens.item()])
+
+
+def _check_total(counts: Sequence[float]) -> None:
+    total = sum(counts)
+    if not (min(counts) >= 0 and total < (2**63 if isinstance(total, int) else inf)):
+        raise ValueError(
+            f"num_tokens, the sum of all weights, overflows: it comes out as {total}, and nothing was "
+            "updated. Integers are summed in int64 and floats in float64: make the weights smaller, "
+            "which changes nothing else"
+        )
 
 
 def total_count(rows: Tensor, said: Said, heard: list[Said] | None) -> Count:
@@ -159,18 +227,17 @@ def _floats(bits: Tensor) -> Tensor:
     return bits.contiguous().view(torch.float64)
 
 
-def _reader(rows: Tensor) -> Callable[[], list[list[int]]]:
-    """A function to the rows' values, which waits for these rows and not for what is queued behind them."""
+def _reader(rows: Tensor) -> Callable[[], Tensor]:
+    """A function to the rows on the host, which waits for these rows and not for what is queued behind them."""
     if rows.device.type == "cpu":
-        return rows.tolist
+        return lambda: rows
     host = torch.empty_like(rows, device="cpu", pin_memory=True).copy_(rows, non_blocking=True)
     event = torch.Event(rows.device)
     event.record()
 
-    def read() -> list[list[int]]:
+    def read() -> Tensor:
         event.synchronize()
-        values: list[list[int]] = host.tolist()
-        return values
+        return host
 
     return read
 
@@ -190,17 +257,34 @@ def exchange(axis: Ranks, note: bytes) -> list[bytes]:
     return [bytes(values[:size]) for values, size in zip(notes, sizes, strict=True)]
 
 
-def fail(axis: Ranks, heard: list[Said], error: Exception | None) -> NoReturn:
+def fail(ranks: Sequence[int], axis: Ranks, errors: list[BaseException]) -> None:
     """Ends the step on every rank where some have failed: there with their own exception."""
-    note = "".join(traceback.format_exception_only(error)).strip() if error else ""
-    notes = tell(axis, note) if axis.on_host else [""] * axis.size
-    if error is not None:
-        raise error
-    ranks = [rank for rank, said in enumerate(heard) if said.failed]
+    if not ranks:
+        return
+    notes, lost = attempt(lambda: tell(axis, _note(errors)) if axis.on_host else [""] * axis.size)
+    if notes is None or errors:
+        raise (errors or lost).pop()
     raise RankError(
         f"{_name(ranks)} of {axis} failed, and the step with it on every rank; nothing was updated. "
         + "; ".join(f"rank {rank}: {notes[rank]}" for rank in ranks)
     )
+
+
+def _note(errors: Iterable[BaseException]) -> str:
+    """An exception as Python would print it, without its traceback."""
+    lines, _ = attempt(
+        lambda: [line for e in errors for line in traceback.format_exception_only(e)]
+    )
+    return "".join(lines).strip() if lines is not None else "an exception that cannot be printed"
+
+
+def all_manage(axis: Ranks, function: Callable[[], Result]) -> Result:
+    """What the function gives here, where it gives something on every rank; else all of them raise."""
+    result, errors = attempt(function)
+    failed = torch.tensor([bool(errors)], dtype=torch.int64, device=axis.device)
+    heard = meet_anyway(errors, lambda: axis.where.meet("all_gather", failed)).flatten().tolist()
+    fail([rank for rank, has_failed in enumerate(heard) if has_failed], axis, errors)
+    return cast("Result", result)
 
 
 def check_shared(axis: Ranks, name: str, value: Tree, prints: Mapping[int, int]) -> None:
@@ -210,15 +294,16 @@ def check_shared(axis: Ranks, name: str, value: Tree, prints: Mapping[int, int])
         groups.setdefault(fingerprint_, []).append(rank)
     if len(groups) <= 1:
         return
-    notes = tell(axis, "\n".join(_lines(name, value))) if axis.on_host else None
+    lines, _ = attempt(lambda: "\n".join(_lines(name, value)))
+    notes = tell(axis, lines or f"{name}, which cannot be printed") if axis.on_host else None
     parts = []
     for ranks in groups.values():
         part = _name(ranks)
         if notes is not None:
-            lines = notes[ranks[0]].split("\n")
+            *leaves, structure = notes[ranks[0]].split("\n")
             others = [set(notes[other[0]].split("\n")) for other in groups.values()]
-            own = [line for line in lines[:-1] if not all(line in other for other in others)]
-            own = own or lines[-1:]
+            own = [leaf for leaf in leaves if not all(leaf in other for other in others)]
+            own = own or [structure]
             part += " with " + ", ".join(own[:4]) + (", ..." if len(own) > 4 else "")
         parts.append(part)
     raise ValueError(
@@ -227,28 +312,14 @@ def check_shared(axis: Ranks, name: str, value: Tree, prints: Mapping[int, int])
     )
 
 
-def fingerprint(value: Tree) -> int:
-    """A number for the structure of a tree and for what its leaves are, the same in every process."""
-    leaves, structure = tree.flatten(value)
-    return _digest(structure, tuple(tree.kind(leaf) for leaf in leaves))
-
-
-@lru_cache(maxsize=256)
-def _digest(structure: tree.Structure, kinds: tuple[str, ...]) -> int:
-    text = f"{tree.describe(structure)} {kinds}"
-    return int.from_bytes(
-        hashlib.sha256(text.encode(errors="backslashreplace")).digest()[:8], "big", signed=True
-    )
-
-
 def _lines(name: str, value: Tree) -> list[str]:
     leaves, structure = tree.flatten(value)
     lines = [
-        f"{path}: {tree.kind(leaf)}"
+        f"{without_addresses(path)}: {tree.kind(leaf)}"
         for path, leaf in zip(tree.paths(value, name), leaves, strict=True)
     ]
-    return [*lines, f"the structure {tree.describe(structure)}"]
+    return [*lines, f"the structure {describe(structure)}"]
 
 
-def _name(ranks: list[int]) -> str:
+def _name(ranks: Sequence[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"

@@ -280,7 +280,7 @@ def _accumulate_in_place(
             so_far.add_(grad)
         sums[index] = so_far
         # Where autograd can add to the sum itself, it does.
-        leaf.grad = so_far if so_far.dtype == leaf.dtype else None
+        leaf.grad = so_far if index in alike else None
         if notify is not None:
             if index in announced:
                 raise RuntimeError(
@@ -294,7 +294,12 @@ def _accumulate_in_place(
     def hook(index: int) -> Any:
         return own[index].register_post_accumulate_grad_hook(functools.partial(take, index))
 
-    alike = [index for index, leaf in enumerate(own) if leaf.dtype == dtypes[index]]
+    # Autograd adds to what has the leaf's dtype and order in memory.
+    alike = [
+        index
+        for index, leaf in enumerate(own)
+        if leaf.dtype == dtypes[index] and (out is None or out[index].stride() == leaf.stride())
+    ]
     for index in set(range(len(own))) - set(alike):
         hook(index)
 

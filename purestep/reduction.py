@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple, Protocol, TypeAlias
 
 import torch
@@ -14,28 +15,30 @@ from purestep.agreement import (
     WIDTH,
     Agreement,
     Said,
+    all_manage,
     attempt,
     check_shared,
+    check_total_at_hand,
+    check_totals,
     exchange,
     fail,
-    fingerprint,
+    failed_row,
     hear,
-    row,
+    meet_anyway,
+    row_of,
     says,
     total_count,
     total_loss,
 )
 from purestep.axis import Axis, Ranks, psum
-from purestep.axis.buckets import Buckets
+from purestep.axis.buckets import Buckets, Packed, packed, summed
+from purestep.fingerprint import fingerprint
 from purestep.grads import sum_dtypes
 from purestep.tokens import Count, no_count
 from purestep.types import Params, Tree
 
 LOSS_DTYPES = [torch.float32, torch.float64]
 """Those in which losses are summed."""
-
-FAREWELL = 10.0
-"""Seconds for which a rank that has failed waits for the others, to tell them why."""
 
 
 class Sums(NamedTuple):
@@ -87,23 +90,25 @@ def reduce(
             "what the others' losses return: give it a microbatch whose weights are zero"
         )
     if isinstance(axis, Ranks) and not compiling:
-        here = _computed_everywhere(axis, agreement, compute)
-    else:
-        here = _here(agreement, compute(out=None, ready=None))
-    sums: Sums = psum(here, axis)
+        return _reduce_returned(axis, agreement, compute)
+    sums: Sums = psum(_sums(agreement, compute(out=None, ready=None)), axis)
+    check_total_at_hand(sums.counted)
     return sums
 
 
-def _computed_everywhere(axis: Ranks, agreement: Agreement, compute: Compute) -> Sums:
-    """What ``compute`` gives, where it has given the like on every rank."""
-    computed, error = attempt(lambda: compute(out=None, ready=None))
-    if error is not None and not axis.on_host:
-        raise error
-    here = _here(agreement, computed)
-    said = _says(agreement, error, here)
-    rows = axis.where.meet("all_gather", row(axis, said, no_count(axis.device)))
-    _hear(axis, agreement, rows, error, here)
-    return here
+def _reduce_returned(axis: Ranks, agreement: Agreement, compute: Compute) -> Sums:
+    """The sum of what ``compute`` returns, where it has returned the like on every rank."""
+
+    def bring() -> _Brought:
+        here = _sums(agreement, compute(out=None, ready=None))
+        said = _says(agreement, here)
+        return _Brought(here, said, row_of(axis, said, no_count(axis.device)), packed(here))
+
+    brought, errors = attempt(bring)
+    meet = partial(axis.where.meet, "all_gather")
+    _, brought, _, _ = _tell(axis, agreement, brought, errors, meet)
+    sums: Sums = summed(brought.packed, axis)
+    return sums
 
 
 def _reduce_in_buckets(
@@ -113,77 +118,105 @@ def _reduce_in_buckets(
     params: Params,
     accum_dtype: torch.dtype | None,
 ) -> Sums:
-    leaves = tree.leaves_of(params)
+    leaves, structure = tree.flatten(params)
     buckets = Buckets(axis, leaves, sum_dtypes(leaves, accum_dtype), WIDTH)
-    computed, error = attempt(lambda: compute(out=buckets.sums, ready=buckets.ready))
-    if error is not None and not axis.on_host:
-        raise error
-    here = _here(agreement, computed)
-    said = _says(agreement, error, here)
-    counts = row(axis, said, here.counted, here.loss)
-    rows, lost = attempt(lambda: buckets.finish(counts, FAREWELL if error else None))
-    if rows is None:
-        raise error or lost or AssertionError
 
-    heard, loss, aux = _hear(axis, agreement, rows, error, here)
+    def bring() -> _Brought:
+        here = _sums(agreement, compute(out=buckets.sums, ready=buckets.ready))
+        said = _says(agreement, here)
+        return _Brought(here, said, row_of(axis, said, here.counted, here.loss), packed(here.aux))
+
+    brought, errors = attempt(bring)
+    rows, brought, dtype, heard = _tell(axis, agreement, brought, errors, buckets.finish)
+    if axis.on_host:
+        check_totals(rows)
     return Sums(
-        here.grads,
-        total_loss(rows).to(loss.dtype),
-        total_count(rows, said, heard if axis.on_host else None),
-        psum(aux, axis),
+        tree.unflatten(structure, buckets.sums),
+        total_loss(rows).to(dtype),
+        total_count(rows, brought.said, heard if axis.on_host else None),
+        summed(brought.packed, axis),
     )
 
 
-def _here(agreement: Agreement, computed: Computed | None) -> Sums:
-    """What this rank gives: nothing, where it has failed."""
-    grads, loss, carried = computed or ((), torch.zeros((), dtype=LOSS_DTYPES[0]), ())
+class _Brought(NamedTuple):
+    """All that a rank computes before it meets the others: whatever raises, raises here."""
+
+    here: Sums
+    said: Said
+    row: Tensor
+    packed: Packed
+
+
+def _sums(agreement: Agreement, computed: Computed) -> Sums:
+    """What this rank gives."""
+    grads, loss, carried = computed
     counted, aux = carried or (no_count(agreement.counted.num_tokens.device), ())
     return Sums(grads, loss, counted, aux)
 
 
-def _says(agreement: Agreement, error: Exception | None, here: Sums) -> Said:
+def _says(agreement: Agreement, here: Sums) -> Said:
     dtype = LOSS_DTYPES.index(here.loss.dtype)
-    return says(error, agreement.microbatches, here.counted, fingerprint(here.aux), dtype)
+    return says(agreement.microbatches, here.counted, fingerprint(here.aux), dtype)
 
 
-def _hear(
-    axis: Ranks, agreement: Agreement, rows: Tensor, error: Exception | None, here: Sums
-) -> tuple[list[Said], Tensor, Tree]:
-    """What all ranks said, and the loss and aux in the form that they share. Raises where one has failed."""
-    loss, aux = here.loss, here.aux
+def _tell(
+    axis: Ranks,
+    agreement: Agreement,
+    brought: _Brought | None,
+    errors: list[BaseException],
+    send: Callable[[Tensor], Tensor],
+) -> tuple[Tensor, _Brought, torch.dtype, list[Said]]:
+    """All ranks' rows; this rank's part and the loss's dtype, in the form that all share; what all said.
+
+    Raises where one has failed.
+    """
+    if errors and not axis.on_host:
+        raise errors.pop()
+    row = brought.row if brought else failed_row(axis)
+    rows = meet_anyway(errors, lambda: send(row))
     heard = agreement.confirm()
     if axis.on_host or not all(rank.microbatches for rank in heard):
-        heard = hear(rows.tolist())
-        if any(rank.failed for rank in heard):
-            fail(axis, heard, error)
-        loss, aux = _like_the_others(axis, heard, loss, aux)
-    return heard, loss, aux
+        heard = hear(rows.cpu())
+        fail([rank for rank, said in enumerate(heard) if said.failed], axis, errors)
+        assert brought is not None
+        return rows, *_like_the_others(axis, heard, brought), heard
+    assert brought is not None
+    return rows, brought, brought.here.loss.dtype, heard
 
 
 def _like_the_others(
-    axis: Ranks, heard: list[Said], loss: Tensor, aux: Tree
-) -> tuple[Tensor, Tree]:
-    """The loss and aux of a rank without microbatches, as zeros in the form that the others have."""
+    axis: Ranks, heard: list[Said], brought: _Brought
+) -> tuple[_Brought, torch.dtype]:
+    """What a rank without microbatches brings, as zeros in the form that the others have; and the loss's dtype."""
+    loss, aux = brought.here.loss, brought.here.aux
     prints = {rank: said.fingerprints[0] for rank, said in enumerate(heard) if said.microbatches}
     check_shared(axis, "LossTerms.aux", aux, prints)
     dtypes = {rank: heard[rank].fingerprints[1] for rank in prints}
     check_shared(axis, "the loss", str(loss.dtype), dtypes)
     if len(prints) in (0, len(heard)):
-        return loss, aux
+        return brought, loss.dtype
     first = min(prints)
-    loss = loss.to(LOSS_DTYPES[heard[first].fingerprints[1]])
     if prints[first] != fingerprint(()):
-        leaves, structure = tree.flatten(aux)
-        layout = structure, [(tuple(leaf.shape), leaf.dtype) for leaf in leaves]
-        note, error = attempt(lambda: pickle.dumps(layout) if axis.rank in prints else b"")
+        note, errors = attempt(lambda: _layout(aux) if axis.rank in prints else b"")
         note = exchange(axis, note or b"")[first]
         if not note:
             raise ValueError(
                 f"a rank of {axis} holds no microbatch, and cannot be told what LossTerms.aux is like: make it "
                 "of containers that can be pickled, whose classes stand at the top of a module"
-            ) from error
-        if axis.rank not in prints:
-            structure, kinds = pickle.loads(note)
-            zeros = [torch.zeros(shape, dtype=dtype, device=axis.device) for shape, dtype in kinds]
-            aux = tree.unflatten(structure, zeros)
-    return loss, aux
+            ) from (errors.pop() if errors else None)
+        zeros = all_manage(axis, lambda: None if axis.rank in prints else _zeros(axis, note))
+        brought = brought._replace(packed=zeros or brought.packed)
+    return brought, LOSS_DTYPES[heard[first].fingerprints[1]]
+
+
+def _layout(aux: Tree) -> bytes:
+    """What aux is like, without its values."""
+    leaves, structure = tree.flatten(aux)
+    return pickle.dumps((structure, [(tuple(leaf.shape), leaf.dtype) for leaf in leaves]))
+
+
+def _zeros(axis: Ranks, layout: bytes) -> Packed:
+    """Zeros that are like it."""
+    structure, kinds = pickle.loads(layout)
+    zeros = [torch.zeros(shape, dtype=dtype, device=axis.device) for shape, dtype in kinds]
+    return packed(tree.unflatten(structure, zeros))

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from purestep import tree
 from purestep.agreement import Statement, agree
-from purestep.axis import Axis, LocalAxis, pvary
+from purestep.axis import Axis, LocalAxis, check_axis, pvary
 from purestep.grads import accumulate_passes, grad_and_value, microbatch_pass
 from purestep.objective import divisor, evaluate, partial_loss
 from purestep.optim.base import Optimizer, Transform
@@ -224,10 +224,7 @@ def _check_functions(loss_fn: LossFn, weight_fn: WeightFn | None, axis: Axis) ->
     _check_callable("loss_fn", loss_fn)
     if weight_fn is not None:
         _check_callable("weight_fn", weight_fn)
-    if isinstance(axis, type) or not hasattr(axis, "apply"):
-        raise TypeError(
-            f"axis must be an axis object, such as ps.LocalAxis() or ps.VmapAxis(size), got {axis!r}"
-        )
+    check_axis(axis)
 
 
 def _check_optimizer(optimizer: Optimizer) -> None:

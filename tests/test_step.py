@@ -300,7 +300,7 @@ def test_weights_beyond_the_losses_dtype(scale: float) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"axis": "dp"}, r"axis must be an axis object, such as .*got 'dp'"),
+        ({"axis": "dp"}, r"axis must be an axis object, got 'dp'"),
         ({"axis": ps.VmapAxis}, "axis must be an axis object"),
         ({"grad_and_value": None}, "grad_and_value must be a function, got NoneType"),
         ({"weight_fn": torch.ones(1)}, "weight_fn must be a function, got Tensor"),

@@ -1,6 +1,14 @@
 """Where the tokens are spread: axes, and the sums over them."""
 
-from purestep.axis.collectives import Axis, all_gather, pmean, psum, psum_scatter, pvary
+from purestep.axis.collectives import (
+    Axis,
+    all_gather,
+    check_axis,
+    pmean,
+    psum,
+    psum_scatter,
+    pvary,
+)
 from purestep.axis.local import LocalAxis
 from purestep.axis.mesh import MeshAxis
 from purestep.axis.ranks import RankError, Ranks
@@ -13,6 +21,7 @@ __all__ = [
     "Ranks",
     "MeshAxis",
     "RankError",
+    "check_axis",
     "psum",
     "pmean",
     "pvary",

@@ -14,14 +14,13 @@ its transpose is the sum that an outer derivative needs.
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, Protocol
 
-import torch
 from einops import rearrange
 from torch import Tensor
 
 from purestep import tree
-from purestep.axis.buckets import bucketwise
+from purestep.axis.buckets import packed, summable, summed
 from purestep.axis.ranks import Ranks
 from purestep.types import Tree
 
@@ -41,24 +40,46 @@ class Axis(Protocol):
         """One of the four laws, of one tensor."""
 
 
+def check_axis(axis: Axis) -> None:
+    """Refuses what is no axis, and says how to make one of it.
+
+    >>> check_axis("dp")
+    Traceback (most recent call last):
+    ...
+    TypeError: axis must be an axis object, got 'dp': make it of a DeviceMesh, as in ps.MeshAxis(mesh, "dp")
+    """
+    if hasattr(axis, "apply") and not isinstance(axis, type):
+        return
+    found: Any = axis
+    names = found if isinstance(found, (tuple, list)) else (found,)
+    if any(parent.__name__ in ("DeviceMesh", "ProcessGroup") for parent in type(found).__mro__):
+        way_out = f'{type(found).__name__}: make it of a DeviceMesh, as in ps.MeshAxis(mesh, "dp")'
+    elif names and all(isinstance(name, str) for name in names):
+        way_out = f'{found!r}: make it of a DeviceMesh, as in ps.MeshAxis(mesh, "dp")'
+    else:
+        way_out = f"{found!r}: take ps.LocalAxis(), ps.VmapAxis(size) or ps.MeshAxis(mesh, dims)"
+    raise TypeError(f"axis must be an axis object, got {way_out}")
+
+
 def psum(x: Tree, axis: Axis) -> Tree:
     """The sum over all ranks of every leaf: the same on each rank.
 
+    >>> import torch
     >>> from purestep import VmapAxis
     >>> axis = VmapAxis(4)
     >>> axis.map(lambda x: psum(x, axis), in_dims=0, out_dims=None)(torch.arange(4.0))
     tensor(6.)
     """
-    leaves, structure = tree.flatten(x)
-    leaves = [_summable(leaf) for leaf in leaves]
+    check_axis(axis)
     if isinstance(axis, Ranks):
-        return tree.unflatten(structure, bucketwise(axis, leaves))
-    return tree.unflatten(structure, [axis.apply("psum", leaf) for leaf in leaves])
+        return summed(packed(x), axis)
+    return tree.map(lambda leaf: axis.apply("psum", summable(leaf)), x)
 
 
 def pmean(x: Tree, axis: Axis) -> Tree:
     """The mean over all ranks of every leaf. Means of means are not means: for tokens, ``psum`` and divide.
 
+    >>> import torch
     >>> from purestep import VmapAxis
     >>> axis = VmapAxis(4)
     >>> axis.map(lambda x: pmean(x, axis), in_dims=0, out_dims=None)(torch.arange(4.0))
@@ -67,31 +88,31 @@ def pmean(x: Tree, axis: Axis) -> Tree:
     return tree.map(lambda total: total / axis.size, psum(x, axis))
 
 
-def _summable(x: Tensor) -> Tensor:
-    return x if x.is_floating_point() or x.is_complex() else x.to(torch.int64)
-
-
 def pvary(x: Tree, axis: Axis) -> Tree:
     """Every leaf as it is, marked as used by each rank for itself: derivatives through it are summed.
 
+    >>> import torch
     >>> from purestep import VmapAxis
     >>> axis = VmapAxis(4)
     >>> slope = torch.func.grad(lambda w, x: pvary(w, axis) * x)
     >>> axis.map(slope, in_dims=(None, 0), out_dims=None)(torch.tensor(1.0), torch.arange(4.0))
     tensor(6.)
     """
+    check_axis(axis)
     return tree.map(lambda leaf: axis.apply("pvary", leaf), x)
 
 
 def all_gather(x: Tree, axis: Axis, dim: int = 0, *, tiled: bool = False) -> Tree:
     """All ranks' leaves, in order of rank, stacked along a new ``dim``; ``tiled`` joins them along it.
 
+    >>> import torch
     >>> from purestep import VmapAxis
     >>> axis = VmapAxis(2)
     >>> axis.map(lambda x: all_gather(x, axis), in_dims=0, out_dims=None)(torch.eye(2))
     tensor([[1., 0.],
             [0., 1.]])
     """
+    check_axis(axis)
 
     def gather(leaf: Tensor) -> Tensor:
         stacked = axis.apply("all_gather", leaf)
@@ -109,11 +130,13 @@ def psum_scatter(x: Tree, axis: Axis, dim: int = 0, *, tiled: bool = False) -> T
 
     ``dim`` has one entry per rank and disappears; ``tiled`` cuts it into equal blocks instead.
 
+    >>> import torch
     >>> from purestep import VmapAxis
     >>> axis = VmapAxis(2)
     >>> axis.map(lambda x: psum_scatter(x, axis), in_dims=0)(torch.tensor([[1, 2], [3, 4]]))
     tensor([4, 6])
     """
+    check_axis(axis)
 
     def scatter(leaf: Tensor) -> Tensor:
         length = leaf.shape[dim]
@@ -123,7 +146,7 @@ def psum_scatter(x: Tree, axis: Axis, dim: int = 0, *, tiled: bool = False) -> T
                 f"psum_scatter over {axis} along dim={dim} needs {wanted} {axis.size} entries there, "
                 f"one for each rank, but the shape is {tuple(leaf.shape)}"
             )
-        blocks = _summable(leaf).movedim(dim, 0)
+        blocks = summable(leaf).movedim(dim, 0)
         if not tiled:
             return axis.apply("psum_scatter", blocks)
         blocks = rearrange(blocks, "(r d) ... -> r d ...", r=axis.size)

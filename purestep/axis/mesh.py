@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager
-from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -100,9 +99,9 @@ class MeshAxis(Ranks):
         with _explained(self.where):
             work = dist.all_reduce(flat, group=self._group, async_op=True)
 
-        def wait(timeout: float | None) -> None:
+        def wait() -> None:
             with _explained(self.where):
-                work.wait() if timeout is None else work.wait(timedelta(seconds=timeout))
+                work.wait()
 
         return wait
 

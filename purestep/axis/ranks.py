@@ -12,8 +12,8 @@ from torch import Tensor
 from purestep import tree
 from purestep.axis.laws import Where, collective
 
-Wait: TypeAlias = Callable[[float | None], None]
-"""Waits for what was launched: for so many seconds, or as long as the axis itself allows."""
+Wait: TypeAlias = Callable[[], None]
+"""Waits for what was launched, as long as the axis itself allows."""
 
 BUCKET_BYTES = 25 * 2**20
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -19,8 +19,10 @@ class ThreadAxis(Ranks):
     For tests of what ``VmapAxis`` cannot run: ranks with different numbers of microbatches, and ranks that go
     wrong. They meet in their collectives. Where they cannot, because one calls another collective, with
     another shape or dtype, or has ended, every rank that takes part gets an error at once that names ranks
-    and calls: never a hang. (Forward-mode differentiation belongs to the whole process in torch: ``jvp`` is
-    for ``VmapAxis`` and ``MeshAxis``.)
+    and calls: never a hang. As between processes, the first collective of each rank over an axis belongs to the
+    first of the others, the second to the second, and so on; gradients leave while others still compute. Each
+    ``map`` is a world of its own, so that several threads may map over one axis. (Forward-mode
+    differentiation belongs to the whole process in torch: ``jvp`` is for ``VmapAxis`` and ``MeshAxis``.)
 
     Args:
         size: how many ranks.
@@ -51,13 +53,14 @@ class ThreadAxis(Ranks):
 
     @property
     def meetings(self) -> int:
-        """None that somebody else's could be mistaken for: what is launched waits."""
-        return 0
+        """How many collectives over this axis the calling rank has begun."""
+        run, rank = self._world.here(self)
+        return run.begun(rank, (self._name, self._groups[rank]))
 
     @property
     def rank(self) -> int:
         """Which of the axis's ranks the calling thread is."""
-        rank = self._world.rank(self)
+        _, rank = self._world.here(self)
         return self._groups[rank].index(rank)
 
     def split(self, *sizes: int) -> tuple[ThreadAxis, ...]:
@@ -110,29 +113,23 @@ class ThreadAxis(Ranks):
 
     def meet(self, law: str, x: Tensor) -> Tensor:
         """The law on one plain tensor of each rank: the same arithmetic as on a dimension of ranks."""
-        if law == "pvary":
-            return x.view_as(x)
-        rank = self._world.rank(self)
-        group = self._groups[rank]
-        call = _Call(self._name, group, law, x.dtype, tuple(x.shape))
-
-        def together(xs: list[Tensor]) -> list[Tensor]:
-            result, dim = LAWS[law].across(torch.stack(xs), 0, len(xs))
-            return [
-                result.clone() if dim is None else result.select(dim, r).clone()
-                for r in range(len(xs))
-            ]
-
-        return self._world.meet(rank, call, x.detach(), together)
+        return x.view_as(x) if law == "pvary" else self._begin(law, x.detach())()
 
     def launch(self, flat: Tensor) -> Wait:
-        """Sums what ``flat`` holds now, when it is waited for: a thread meets in one place at a time."""
-        sent = flat.clone()
+        """Hands over what ``flat`` holds now; the sum is there when it has been waited for."""
+        summed = self._begin("psum", flat.clone())
 
-        def wait(timeout: float | None) -> None:
-            flat.copy_(self.meet("psum", sent))
+        def wait() -> None:
+            flat.copy_(summed())
 
         return wait
+
+    def _begin(self, law: str, x: Tensor) -> Callable[[], Tensor]:
+        """Brings ``x`` to the next meeting of this axis; returns what waits for its result."""
+        run, rank = self._world.here(self)
+        call = _Call(self._name, self._groups[rank], law, x.dtype, tuple(x.shape))
+        meeting = run.bring(rank, call, x)
+        return lambda: run.wait(rank, meeting)
 
     def __repr__(self) -> str:
         return self._name
@@ -152,49 +149,39 @@ class _Call(NamedTuple):
 
 
 class _World:
-    """Threads, what each of them waits in, and how it ended."""
+    """Who the calling thread is: which rank, and of which run."""
 
     def __init__(self, size: int) -> None:
         self.size = size
         self._local = threading.local()
-        self._changed = threading.Condition()
-        self._restart()
-
-    def _restart(self) -> None:
-        self._waiting: dict[int, tuple[_Call, Tensor]] = {}
-        self._results: dict[int, Tensor] = {}
-        self._errors: dict[int, str] = {}
-        self._ended: dict[int, str] = {}
 
     @property
     def is_running(self) -> bool:
         """Whether the calling thread is a rank already."""
-        return hasattr(self._local, "rank")
+        return hasattr(self._local, "place")
 
-    def rank(self, axis: ThreadAxis) -> int:
-        """The number of the calling thread."""
-        rank: int | None = getattr(self._local, "rank", None)
-        if rank is None:
+    def here(self, axis: ThreadAxis) -> tuple[_Run, int]:
+        """The run that the calling thread takes part in, and its number there."""
+        place: tuple[_Run, int] | None = getattr(self._local, "place", None)
+        if place is None:
             raise RuntimeError(f"{axis} has ranks only while it maps: axis.map(fn)(...)")
-        return rank
+        return place
 
     def run(self, fn: Callable[..., Any], args: list[tuple[Any, ...]]) -> list[Any]:
         """``fn(*args[rank])`` in a thread for each rank."""
-        self._restart()
+        run = _Run(self.size)
         results: list[Any] = [None] * self.size
         errors: dict[int, BaseException] = {}
 
         def thread(rank: int) -> None:
-            self._local.rank = rank
+            self._local.place = run, rank
             try:
                 results[rank] = fn(*args[rank])
                 end = "has returned"
             except BaseException as error:
                 errors[rank] = error
                 end = f"has raised {type(error).__name__}: {error}"
-            with self._changed:
-                self._ended[rank] = end
-                self._refuse_the_impossible()
+            run.end(rank, end)
 
         threads = [
             threading.Thread(target=thread, args=(rank,), daemon=True) for rank in range(self.size)
@@ -203,62 +190,116 @@ class _World:
             one.start()
         for one in threads:
             one.join()
-        for rank in sorted(errors, key=lambda rank: (isinstance(errors[rank], RankError), rank)):
-            error = errors[rank]
-            error.add_note(f"raised by rank {rank} of {self.size}")
-            raise error
-        return results
+        if not errors:
+            return results
+        first = min(errors, key=lambda rank: (isinstance(errors[rank], RankError), rank))
+        errors[first].add_note(f"raised by rank {first} of {self.size}")
+        try:
+            raise errors[first]
+        finally:
+            # Tracebacks hold the frames of the ranks, which hold this dict, which would hold them.
+            errors.clear()
 
-    def meet(
-        self,
-        rank: int,
-        call: _Call,
-        x: Tensor,
-        together: Callable[[list[Tensor]], list[Tensor]],
-    ) -> Tensor:
-        """Waits for the other ranks of the call's group; the last one to come does the work for all."""
+
+class _Meeting:
+    """One collective: what each rank has brought to it, and what each takes away."""
+
+    def __init__(self) -> None:
+        self.calls: dict[int, _Call] = {}
+        self.brought: dict[int, Tensor] = {}
+        self.results: dict[int, Tensor] = {}
+        self.errors: dict[int, str] = {}
+
+
+class _Run:
+    """What the threads of one ``map`` share: their meetings, what each of them waits for, and how it ended."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._changed = threading.Condition()
+        self._meetings: dict[Hashable, list[_Meeting]] = {}
+        self._begun: dict[Hashable, int] = {}
+        self._waiting: dict[int, _Meeting] = {}
+        self._ended: dict[int, str] = {}
+
+    def begun(self, rank: int, group: Hashable) -> int:
+        """How many meetings of this group the rank has come to."""
+        return self._begun.get((rank, group), 0)
+
+    def bring(self, rank: int, call: _Call, x: Tensor) -> _Meeting:
+        """Comes to the group's next meeting; the last one to come does the work for all."""
+        group = call.axis, call.group
         with self._changed:
-            self._waiting[rank] = call, x
-            here = [self._waiting.get(other) for other in call.group]
-            if all(other is not None and other[0] == call for other in here):
-                values = together([other[1] for other in here if other is not None])
-                self._results.update(zip(call.group, values, strict=True))
-                for other in call.group:
-                    del self._waiting[other]
+            number = self.begun(rank, group)
+            self._begun[rank, group] = number + 1
+            meetings = self._meetings.setdefault(group, [])
+            meetings += [_Meeting()] * (number == len(meetings))
+            meeting = meetings[number]
+            meeting.calls[rank], meeting.brought[rank] = call, x
+            if meeting.errors or len(set(meeting.calls.values())) > 1:
+                self._refuse([meeting])
+            elif len(meeting.calls) == len(call.group):
+                values = _together(call.law, [meeting.brought[r] for r in call.group])
+                meeting.results.update(zip(call.group, values, strict=True))
+                meeting.brought.clear()
                 self._changed.notify_all()
-            else:
-                self._refuse_the_impossible()
-            while rank not in self._results and rank not in self._errors:
+            return meeting
+
+    def wait(self, rank: int, meeting: _Meeting) -> Tensor:
+        """What the rank takes away from a meeting, when all have come."""
+        with self._changed:
+            self._waiting[rank] = meeting
+            self._refuse_the_impossible()
+            while rank not in meeting.results and rank not in meeting.errors:
                 self._changed.wait()
-            if rank in self._errors:
-                raise RankError(self._errors.pop(rank))
-            return self._results.pop(rank)
+            del self._waiting[rank]
+            if rank in meeting.errors:
+                raise RankError(meeting.errors[rank])
+            return meeting.results.pop(rank)
+
+    def end(self, rank: int, how: str) -> None:
+        """The rank comes to no meeting any more."""
+        with self._changed:
+            self._ended[rank] = how
+            self._refuse_the_impossible()
 
     def _refuse_the_impossible(self) -> None:
         """Errors for the ranks that wait for what will not come."""
-        stuck = {
-            rank
-            for rank, (call, _) in self._waiting.items()
-            if any(self._never(other, call) for other in call.group)
+        open_ = {
+            rank: meeting
+            for rank, meeting in self._waiting.items()
+            if rank not in meeting.results and rank not in meeting.errors
         }
-        if len(self._waiting) + len(self._ended) == self.size:
-            stuck = set(self._waiting)
-        if stuck:
-            states = [f"rank {rank} {self._state(rank)}" for rank in range(self.size)]
+        if len(open_) + len(self._ended) == self._size:
+            self._refuse(list(open_.values()))
+        else:
+            self._refuse([one for one in open_.values() if self._never(one)])
+
+    def _never(self, meeting: _Meeting) -> bool:
+        """Whether one of the group has ended before it came."""
+        group = next(iter(meeting.calls.values())).group
+        return any(rank in self._ended and rank not in meeting.calls for rank in group)
+
+    def _refuse(self, meetings: Sequence[_Meeting]) -> None:
+        """Tells those who have come, and have not been told before."""
+        for meeting in meetings:
+            states = [f"rank {rank} {self._state(rank, meeting)}" for rank in range(self._size)]
             message = "these ranks cannot meet: " + "; ".join(states)
-            for rank in stuck:
-                del self._waiting[rank]
-                self._errors[rank] = message
-            self._changed.notify_all()
+            meeting.errors = dict.fromkeys(meeting.calls, message) | meeting.errors
+            meeting.brought.clear()
+        self._changed.notify_all()
 
-    def _never(self, other: int, call: _Call) -> bool:
-        """Whether the other rank has ended, or is in another call of the same group."""
-        if other in self._ended:
-            return True
-        waiting = self._waiting.get(other)
-        return waiting is not None and waiting[0] != call and waiting[0].group == call.group
-
-    def _state(self, rank: int) -> str:
-        if rank in self._waiting:
-            return f"calls {self._waiting[rank][0]}"
+    def _state(self, rank: int, meeting: _Meeting) -> str:
+        for one in (meeting, self._waiting.get(rank)):
+            if one is not None and rank in one.calls:
+                return f"calls {one.calls[rank]}"
         return self._ended.get(rank, "still computes")
+
+
+def _together(law: str, xs: list[Tensor]) -> list[Tensor]:
+    """What every rank gets of what all of them have brought."""
+    result, dim = LAWS[law].across(torch.stack(xs), 0, len(xs))
+    return [
+        result.clone() if dim is None else result.select(dim, rank).clone()
+        for rank in range(len(xs))
+    ]
