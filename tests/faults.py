@@ -6,9 +6,10 @@ All numbers are integers in float64 and every N is a power of two, so nothing is
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+import optree
 import torch
 from torch import Tensor
 
@@ -102,8 +103,8 @@ class Fault(NamedTuple):
     """What some ranks do differently, and which errors they and the others get."""
 
     change: Callable[[Arguments], Arguments]
-    own: tuple[type[Exception], str]
-    others: tuple[type[Exception], str]
+    own: tuple[type[BaseException], str]
+    others: tuple[type[BaseException], str]
     ranks: tuple[int, ...] = (BAD,)
 
 
@@ -115,10 +116,11 @@ def disagreement(name: str, right: str, wrong: str, change: Callable[..., Argume
 
 
 def failure(
-    kind: type[Exception], text: str, change: Callable[..., Arguments], heard: str | None = None
+    kind: type[BaseException], text: str, change: Callable[..., Arguments], heard: str | None = None
 ) -> Fault:
     """The rank that fails gets its own exception, and the others hear of it."""
-    told = f"failed, and the step with it on every rank; nothing was updated. rank 2: {kind.__name__}: "
+    name = kind.__name__ if kind.__module__ == "builtins" else f"{__name__}.{kind.__name__}"
+    told = f"failed, and the step with it on every rank; nothing was updated. rank 2: {name}: "
     return Fault(change, (kind, text), (ps.RankError, told + (heard or text)))
 
 
@@ -128,13 +130,19 @@ def setting(name: str, right: str, wrong: str, **settings: Any) -> Fault:
     return disagreement("settings", right, wrong, lambda _: settings)
 
 
-def raising(function: Callable[..., Any], at: int) -> Callable[..., Any]:
+class Killed(BaseException):
+    """No ``Exception``, as torch's ``CheckpointException`` is none."""
+
+
+def raising(
+    function: Callable[..., Any], at: int, kind: type[BaseException] = ArithmeticError
+) -> Callable[..., Any]:
     """The function, which raises at this call."""
     calls = itertools.count()
 
     def raises(*args: Any) -> Any:
         if next(calls) == at:
-            raise ArithmeticError("θ ≠ θ")
+            raise kind("θ ≠ θ")
         return function(*args)
 
     return raises
@@ -153,22 +161,70 @@ def shared() -> Arguments:
 
 class _BrokenBackward(torch.autograd.Function):
     @staticmethod
-    def forward(x: Tensor) -> Tensor:
+    def forward(x: Tensor, kind: type[BaseException]) -> Tensor:
         return x.clone()
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        pass
+        ctx.kind = inputs[1]
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        raise ArithmeticError("no way back")
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        raise ctx.kind("no way back")
 
 
-def broken_backward(params: Any, microbatch: Batch) -> ps.LossTerms:
+def broken_backward(
+    params: Any, microbatch: Batch, kind: type[BaseException] = ArithmeticError
+) -> ps.LossTerms:
     """The gradient of w is found, and may be on its way already, when that of b raises."""
-    broken: Tensor = _BrokenBackward.apply(params["b"])
+    broken: Tensor = _BrokenBackward.apply(params["b"], kind)
     return loss_with_aux({"w": params["w"], "b": broken}, microbatch)
+
+
+def interrupted_backward(params: Any, microbatch: Batch) -> ps.LossTerms:
+    """The same, where somebody has had enough."""
+    return broken_backward(params, microbatch, KeyboardInterrupt)
+
+
+class Tail(list[Batch]):
+    """Microbatches whose end raises: their gradients may be on their way already."""
+
+    def __iter__(self) -> Iterator[Batch]:
+        yield from super().__iter__()
+        raise ArithmeticError("θ ≠ θ")
+
+
+register: Any = optree.register_pytree_node_class
+
+
+@register(namespace=tree.NAMESPACE)
+class Opaque:
+    """A container that does not tell what it holds."""
+
+    def __tree_flatten__(self) -> Any:
+        raise ArithmeticError("θ ≠ θ")
+
+    @classmethod
+    def __tree_unflatten__(cls, metadata: Any, children: Any) -> Any:
+        return cls()
+
+
+class Unruly(Tensor):
+    """A tensor that cannot be packed with others."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is Tensor.reshape:
+            raise ArithmeticError("θ ≠ θ")
+        return super().__torch_function__(func, types, args, kwargs)
+
+
+def unruly_aux(params: Any, microbatch: Batch) -> ps.LossTerms:
+    """An aux of the same kind, of a class that raises where it is packed."""
+    terms = loss_with_aux(params, microbatch)
+    return terms._replace(aux={**terms.aux, "sum": terms.aux["sum"].detach().as_subclass(Unruly)})
 
 
 def without_aux(params: Any, microbatch: Batch) -> ps.LossTerms:
@@ -229,6 +285,30 @@ FAULTS = {
         ArithmeticError, "θ ≠ θ", lambda a: {"loss_fn": raising(a["loss_fn"], 2)}
     ),
     "backward": failure(ArithmeticError, "no way back", lambda _: {"loss_fn": broken_backward}),
+    "interrupted weights": failure(
+        KeyboardInterrupt, "θ ≠ θ",
+        lambda _: {"weight_fn": raising(ones, 1, KeyboardInterrupt)},
+    ),
+    "interrupted loss": failure(
+        KeyboardInterrupt, "θ ≠ θ",
+        lambda a: {"loss_fn": raising(a["loss_fn"], 0, KeyboardInterrupt)},
+    ),
+    "interrupted backward": failure(
+        KeyboardInterrupt, "no way back", lambda _: {"loss_fn": interrupted_backward}
+    ),
+    "exit": failure(
+        SystemExit, "θ ≠ θ", lambda a: {"loss_fn": raising(a["loss_fn"], 1, SystemExit)}
+    ),
+    "no Exception": failure(
+        Killed, "θ ≠ θ", lambda a: {"loss_fn": raising(a["loss_fn"], 0, Killed)}
+    ),
+    "after the last microbatch": failure(
+        ArithmeticError, "θ ≠ θ", lambda a: {"microbatches": Tail(a["microbatches"])}
+    ),
+    "opt_state that raises": failure(
+        ArithmeticError, "θ ≠ θ", lambda _: {"opt_state": Opaque()}
+    ),
+    "aux that raises": failure(ArithmeticError, "θ ≠ θ", lambda _: {"loss_fn": unruly_aux}),
     "weights": failure(ArithmeticError, "θ ≠ θ", lambda _: {"weight_fn": raising(ones, 1)}),
     "negative weights": failure(
         ValueError, "weights must be finite and not negative, but one is -1",
@@ -288,7 +368,7 @@ FAULTS = {
 class Aftermath(NamedTuple):
     """What a rank is left with after a fault: the error, its state as it was, and that it can go on."""
 
-    error: Exception | None
+    error: BaseException | None
     untouched: bool
     next_step: Any
 
@@ -299,13 +379,16 @@ def faulty_step(axis: ps.Axis, rank: int, name: str, donate: bool) -> Aftermath:
     if rank in fault.ranks:
         arguments |= fault.change(arguments)
     state = arguments["params"], arguments["opt_state"]
-    before = tree.map(torch.clone, state)
+    leaves = [
+        leaf for part in state if not isinstance(part, Opaque) for leaf in tree.leaves_of(part)
+    ]
+    before = tree.map(torch.clone, leaves)
     error = None
     try:
         step(axis, arguments)
-    except Exception as caught:
+    except BaseException as caught:
         error = caught
-    return Aftermath(error, same(state, before), step(axis, sound(rank)))
+    return Aftermath(error, same(leaves, before), step(axis, sound(rank)))
 
 
 def check_fault(name: str, aftermaths: Sequence[Aftermath], axis: str) -> None:
@@ -325,11 +408,14 @@ def check_fault(name: str, aftermaths: Sequence[Aftermath], axis: str) -> None:
         assert same(next_step, expected)
 
 
-COMPUTED = ["first loss", "backward", "aux structure", "aux dtype", "aux shape", "loss dtype"]
+COMPUTED = [
+    "first loss", "backward", "interrupted loss", "interrupted backward", "no Exception",
+    "aux structure", "aux dtype", "aux shape", "loss dtype",
+]  # fmt: skip
 """Faults that show only when losses and gradients are computed."""
 
 
-def faulty_derivative(axis: ps.Axis, rank: int, name: str) -> tuple[Exception | None, Any]:
+def faulty_derivative(axis: ps.Axis, rank: int, name: str) -> tuple[BaseException | None, Any]:
     """A step in which somebody differentiates and rank 2 goes wrong, and then a sound one."""
     groups = [list(group) for group in cut(batch(8), [[2, 1], [1], [2], [1, 1]])]
     theta = tree.map(lambda leaf: leaf.requires_grad_(), params())
@@ -337,21 +423,22 @@ def faulty_derivative(axis: ps.Axis, rank: int, name: str) -> tuple[Exception | 
     error = None
     try:
         step(axis, arguments | (FAULTS[name].change(arguments) if rank == BAD else {}))
-    except Exception as caught:
+    except BaseException as caught:
         error = caught
     return error, tree.map(Tensor.detach, step(axis, arguments)[0])
 
 
-def check_faulty_derivative(name: str, results: Sequence[tuple[Exception | None, Any]]) -> None:
+def check_faulty_derivative(name: str, results: Sequence[tuple[BaseException | None, Any]]) -> None:
     """Every rank heard of it, and the next step is sound."""
     whole = {**sound(0), "microbatches": [batch(8)]}
     for rank, (error, new_params) in enumerate(results):
         assert same(new_params, step(ps.LocalAxis(), whole)[0])
-        if "aux" in name or "dtype" in name:
+        fault = FAULTS[name]
+        if fault.own[0] is ValueError:
             assert type(error) is ValueError
             assert "disagree on " in str(error)
             assert "ranks 0, 1, 3 with " in str(error)
             assert " against rank 2 with " in str(error)
         else:
-            assert type(error) is (ArithmeticError if rank == BAD else ps.RankError)
-            assert rank == BAD or "rank 2: ArithmeticError: " in str(error)
+            assert type(error) is (fault.own[0] if rank == BAD else ps.RankError)
+            assert (fault.own if rank == BAD else fault.others)[1] in str(error)

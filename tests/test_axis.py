@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import threading
-from typing import Any
+from collections.abc import Callable
+from functools import partial
+from typing import Any, cast
 
+import optree
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 import purestep as ps
+from purestep import tree
+
+LAWS: list[Any] = [ps.psum, ps.pmean, ps.pvary, ps.all_gather, ps.psum_scatter]
 
 
 def test_outside_of_map() -> None:
@@ -66,6 +74,56 @@ def test_trees_with_dims_of_their_own() -> None:
     result = mapped(batch)
     assert torch.equal(result["sum"], batch["x"].sum(1))
     assert torch.equal(result["mine"], batch["x"] + 10)
+
+
+register: Any = optree.dataclasses.dataclass
+
+
+@register(namespace=tree.NAMESPACE)
+class Pair:
+    """A class of our own, and so a node of trees."""
+
+    a: Any
+    b: Any
+
+
+def test_dims_in_classes_of_ones_own() -> None:
+    axis, make = ps.VmapAxis(2), cast("Any", Pair)
+    mapped = axis.map(
+        lambda pair: make(ps.psum(pair.a, axis), pair.a + pair.b),
+        in_dims=(make(1, None),),
+        out_dims=make(None, 1),
+    )
+    x, y = torch.arange(6).view(3, 2), torch.tensor(10)
+    result = mapped(make(x, y))
+    assert torch.equal(result.a, x.sum(1))
+    assert torch.equal(result.b, x + 10)
+
+
+@pytest.mark.parametrize(
+    "axis", ["dp", ("dp", "cp"), ["dp"], DeviceMesh, dist.ProcessGroup], ids=str
+)
+def test_the_name_of_a_mesh_or_of_its_dimension_is_no_axis(axis: Any) -> None:
+    if isinstance(axis, type):
+        axis = object.__new__(axis) if axis is DeviceMesh else axis(0, 1)
+    x, optimizer = torch.ones(2), ps.optim.sgd(0.1)
+    attempts: list[Callable[[], Any]] = [
+        lambda: ps.make_update_step(lambda p, m: p * m, optimizer, axis=axis),
+        lambda: ps.make_eval_step(lambda p, m: p * m, axis=axis),
+        *(partial(law, x, axis) for law in LAWS),
+    ]
+    for attempt in attempts:
+        with pytest.raises(TypeError, match=r'as in ps\.MeshAxis\(mesh, "dp"\)'):
+            attempt()
+
+
+@pytest.mark.parametrize("axis", [None, 4, ps.VmapAxis, ()], ids=str)
+def test_what_is_no_axis_at_all(axis: Any) -> None:
+    for law in LAWS:
+        with pytest.raises(
+            TypeError, match=r"axis must be an axis object, got .*: take ps\.LocalAxis"
+        ):
+            law(torch.ones(2), axis)
 
 
 @pytest.mark.parametrize(("tiled", "wanted"), [(False, "exactly 2"), (True, "a multiple of 2")])

@@ -10,6 +10,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
 from functools import cache
 from math import ceil
 from typing import Any
@@ -24,9 +25,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import purestep as ps
 from proofs.processes import DeadRankError, World, values
-from purestep import reduction, tree
+from purestep import tree
 from purestep.agreement import WIDTH
 from tests.faults import (
+    BAD,
     COMPUTED,
     FAULTS,
     SGD,
@@ -51,17 +53,26 @@ from tests.test_testing import (
     ACCUM_DTYPES,
     LAWS,
     LIFETIMES,
+    OPTIMIZERS,
+    OVERFLOWS,
+    aux_without_zeros,
     backward_through_two_steps,
     blocks,
+    check_aux_without_zeros,
     check_counted,
     check_history,
+    check_laid_out,
+    check_launched,
     check_law,
     counted_in,
     evaluated,
     forward_and_pulled,
     groups_of_two_steps,
+    laid_out_step,
+    launched_by_then,
     meets_in_its_loss,
     on_few,
+    overflowing,
     until_the_end,
     with_aux_of_its_own,
 )
@@ -239,8 +250,8 @@ def test_traffic_of_a_step(world: World, bucket_bytes: int, normalize: str) -> N
 
 
 def test_aux_travels_in_one_collective_more(world: World) -> None:
-    """Two integers; and where a rank is empty, the others tell it their form."""
-    for numbers, gathers in (([1, 4, 16, 2], 1), ([1, 4, 0, 2], 3)):
+    """Two integers; and where a rank is empty, the others tell it their form, and it tells them that it has it."""
+    for numbers, gathers in (([1, 4, 16, 2], 1), ([1, 4, 0, 2], 4)):
         for counts, sent, _ in processes(world, traffic, numbers, [True] * SIZE, [{}] * SIZE):
             assert counts == {"all_gather_into_tensor": gathers, "allreduce_": 2, "all_reduce": 1}
             assert sent["all_reduce"] == 2 * 8
@@ -252,13 +263,11 @@ def test_aux_travels_in_one_collective_more(world: World) -> None:
 @pytest.mark.parametrize("bucket_bytes", [8, 1 << 20])
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_fault_is_told_on_every_rank(world: World, name: str, bucket_bytes: int) -> None:
-    """And the same process group goes on."""
-    started = time.monotonic()
+    """And the same process group goes on. Nothing waits for its timeout, which is longer than the world's."""
     aftermaths: list[Aftermath] = processes(
         world, faulty_step, range(SIZE), [name] * SIZE, [False] * SIZE, bucket_bytes=bucket_bytes
     )
     check_fault(name, aftermaths, "MeshAxis('dp', 4 ranks)")
-    assert time.monotonic() - started < reduction.FAREWELL
 
 
 @pytest.mark.parametrize("name", COMPUTED)
@@ -278,67 +287,34 @@ def test_a_loss_that_meets_over_the_same_axis(world: World, bucket_bytes: int) -
         assert same(result, used[0])
 
 
-class _Noticed(torch.autograd.Function):
-    """The identity, which calls a function during the backward pass."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, notice: Callable[[], None]) -> Tensor:
-        ctx.notice = notice
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        ctx.notice()
-        return grad, None
+@pytest.mark.parametrize("meets", [False, True])
+def test_buckets_leave_during_the_backward_pass(world: World, meets: bool) -> None:
+    results = processes(world, launched_by_then, [meets] * SIZE, bucket_bytes=24)
+    check_launched(results, meets)
 
 
-def launched_during_the_backward_pass(axis: Any, meets: bool) -> int:
-    """How many buckets of two are on their way when the gradient of the first leaf is about to be found."""
-    launched: list[int] = []
-    before = 0
-
-    def loss(params: Any, microbatch: Batch) -> Tensor:
-        nonlocal before
-        early = _Noticed.apply(params["b"], lambda: launched.append(axis.meetings - before))
-        scores = early * params["w"].sum() * microbatch["y"]
-        if meets:
-            ps.psum(scores.detach(), axis)
-        before = axis.meetings
-        return scores
-
-    step(axis, {**sound(0), "loss_fn": loss, "microbatches": [batch(4)] * 2})
-    return launched[-1]
-
-
-@pytest.mark.parametrize(("meets", "expected"), [(False, 1), (True, 0)])
-def test_buckets_leave_during_the_backward_pass(world: World, meets: bool, expected: int) -> None:
-    """Unless the loss communicates over the same axis."""
-    results = processes(world, launched_during_the_backward_pass, [meets] * SIZE, bucket_bytes=24)
-    assert results == [expected] * SIZE
-
-
-def transposed(axis: ps.Axis, rank: int) -> Any:
-    """A step of a matrix whose columns lie one after the other; a warning is an error in these processes."""
-    theta = {**params(), "w": torch.tensor([[1.0, -2.0, 3.0], [0.0, 1.0, 2.0]]).double().t()}
-
-    def loss(params: Any, microbatch: Batch) -> Tensor:
-        return loss_fn({**params, "w": params["w"].sum(1)}, microbatch)
-
-    arguments = {**sound(rank), "loss_fn": loss, "params": theta, "opt_state": SGD.init(theta)}
-    return step(axis, {**arguments, "microbatches": [batch(2, rank), batch(2, rank + SIZE)]})[0]
-
-
-@pytest.mark.parametrize("bucket_bytes", [8, 1 << 20])
-def test_sums_lie_as_their_leaves_do(world: World, bucket_bytes: int) -> None:
-    """Autograd warns of others."""
-    results = processes(world, transposed, range(SIZE), bucket_bytes=bucket_bytes)
-    for result in results:
-        assert same(result, results[0])
+@pytest.mark.parametrize("bucket_bytes", [8, 64, 1 << 20])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_memory_order_is_nobodys_business(world: World, name: str, bucket_bytes: int) -> None:
+    results = processes(world, laid_out_step, range(SIZE), [name] * SIZE, bucket_bytes=bucket_bytes)
+    check_laid_out(name, results)
 
 
 def test_aux_that_an_empty_rank_cannot_be_told(world: World) -> None:
     for text in processes(world, with_aux_of_its_own, cut(batch())):
         assert "make it of containers that can be pickled" in text
+
+
+def test_aux_that_an_empty_rank_cannot_make(world: World) -> None:
+    check_aux_without_zeros(processes(world, aux_without_zeros, range(SIZE)))
+
+
+@pytest.mark.parametrize("normalize", ["loss", "grads"])
+@pytest.mark.parametrize("weights", OVERFLOWS.values(), ids=list(OVERFLOWS))
+def test_counts_that_overflow_together(world: World, weights: list[float], normalize: str) -> None:
+    for untouched, count in processes(world, overflowing, weights, [normalize] * SIZE):
+        assert untouched
+        assert count == SIZE
 
 
 def evaluates_while_others_train(axis: ps.Axis, rank: int) -> tuple[str, Any]:
@@ -370,19 +346,17 @@ def dies(rank: int, where: str) -> None:
     step(ps.MeshAxis(mesh(), "dp"), {**arguments, where: killed(arguments[where])})
 
 
-def last_words(world: World, program: Callable[..., Any], *args: Any) -> tuple[list[Any], float]:
-    """What comes of a program that ends a world which has taken a step, and after how many seconds."""
+def last_words(world: World, program: Callable[..., Any], *args: Any) -> list[Any]:
+    """What comes of a program that ends a world which has taken a step."""
     processes(world, settings_step, [0] * world.size, [{}] * world.size)
-    started = time.monotonic()
-    results = world.run(program, *([arg] * world.size for arg in args))
-    return results, time.monotonic() - started
+    return world.run(program, *([arg] * world.size for arg in args))
 
 
 @pytest.mark.parametrize("where", ["weight_fn", "loss_fn"])
 def test_a_rank_that_is_killed(where: str) -> None:
-    """Before the first collective, and between the microbatches: the others end at once."""
+    """Before the first collective, and between the microbatches: the others end long before the group's timeout."""
     with World(3, timeout=30) as world:
-        (first, killed, last), seconds = last_words(world, dies, where)
+        first, killed, last = last_words(world, dies, where)
     assert isinstance(killed, DeadRankError)
     assert killed.args == (-signal.SIGKILL,)
     for error in (first, last):
@@ -391,36 +365,57 @@ def test_a_rank_that_is_killed(where: str) -> None:
             error
         )
         assert "start again from the last checkpoint" in str(error)
-    assert seconds < 5
+
+
+def impatient() -> list[ps.MeshAxis]:
+    """Two axes over all ranks, whose process groups wait for two seconds."""
+    ranks = list(range(dist.get_world_size()))
+    groups = [dist.new_group(ranks, timeout=timedelta(seconds=2)) for _ in range(2)]
+    meshes = [DeviceMesh.from_group(group, "cpu", mesh_dim_names=("dp",)) for group in groups]
+    return [ps.MeshAxis(mesh, "dp") for mesh in meshes]
 
 
 def fails_before_its_peer(rank: int) -> None:
-    """Rank 0 raises where rank 1 waits for it, inside the loss, over another dimension."""
-    reduction.FAREWELL = 2.0
-    axis = ps.MeshAxis(grid(), ("dp", "cp"))
-    sequence = ps.MeshAxis(grid(), "cp")
+    """Rank 0 raises where rank 1 waits for it, inside the loss, in a different process group."""
+    axis, other = impatient()
 
     def loss(params: Any, microbatch: Batch) -> Tensor:
         if rank == 0:
             raise ArithmeticError("too soon")
-        ps.all_gather(microbatch["x"], sequence)
+        ps.all_gather(microbatch["x"], other)
         return loss_fn(params, microbatch)
 
     step(axis, {**sound(0), "loss_fn": loss, "microbatches": [batch(4)]})
 
 
 def test_a_rank_that_fails_while_a_peer_waits_for_it_elsewhere() -> None:
-    """It takes leave for a bounded time, and raises its own error; its end is the end of the others."""
-    assert reduction.FAREWELL == 10
-    with World(4, timeout=30) as world:
-        (first, peer, *others), seconds = last_words(world, fails_before_its_peer)
+    """It waits for as long as its group allows, and raises its own error; the peer learns that it waits in vain."""
+    with World(2, timeout=30) as world:
+        first, peer = last_words(world, fails_before_its_peer)
     assert (type(first), str(first)) == (ArithmeticError, "too soon")
-    assert 2 <= seconds < 7
     assert type(peer) is ps.RankError
-    assert str(peer).startswith("a collective over MeshAxis('cp', 2 ranks) failed")
-    for error in others:
-        assert type(error) is ps.RankError
-        assert str(error).startswith("a collective over MeshAxis('dp', 'cp', 4 ranks) failed")
+    assert str(peer).startswith("a collective over MeshAxis('dp', 2 ranks) failed")
+
+
+def fails_early(axis: ps.Axis, rank: int) -> tuple[str, Any]:
+    """A rank fails long before the others come to their loss; what each hears, and a sound step."""
+
+    def loss(params: Any, microbatch: Batch) -> ps.LossTerms:
+        if rank == BAD:
+            raise ArithmeticError("a bad sample")
+        time.sleep(1.5)
+        return loss_with_aux(params, microbatch)
+
+    with pytest.raises((ArithmeticError, ps.RankError)) as info:
+        step(axis, {**sound(rank), "loss_fn": loss, "microbatches": [batch(2)]})
+    return str(info.value), step(axis, sound(rank))
+
+
+def test_a_rank_that_fails_early(world: World) -> None:
+    """It waits, all learn why, and the group goes on."""
+    for text, next_step in processes(world, fails_early, range(SIZE)):
+        assert "a bad sample" in text
+        assert same(next_step, alone())
 
 
 # The axis itself
@@ -612,6 +607,25 @@ def test_compiled_step(world: World) -> None:
     for compiled, eager in results[:2]:
         assert same(eager, expected)
         assert same(compiled, expected)
+
+
+def compiled_without_microbatches(rank: int) -> str | None:
+    """A step compiled whole, of a rank that holds none."""
+    if rank:
+        return None
+    axis = ps.MeshAxis(DeviceMesh("cpu", [0], mesh_dim_names=("alone",)), "alone")
+    run = ps.make_update_step(loss_with_aux, SGD, weight_fn=ones, axis=axis)
+    compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
+    with pytest.raises(RuntimeError, match="holds no microbatch") as info:
+        compiled(params(), SGD.init(params()), [])
+    return str(info.value)
+
+
+def test_a_compiled_step_with_an_empty_rank_is_refused() -> None:
+    """It cannot be told what the others have."""
+    with World(1) as world:
+        (text,) = values(world.run(compiled_without_microbatches))
+    assert "give it a microbatch whose weights are zero" in text
 
 
 def summed_through_local_parts(rank: int) -> list[list[float]]:

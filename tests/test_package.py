@@ -18,34 +18,30 @@ import purestep as ps
 ROOT = Path(__file__).parent.parent
 
 IMPORT = """
-import sys, time, random
+import sys, random
 import torch, optree
 before = (torch.get_rng_state().sum(), torch.is_grad_enabled(), torch.get_default_dtype(),
           torch.get_num_threads(), random.getstate(), set(sys.modules))
-start = time.perf_counter()
 import purestep
-seconds = time.perf_counter() - start
 after = (torch.get_rng_state().sum(), torch.is_grad_enabled(), torch.get_default_dtype(),
          torch.get_num_threads(), random.getstate())
 assert before[:-1] == after, "importing purestep changed global state"
-new = {name.split(".")[0] for name in set(sys.modules) - before[-1]}
-assert new <= {"purestep", "einops"}, new
-print(seconds)
+new = set(sys.modules) - before[-1]
+# What takes a second to import (compilers, most of torch.distributed) is in none of these.
+assert {name.split(".")[0] for name in new} == {"purestep", "einops"}, new
+late = {"purestep.products", "purestep.axis.opaque"}
+assert not late & new, late & new
 """
 
 
-def test_import_is_quick_and_silent() -> None:
-    """At most 0.1 s beyond torch and optree: the best of three, since machines are busy."""
-    seconds = []
-    for _ in range(3):
-        run = subprocess.run(
-            [sys.executable, "-W", "error", "-c", IMPORT],
-            capture_output=True, text=True, timeout=120, cwd=ROOT,
-        )  # fmt: skip
-        assert run.returncode == 0, run.stderr
-        assert run.stderr == ""
-        seconds.append(float(run.stdout))
-    assert min(seconds) <= 0.1
+def test_import_is_light_and_silent() -> None:
+    """Nothing is loaded beyond torch, optree, einops and the package, and nothing else of these than they load alone."""
+    run = subprocess.run(
+        [sys.executable, "-W", "error", "-c", IMPORT],
+        capture_output=True, text=True, timeout=120, cwd=ROOT,
+    )  # fmt: skip
+    assert run.returncode == 0, run.stderr
+    assert run.stderr == ""
 
 
 def test_public_names_are_documented() -> None:
@@ -73,6 +69,7 @@ def test_imports_run_downward() -> None:
     order = [
         "types",
         "tree",
+        "fingerprint",
         "tokens",
         "losses",
         "batching",

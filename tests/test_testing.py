@@ -5,15 +5,22 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import itertools
+import tempfile
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from copy import copy
 from typing import Any, NamedTuple
 
+import optree
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 import purestep as ps
 from purestep import tree
@@ -23,6 +30,7 @@ from tests.faults import (
     FAULTS,
     SGD,
     Batch,
+    Unruly,
     alone,
     batch,
     check_fault,
@@ -97,6 +105,138 @@ def test_a_loss_that_meets_over_the_same_axis(bucket_bytes: int) -> None:
         assert same(result, expected)
 
 
+class _Noticed(torch.autograd.Function):
+    """The identity, which calls a function during the backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, notice: Callable[[], None]) -> Tensor:
+        ctx.notice = notice
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        ctx.notice()
+        return grad, None
+
+
+LEAVES = 6
+
+
+def launched_by_then(axis: Any, meets: bool) -> list[int]:
+    """How many buckets of six are on their way when the gradient of each leaf is about to be found.
+
+    In the last of two microbatches, which finds that of the last leaf first. The loss may meet, too.
+    """
+    theta = {f"w{place}": torch.full((3,), place + 1.0).double() for place in range(LEAVES)}
+    launched: list[int] = []
+    before = 0
+
+    def loss(params: Any, microbatch: Batch) -> Tensor:
+        nonlocal before
+        launched.clear()
+        scores = microbatch["y"]
+        for leaf in params.values():
+            noticed = _Noticed.apply(leaf, lambda: launched.append(axis.meetings - before))
+            scores = scores * noticed.sum()
+        if meets:
+            ps.psum(scores.detach(), axis)
+        before = axis.meetings
+        return scores
+
+    arguments = {**sound(0), "loss_fn": loss, "params": theta, "opt_state": SGD.init(theta)}
+    step(axis, {**arguments, "microbatches": [batch(4)] * 2})
+    return launched
+
+
+def check_launched(results: Sequence[list[int]], meets: bool) -> None:
+    """Each leaves as soon as it is complete, unless the loss communicates over the same axis."""
+    expected = [0] * LEAVES if meets else list(range(LEAVES))
+    assert list(results) == [expected] * len(results)
+
+
+@pytest.mark.parametrize("meets", [False, True])
+def test_buckets_leave_during_the_backward_pass(meets: bool) -> None:
+    check_launched(threads(4, launched_by_then, [meets] * 4, bucket_bytes=24), meets)
+
+
+def test_what_is_launched_is_handed_over_at_once() -> None:
+    """What is written to the buffer later is lost, as it may be between processes; ranks need not wait in step."""
+
+    def program(axis: Any, rank: int) -> tuple[list[int], list[Any]]:
+        flats = [torch.full((2,), 10.0**place * (rank + 1)) for place in range(3)]
+        waits = [axis.launch(flat) for flat in flats]
+        begun = axis.meetings
+        for flat in flats:
+            flat.fill_(-1.0)
+        for wait in waits[::-1] if rank else waits:
+            wait()
+        return [begun, axis.meetings], [flat.tolist() for flat in flats]
+
+    for begun, sums in threads(3, program, range(3)):
+        assert begun == [3, 3]
+        assert sums == [[6.0] * 2, [60.0] * 2, [600.0] * 2]
+
+
+def layouts(leaf: Tensor) -> list[Tensor]:
+    """The same values in different orders in memory."""
+    room = leaf.new_zeros([2 * size for size in leaf.shape])[
+        tuple(slice(1, None, 2) for _ in leaf.shape)
+    ]
+    back = leaf.permute(*range(leaf.ndim)[::-1]).contiguous().permute(*range(leaf.ndim)[::-1])
+    last = leaf.contiguous(memory_format=torch.channels_last) if leaf.ndim == 4 else leaf
+    return [leaf, back, room.copy_(leaf), last]
+
+
+OPTIMIZERS = {
+    "sgd": ps.optim.sgd(0.5, momentum=0.5),
+    "adamw": ps.optim.adamw(0.125),
+    "fused": ps.optim.from_torch(torch.optim.AdamW, lr=0.125, fused=True),
+}
+
+
+def laid_out_params() -> dict[str, Tensor]:
+    """Integers in float32, for which kernels are fused; a row that is the same throughout."""
+    count = torch.arange(48.0)
+    numbers = (count * count * 3 + count) % 7 - 3
+    row = torch.tensor([1.0, -2.0, 3.0]).expand(4, 3)
+    return {"image": numbers.view(2, 3, 4, 2), "row": row, "w": numbers[:12].view(4, 3)}
+
+
+def laid_out_step(axis: ps.Axis, rank: int, name: str) -> tuple[Any, list[tuple[int, ...]]]:
+    """A step from the same values, in a rank's own order in memory; and the strides that copies of them have."""
+    optimizer, theta = OPTIMIZERS[name], laid_out_params()
+    if rank >= 0:
+        theta |= {path: layouts(theta[path])[rank] for path in ("image", "w")}
+        theta["row"] = theta["row"] if rank % 2 else theta["row"].contiguous()
+
+    def loss(params: Any, microbatch: Batch) -> Tensor:
+        image, w = params["image"], params["w"] * 2 + params["row"]
+        scale = image.mul(laid_out_params()["image"]).sum() + (image[0] - image[1]).square().sum()
+        return (microbatch["x"].float() @ w.t()).sum(1) * scale
+
+    state = optimizer.init(theta)
+    arguments = {**sound(0), "loss_fn": loss, "optimizer": optimizer, "params": theta}
+    group = [batch()] if rank < 0 else cut(batch())[rank]
+    new = step(axis, {**arguments, "opt_state": state, "microbatches": group})
+    return new[:2], [torch.empty_like(leaf).stride() for leaf in tree.leaves_of((theta, state))]
+
+
+def check_laid_out(name: str, results: Sequence[tuple[Any, list[tuple[int, ...]]]]) -> None:
+    """All ranks have the state of one, and it lies as copies of it would."""
+    expected, _ = laid_out_step(ps.LocalAxis(), -1, name)
+    for state, strides in results:
+        assert same(state, expected)
+        for leaf, before in zip(tree.leaves_of(state), strides, strict=True):
+            assert leaf.stride() == before
+
+
+@pytest.mark.parametrize("bucket_bytes", [8, 64, 1 << 20])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_memory_order_is_nobodys_business(name: str, bucket_bytes: int) -> None:
+    """The same values lie otherwise on each rank: transposed, in steps, as images, or on themselves."""
+    check_laid_out(name, threads(4, laid_out_step, range(4), [name] * 4, bucket_bytes=bucket_bytes))
+
+
 def with_aux_of_its_own(axis: ps.Axis, group: list[Batch]) -> str:
     """A class that only this function knows cannot be told to a rank without microbatches."""
 
@@ -115,6 +255,47 @@ def with_aux_of_its_own(axis: ps.Axis, group: list[Batch]) -> str:
 def test_aux_that_an_empty_rank_cannot_be_told() -> None:
     for text in threads(4, with_aux_of_its_own, cut(batch())):
         assert "make it of containers that can be pickled" in text
+
+
+register: Any = optree.dataclasses.dataclass
+
+
+@register(namespace=tree.NAMESPACE)
+class Positive:
+    """A container that refuses zeros."""
+
+    total: Any
+
+    def __post_init__(self) -> None:
+        if isinstance(self.total, Tensor) and not self.total.any():
+            raise ArithmeticError("no zeros")
+
+
+positive: Any = Positive
+
+
+def aux_without_zeros(axis: ps.Axis, rank: int) -> tuple[str, Any]:
+    """The rank without microbatches cannot make aux; what each hears, and a sound step."""
+
+    def loss(params: Any, microbatch: Batch) -> ps.LossTerms:
+        losses = loss_fn(params, microbatch)
+        return ps.LossTerms(losses, aux=positive(losses.sum()))
+
+    with pytest.raises((ArithmeticError, ps.RankError)) as info:
+        step(axis, {**sound(rank), "loss_fn": loss})
+    return f"{type(info.value).__name__}: {info.value}", step(axis, sound(rank))
+
+
+def check_aux_without_zeros(results: Sequence[tuple[str, Any]]) -> None:
+    """Every rank heard of it, and the next step is sound."""
+    for rank, (text, next_step) in enumerate(results):
+        assert text.startswith("RankError: rank 1 of " if rank != 1 else "ArithmeticError: ")
+        assert text.endswith("ArithmeticError: no zeros")
+        assert same(next_step, alone())
+
+
+def test_aux_that_an_empty_rank_cannot_make() -> None:
+    check_aux_without_zeros(threads(4, aux_without_zeros, range(4)))
 
 
 class Named(NamedTuple):
@@ -248,6 +429,54 @@ def test_data_that_runs_out_at_different_steps() -> None:
 @pytest.mark.parametrize("dtype", ACCUM_DTYPES)
 def test_counts_and_losses_are_exact_in_any_dtype_of_gradients(dtype: torch.dtype) -> None:
     check_counted(threads(4, counted_in, range(4), [dtype] * 4))
+
+
+OVERFLOWS = {
+    "integers to a negative number": [2**62, 2**62, 0, 0],
+    "integers to zero": [2**62] * 4,
+    "integers to a positive number": [2**62, 2**62, 2**62, 2**62 + 2**61],
+    "floats to infinity": [1e308] * 4,
+}
+
+
+def weights_of(weight: float) -> Tensor:
+    """The weight of one token, in the widest dtype of its kind."""
+    return torch.tensor([weight], dtype=torch.float64 if isinstance(weight, float) else torch.int64)
+
+
+def overflowing(axis: ps.Axis, weight: float, normalize: Any) -> tuple[bool, Any]:
+    """A step and an evaluation on ranks whose counts overflow together, and then a sound step."""
+    weights = weights_of(weight)
+    microbatch = [batch(1)]
+    state = params(), SGD.init(params())
+    arguments = {**sound(0), "params": state[0], "opt_state": state[1], "microbatches": microbatch}
+    how = {"weight_fn": lambda _: weights, "normalize": normalize, "donate": True}
+    with pytest.raises(ValueError, match="num_tokens, the sum of all weights, overflows"):
+        step(axis, {**arguments, **how})
+    evaluate = ps.make_eval_step(loss_fn, weight_fn=lambda _: weights, axis=axis)
+    with pytest.raises(ValueError, match="overflows"):
+        evaluate(params(), microbatch)
+    untouched = same(state, (params(), SGD.init(params())))
+    return untouched, step(axis, {**sound(0), "microbatches": microbatch})[2].num_tokens
+
+
+@pytest.mark.parametrize("normalize", ["loss", "grads"])
+@pytest.mark.parametrize("weights", OVERFLOWS.values(), ids=list(OVERFLOWS))
+def test_counts_that_overflow_together(weights: list[float], normalize: str) -> None:
+    """No rank's count is too large, and their sum is: an error on every rank, before anything is updated."""
+    for untouched, count in threads(4, overflowing, weights, [normalize] * 4):
+        assert untouched
+        assert count == 4
+
+
+@pytest.mark.parametrize("normalize", ["loss", "grads"])
+@pytest.mark.parametrize("weight", [2**62, 1e308])
+def test_a_count_that_overflows_on_one_rank(weight: float, normalize: Any) -> None:
+    step_ = ps.make_update_step(
+        loss_fn, SGD, weight_fn=lambda m: weights_of(weight).expand(2), normalize=normalize
+    )
+    with pytest.raises(ValueError, match="overflows"):
+        step_(params(), SGD.init(params()), [batch(2)])
 
 
 def test_replicas_along_another_axis_are_not_counted() -> None:
@@ -539,3 +768,116 @@ def test_map_where_no_thread_can_follow() -> None:
         axis.map(lambda x: axis.map(lambda y: y)([x, x]))([1, 2])
     with pytest.raises(ValueError, match="map over the axis that was split"):
         first.map(lambda x: x)([1, 2])
+
+
+def test_one_axis_in_many_threads() -> None:
+    """Each ``map`` is a world of its own; so are the parts of an axis that was split."""
+    axis = ps.testing.ThreadAxis(4)
+    rows, columns = axis.split(2, 2)
+    begin = threading.Barrier(3)
+
+    def program(x: Tensor) -> list[Tensor]:
+        return [ps.psum(x, part) for _ in range(20) for part in (rows, columns, axis)]
+
+    def mapped(number: int) -> None:
+        begin.wait(timeout=30)
+        results[number] = axis.map(program)([torch.tensor(number * 10**rank) for rank in range(4)])
+
+    results: dict[int, Any] = {}
+    callers = [threading.Thread(target=mapped, args=(number,), daemon=True) for number in (1, 2, 3)]
+    for caller in callers:
+        caller.start()
+    for caller in callers:
+        caller.join(30)
+    for number in (1, 2, 3):
+        for rank, sums in enumerate(results[number]):
+            row, column = divmod(rank, 2)
+            expected = [101 * 10**column, 11 * 100**row, 1111]
+            assert sums == [number * total for total in expected] * 20
+
+
+def test_a_world_inside_of_a_rank() -> None:
+    outer, inner = ps.testing.ThreadAxis(2), ps.testing.ThreadAxis(2)
+
+    def program(x: Tensor) -> Tensor:
+        parts: list[Tensor] = inner.map(lambda y: ps.psum(y, inner))([x, x + 1])
+        total: Tensor = ps.psum(parts[0], outer)
+        return total
+
+    assert outer.map(program)([torch.tensor(1), torch.tensor(10)]) == [24, 24]
+
+
+def in_this_process(program: Callable[[ps.Axis], None], kind: str) -> None:
+    """The program on one rank, on two threads, or on a process group of one."""
+    if kind == "local":
+        program(ps.LocalAxis())
+    elif kind == "threads":
+        axis = ps.testing.ThreadAxis(2)
+        axis.map(lambda: program(axis))()
+    else:
+        with tempfile.TemporaryDirectory() as folder:
+            store = f"file://{folder}/store"
+            dist.init_process_group("gloo", init_method=store, rank=0, world_size=1)
+            try:
+                program(ps.MeshAxis(DeviceMesh("cpu", [0], mesh_dim_names=("dp",)), "dp"))
+            finally:
+                dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("kind", ["local", "threads", "mesh"])
+@pytest.mark.parametrize("where", ["weights", "loss", "backward", "aux", "evaluation"])
+@pytest.mark.parametrize("fails", [KeyboardInterrupt, ArithmeticError])
+def test_a_failed_step_keeps_nothing(fails: type[BaseException], where: str, kind: str) -> None:
+    """What it has computed is gone when its exception is, and no garbage collector has to look for it."""
+    alive: list[weakref.ref[Tensor]] = []
+
+    def activation(x: Tensor) -> Tensor:
+        h = x.exp()
+        alive.append(weakref.ref(h))
+        return h
+
+    class Broken(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            raise fails
+
+    def weight_fn(microbatch: Batch) -> Tensor:
+        weights = activation(torch.zeros(len(microbatch["y"])))
+        if where == "weights" and len(weights) == 2:
+            raise fails
+        return weights
+
+    def loss(params: Any, microbatch: Batch) -> ps.LossTerms:
+        h = activation(params["w"] * params["b"])
+        losses = loss_fn({**params, "w": h}, microbatch)
+        if where in ("loss", "evaluation") and len(losses) == 2:
+            raise fails
+        if where == "backward":
+            losses = Broken.apply(losses)
+        aux = activation(losses.detach())
+        return ps.LossTerms(losses, aux=aux.as_subclass(Unruly) if where == "aux" else aux.sum())
+
+    def program(axis: ps.Axis) -> None:
+        optimizer = ps.optim.sgd(0.5)
+        if where == "evaluation":
+            evaluate = ps.make_eval_step(loss, weight_fn=weight_fn, axis=axis)
+            evaluate(params(), [batch(1), batch(2)])
+        else:
+            update = ps.make_update_step(loss, optimizer, weight_fn=weight_fn, axis=axis)
+            update(params(), optimizer.init(params()), [batch(1), batch(2)])
+        raise fails
+
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(2):
+            with contextlib.suppress(fails, ValueError):
+                in_this_process(program, kind)
+        assert alive
+        assert not any(ref() is not None for ref in alive)
+    finally:
+        gc.enable()
