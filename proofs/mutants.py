@@ -23,6 +23,7 @@ from proofs.theorem import System, Theorem
 
 README = Path(__file__).with_name("README.md")
 MODULES = [
+    "purestep.axis.buckets",
     "purestep.tokens",
     "purestep.batching.group",
     "purestep.batching.pack",
@@ -35,6 +36,8 @@ MODULES = [
     "purestep.step",
     "proofs.parallel",
 ]
+OWN_TYPES = ("purestep.batching", "purestep.axis.buckets")
+"""Modules whose classes are what is mutated."""
 THEOREM_FILES = [
     "test_t01_cut",
     "test_t02_ranks",
@@ -93,6 +96,11 @@ def step(old: str, new: str) -> Patch:
 def in_parallel(old: str, new: str) -> Patch:
     """A patch of the programs on a mesh of two dimensions."""
     return Patch("proofs.parallel", old, new)
+
+
+def buckets(old: str, new: str) -> Patch:
+    """A patch of the buckets in which gradients travel."""
+    return Patch("purestep.axis.buckets", old, new)
 
 
 def batching(module: str, old: str, new: str) -> Patch:
@@ -565,6 +573,17 @@ MUTANTS = [
         "gradients added up in memory that two leaves share, as autograd does",
         [grads("grad.clone() if owners > 2 else grad", "grad")],
     ),
+    Mutant(
+        "44",
+        "flat buckets laid out in each rank's own memory order",
+        [
+            buckets(
+                "flat[start:stop].view(leaf.shape)",
+                "flat[start:stop].as_strided("
+                "leaf.shape, torch.empty_like(leaf).stride(), flat[start:stop].storage_offset())",
+            )
+        ],
+    ),
 ]
 
 NOT_YET = {
@@ -590,8 +609,10 @@ def build(patches: list[Patch]) -> System:
             module.__file__ = f"<mutant of {name}>"
             exec(compile(source, module.__file__, "exec"), module.__dict__)
             # Types are shared: an Optimizer of the tests is an Optimizer of the mutant.
-            types = {k: v for k, v in vars(real).items() if isinstance(v, type)}
-            module.__dict__.update({} if "batching" in name else types)
+            if not name.startswith(OWN_TYPES):
+                values = vars(real).items()
+                own = {k: v for k, v in values if getattr(v, "__module__", None) == name}
+                module.__dict__.update({k: v for k, v in own.items() if isinstance(v, type)})
             sys.modules[name] = mutated[name] = module
     flow = mutated["purestep.step"]
     return System(

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 from hypothesis import strategies as st
+from torch import Tensor
 
 import purestep as ps
 from proofs import models, parallel
@@ -70,8 +72,12 @@ ShareCase = tuple[Case, list[Cut], int, dict[str, Any]]
 
 @st.composite
 def share_cases(draw: st.DrawFn) -> ShareCase:
-    """A case, what each rank holds of it, the size of buckets, and settings."""
+    """A case, what each rank holds of it, the size of buckets, and settings; the rows of a leaf may be the same."""
     case = draw(cases())
+    if draw(st.booleans()):
+        hidden = case.params["hidden"]
+        repeated = hidden["weight"][:1].repeat(models.FEATURES, 1)
+        case = replace(case, params={**case.params, "hidden": {**hidden, "weight": repeated}})
     bucket_bytes = draw(st.sampled_from([8, 40, 1 << 20]))
     return case, draw(shares(case.rows)), bucket_bytes, draw(st.sampled_from(SETTINGS))
 
@@ -92,7 +98,8 @@ def check_ranks(
         system.make_update_step, ps.LocalAxis(), *_own(case), [case.batch], case.recipe, {}
     )[2]
     size = len(groups)
-    states = [_own(case) for _ in groups]
+    generator, donate = case.generator, "donate" in settings
+    states = [in_any_order(_own(case), generator, overlapping=not donate) for _ in groups]
     results = run(
         Ranks(size, bucket_bytes),
         partial(one_step, system.make_update_step),
@@ -113,6 +120,24 @@ def _own(case: Case) -> tuple[Any, Any]:
     """A copy of the state, to be given away."""
     copied: tuple[Any, Any] = tree.map(torch.clone, (case.params, case.opt_state))
     return copied
+
+
+def in_any_order(state: Any, generator: torch.Generator, overlapping: bool) -> Any:
+    """The same values, each leaf in some order in memory: transposed, in steps, or one row for all that are alike."""
+
+    def laid_out(leaf: Tensor) -> Tensor:
+        backwards = tuple(range(leaf.ndim)[::-1])
+        steps = tuple(slice(None, None, 2) for _ in leaf.shape)
+        ways = [
+            leaf,
+            leaf.permute(backwards).contiguous().permute(backwards),
+            leaf.new_zeros([2 * size for size in leaf.shape])[steps].copy_(leaf),
+        ]
+        if overlapping and leaf.ndim > 1 and torch.equal(leaf, leaf[:1].expand_as(leaf)):
+            ways.append(leaf[:1].expand_as(leaf))
+        return ways[int(torch.randint(len(ways), (), generator=generator))]
+
+    return tree.map(laid_out, state)
 
 
 def shuffled(case: Case, share: list[Cut], seed: int) -> list[list[Batch]]:

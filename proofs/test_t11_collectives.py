@@ -24,29 +24,49 @@ from proofs.worlds import Ranks, on_threads
 
 Collective = Callable[[Tensor, ps.Axis], Tensor]
 
-LAWS: dict[str, tuple[Collective, Callable[[Tensor], Tensor]]] = {
-    "psum": (ps.psum, lambda x: x.sum(0).expand_as(x)),
-    "pmean": (ps.pmean, lambda x: (x.sum(0) / len(x)).expand_as(x)),
-    "pvary": (ps.pvary, lambda x: x),
-    "all_gather": (ps.all_gather, lambda x: x.expand(len(x), *x.shape)),
-    "all_gather dim": (
-        lambda x, axis: ps.all_gather(x, axis, dim=-1),
-        lambda x: x.movedim(0, -1).expand(len(x), *x.shape[1:], len(x)),
-    ),
-    "all_gather tiled": (
-        lambda x, axis: ps.all_gather(x, axis, dim=1, tiled=True),
-        lambda x: torch.cat(list(x), 1).expand(len(x), x.shape[1], -1),
-    ),
-    "psum_scatter": (
-        lambda x, axis: ps.psum_scatter(x, axis, dim=1),
-        lambda x: x.sum(0).movedim(1, 0),
-    ),
-    "psum_scatter tiled": (
-        lambda x, axis: ps.psum_scatter(x, axis, dim=-1, tiled=True),
-        lambda x: torch.stack(x.sum(0).chunk(len(x), -1)),
-    ),
+Law = tuple[Collective, Callable[[Tensor], Tensor]]
+"""What a rank calls, and what all ranks get of the blocks that they bring."""
+
+
+def gathering(**how: Any) -> Law:
+    """``all_gather``, along a dimension or as it comes."""
+    join = torch.cat if how.get("tiled") else torch.stack
+
+    def expected(x: Tensor) -> Tensor:
+        joined = join(list(x), how.get("dim", 0))
+        return joined.expand(len(x), *joined.shape)
+
+    return lambda x, axis: ps.all_gather(x, axis, **how), expected
+
+
+def scattering(**how: Any) -> Law:
+    """``psum_scatter`` of blocks whose ranks lie along that dimension, twice where it is tiled."""
+    dim, tiled = how.get("dim", 0), how.get("tiled", False)
+
+    def arranged(block: Tensor) -> Tensor:
+        moved = block.movedim(-1, dim)
+        return torch.cat([moved, moved + 1], dim) if tiled else moved
+
+    def expected(x: Tensor) -> Tensor:
+        total = torch.vmap(arranged)(x).sum(0)
+        return torch.stack(total.chunk(len(x), dim) if tiled else total.unbind(dim))
+
+    return lambda x, axis: ps.psum_scatter(arranged(x), axis, **how), expected
+
+
+HOW: list[dict[str, Any]] = [
+    {},
+    {"tiled": True},
+    *({"dim": dim, "tiled": tiled} for dim in (0, 1, -1) for tiled in (False, True)),
+]
+LAWS: dict[str, list[Law]] = {
+    "psum": [(ps.psum, lambda x: x.sum(0).expand_as(x))],
+    "pmean": [(ps.pmean, lambda x: (x.sum(0) / len(x)).expand_as(x))],
+    "pvary": [(ps.pvary, lambda x: x)],
+    "all_gather": [gathering(**how) for how in HOW],
+    "psum_scatter": [scattering(**how) for how in HOW],
 }
-TRANSPOSES: dict[str, tuple[Collective, Callable[[Tensor], Tensor]]] = {
+TRANSPOSES: dict[str, Law] = {
     # What psum gives is the same everywhere, so its cotangent is too: counted once, it comes back as it is.
     "psum": (ps.psum, lambda y: y),
     "pvary": (ps.pvary, lambda y: y.sum(0).expand_as(y)),
@@ -62,11 +82,21 @@ def ranks(draw: st.DrawFn) -> Tensor:
     return integers((size, 2, size), torch.Generator().manual_seed(draw(st.integers(0, 999))), 8)
 
 
+def ways() -> st.SearchStrategy[int]:
+    """Which of the ways in which a law can be called."""
+    return st.integers(0, len(HOW) - 1)
+
+
+def called(name: str, way: int) -> Law:
+    """The law, called that way."""
+    return LAWS[name][way % len(LAWS[name])]
+
+
 @pytest.mark.parametrize("law", LAWS)
-@given(x=ranks())
-def test_law(law: str, x: Tensor) -> None:
+@given(x=ranks(), way=ways())
+def test_law(law: str, x: Tensor, way: int) -> None:
     """What every rank gets; also with other ensembles passing by, inside and outside, and nested axes."""
-    collective, expected = LAWS[law]
+    collective, expected = called(law, way)
     axis = ps.VmapAxis(len(x))
 
     def on_rank(block: Tensor) -> Tensor:
@@ -88,10 +118,10 @@ def test_law(law: str, x: Tensor) -> None:
 
 
 @pytest.mark.parametrize("law", LAWS)
-@given(x=ranks())
-def test_one_rank_is_local(law: str, x: Tensor) -> None:
+@given(x=ranks(), way=ways())
+def test_one_rank_is_local(law: str, x: Tensor, way: int) -> None:
     """Over one rank, ``LocalAxis`` and ``VmapAxis(1)`` agree."""
-    collective, _ = LAWS[law]
+    collective, _ = called(law, way)
     block, axis = x[0, :, :1], ps.VmapAxis(1)
     simulated = axis.map(lambda block: collective(block, axis))(block[None])[0]
     assert torch.equal(collective(block, ps.LocalAxis()), simulated)
@@ -101,11 +131,9 @@ def test_one_rank_is_local(law: str, x: Tensor) -> None:
 @given(x=ranks())
 def test_what_all_ranks_share(law: str, x: Tensor) -> None:
     """A value that is the same everywhere is still one value per rank: psum of a constant is N·c."""
-    collective, expected = LAWS[law]
-    axis, block = ps.VmapAxis(len(x)), x[0].T if law == "psum_scatter" else x[0]
-    collective = ps.psum_scatter if law == "psum_scatter" else collective
-    repeated = block.expand(len(x), *block.shape)
-    want = repeated.sum(0) if law == "psum_scatter" else expected(repeated)
+    collective, expected = called(law, 0)
+    axis, block = ps.VmapAxis(len(x)), x[0]
+    want = expected(block.expand(len(x), *block.shape))
     assert torch.equal(axis.map(lambda b: collective(b, axis), in_dims=None)(block), want)
 
 
@@ -168,9 +196,11 @@ def test_index_and_trees(x: Tensor) -> None:
     assert torch.equal(total["flag"], (x > 0).sum(0))
 
 
-def separately(axis: ps.Axis, name: str, forward_mode: bool, block: Tensor) -> list[Tensor]:
+def separately(
+    axis: ps.Axis, name: str, way: int, forward_mode: bool, block: Tensor
+) -> list[Tensor]:
     """What a rank of its own gets: the law, two at once as an ensemble, and the derivatives."""
-    collective = (LAWS | TRANSPOSES)[name][0]
+    collective, _ = called(name, way)
 
     def of(block: Tensor) -> Tensor:
         return collective(block, axis)
@@ -185,20 +215,19 @@ def separately(axis: ps.Axis, name: str, forward_mode: bool, block: Tensor) -> l
     return [y, *ensemble, *push, pull(block, y + 1), twice]
 
 
-def check_separate_ranks(run: Run, name: str, x: Tensor, forward_mode: bool = True) -> None:
+def check_separate_ranks(
+    run: Run, name: str, x: Tensor, way: int, forward_mode: bool = True
+) -> None:
     """Ranks of their own get to the bit what a simulated rank gets, whose law and transposes are proved above."""
-    x = x.movedim(2, 1) if name == "psum_scatter" else x
-    axis = ps.VmapAxis(len(x))
-    expected = axis.map(lambda block: separately(axis, name, forward_mode, block))(x)
-    results = run(
-        Ranks(len(x), 1 << 20), separately, [name] * len(x), [forward_mode] * len(x), list(x)
-    )
-    for rank, result in enumerate(results):
+    size, axis = len(x), ps.VmapAxis(len(x))
+    expected = axis.map(lambda block: separately(axis, name, way, forward_mode, block))(x)
+    args = [name] * size, [way] * size, [forward_mode] * size, list(x)
+    for rank, result in enumerate(run(Ranks(size, 1 << 20), separately, *args)):
         assert_same(result, [leaf[rank] for leaf in expected], f"rank {rank}")
 
 
-@pytest.mark.parametrize("name", sorted(LAWS | TRANSPOSES))
-@given(x=ranks())
-def test_threads(name: str, x: Tensor) -> None:
+@pytest.mark.parametrize("name", LAWS)
+@given(x=ranks(), way=ways())
+def test_threads(name: str, x: Tensor, way: int) -> None:
     """Threads are ranks; but torch has one level of forward-mode differentiation for all of them."""
-    check_separate_ranks(on_threads, name, x, forward_mode=False)
+    check_separate_ranks(on_threads, name, x, way, forward_mode=False)
