@@ -25,6 +25,7 @@ from purestep import tree
 from purestep.fingerprint import describe, fingerprint, said
 
 register: Any = optree.dataclasses.dataclass
+static: Any = optree.dataclasses.field
 
 
 @register(namespace=tree.NAMESPACE)
@@ -32,7 +33,7 @@ class Layer:
     """Leaves, and what stands beside them."""
 
     w: Any
-    beside: Any = optree.dataclasses.field(pytree_node=False, default=None)
+    beside: Any = static(pytree_node=False, default=None)
 
 
 make: Any = Layer
