@@ -189,8 +189,11 @@ def test_every_process_has_the_same() -> None:
         (lambda x: x, lambda x: -x, ("<lambda>", "<lambda>")),
         (lambda x: x + 1, lambda x: x + 2, ("<lambda>", "<lambda>")),
     ],
-    ids=str,
-)
+    ids=[
+        "dtype", "integer", "float", "string", "set", "dict", "function", "enum", "dataclass",
+        "set in a dataclass", "value", "partial", "device", "class", "lambda", "constant",
+    ],
+)  # fmt: skip
 def test_what_differs_is_found_and_told(one: Any, other: Any, words: tuple[str, str]) -> None:
     """On every rank, in words without addresses."""
     axis, optimizer = ps.testing.ThreadAxis(2), ps.optim.sgd(0.5)
