@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -177,6 +177,14 @@ def assert_same(actual: Any, expected: Any, what: str = "state") -> None:
         if a.dtype != b.dtype or not torch.equal(a, b):
             path = tree.paths(expected, what)[place]
             raise AssertionError(f"{path}: {a} ({a.dtype}) is not {b} ({b.dtype})")
+
+
+def outcome(call: Callable[[], Any]) -> tuple[Any, str]:
+    """What comes of a call: its result, or None and the message with which it refuses."""
+    try:
+        return call(), ""
+    except ValueError as error:
+        return None, str(error)
 
 
 def capture() -> ps.optim.Optimizer:

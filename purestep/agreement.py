@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import NamedTuple, NoReturn, TypeVar
 
@@ -38,19 +38,27 @@ WIDTH = 6 + 4
 
 
 class Statement(NamedTuple):
-    """What a rank brings to a step: its count, its microbatches, and by name what all ranks must share."""
+    """What a rank brings to a step: its count, its microbatches, and by name what all ranks must share.
+
+    ``weights`` are those that it has counted, one tensor for each microbatch; no other rank hears of them.
+    """
 
     counted: Count
     microbatches: int
     shared: Mapping[str, Tree]
+    weights: Sequence[Tensor] = ()
 
 
 class Agreement(NamedTuple):
-    """The global count, this rank's microbatches, and what all ranks said, which raises where they disagree."""
+    """The global count, this rank's microbatches, and what all ranks said, which raises where they disagree.
+
+    ``weights`` are this rank's own, which it has counted.
+    """
 
     counted: Count
     microbatches: int
     confirm: Callable[[], list[Said]]
+    weights: Sequence[Tensor]
 
 
 def agree(axis: Axis, state: Callable[[], Statement]) -> Agreement:
@@ -61,11 +69,11 @@ def agree(axis: Axis, state: Callable[[], Statement]) -> Agreement:
     host that is at once; on a device, where reading would wait, it is when ``confirm`` is called.
     """
     if not isinstance(axis, Ranks) or torch.compiler.is_dynamo_compiling():
-        count, microbatches, _ = state()
-        return Agreement(psum(count, axis), microbatches, list)
+        count, microbatches, _, weights = state()
+        return Agreement(psum(count, axis), microbatches, list, weights)
 
     statement, error = attempt(state)
-    count, microbatches, shared = statement or Statement(no_count(axis.device), 0, {})
+    count, microbatches, shared, weights = statement or Statement(no_count(axis.device), 0, {})
     if statement is not None:
         how = {
             "bucket_bytes": str(axis.bucket_bytes),
@@ -93,7 +101,7 @@ def agree(axis: Axis, state: Callable[[], Statement]) -> Agreement:
     if error is not None:
         raise error
     total = psum(count, axis) if transformed else total_count(rows, said, heard)
-    return Agreement(total, microbatches, confirm if heard is None else lambda: heard)
+    return Agreement(total, microbatches, confirm if heard is None else lambda: heard, weights)
 
 
 def attempt(function: Callable[[], Result]) -> tuple[Result | None, Exception | None]:

@@ -77,6 +77,7 @@ def test_imports_run_downward() -> None:
         "losses",
         "batching",
         "objective",
+        "backward",
         "products",
         "grads",
         "axis",
