@@ -115,8 +115,8 @@ def accumulate(
         grads = ∇ loss
 
     Gradients are added to the sums leaf by leaf, while the backward pass still runs: one tree of them is
-    alive, not two. (Under a transform they are added when the pass is done.) No rank hears of any other
-    here: ``psum`` what comes out, once.
+    alive, not two. (Under a transform they are added when the pass is done.) What a loss may do, and what
+    is recorded, is told by ``make_update_step``. No rank hears of any other here: ``psum`` what comes out, once.
 
     Args:
         loss_fn: one loss per token, or ``LossTerms``.
@@ -128,10 +128,11 @@ def accumulate(
         grad_and_value: anything with the signature of ``torch.func.grad_and_value``. Another one than
             ``ps.grad_and_value`` is free to do what it likes with its inputs (clip per example, say),
             and its gradients are added when they are returned. It differentiates a function of
-            ``(leaves, microbatch)``, the params' leaves as a list.
+            ``(leaves, microbatch)``, the params' leaves as a list; where it hands over pieces of the
+            microbatch, ``weight_fn`` is asked for the weights of each piece.
         accum_dtype: the dtype of the sums; None: float32 for half precision, else the params' own.
-        out: buffers to add up in, in their own dtype, one for each leaf of params, whatever they hold; not
-            under a transform.
+        out: buffers to add up in, in their own dtype and memory order, one for each leaf of params, whatever
+            they hold; not under a transform.
         ready: called with a leaf's position when its sum in ``out`` is final, where that is known during
             the last backward pass: communication may begin.
 

@@ -67,7 +67,8 @@ def make_update_step(
         loss_fn: ``loss_fn(params, microbatch)`` gives one loss per token, or ``LossTerms``.
         optimizer: an ``ps.optim.Optimizer``.
         weight_fn: ``weight_fn(microbatch)`` gives each token's weight, in the losses' shape; the default
-            counts ``microbatch["labels"] != -100``. None: the loss returns ``LossTerms(weights=)``.
+            counts ``microbatch["labels"] != -100``. It is asked once for each microbatch, so the weights that
+            multiply are those that were counted. None: the loss returns ``LossTerms(weights=)``.
         axis: where the tokens are spread. Only dimensions that split tokens: no tensor-parallel ones.
         normalize: "loss" counts N first and seeds the backward pass with weights / N. "grads" learns N
             with the gradients, from the forward pass, and divides where the optimizer reads them.
@@ -77,7 +78,8 @@ def make_update_step(
         on_nonfinite: what an infinite or NaN gradient does: "propagate", or "skip" the step, on every
             rank alike, leaving params, moments and step counter as they were.
         donate: whether ``params`` and ``opt_state`` are given away: their buffers hold the results, and the
-            old values must not be used again. Ignored under a transform.
+            old values must not be used again. No two leaves may overlap in memory, nor a leaf and a
+            microbatch. Ignored where the step is recorded.
         compile: whether ``torch.compile`` takes what a microbatch runs, once for any number of them, and an
             optimizer that has no kernels of its own. Ragged shapes become dynamic at the second one; large
             float32 products on a CPU go to oneDNN. Ignored under a transform.
@@ -87,8 +89,20 @@ def make_update_step(
         back as it is; keep integers in the microbatch, or close over them), ``opt_state`` comes from
         ``optimizer.init(params)``, and ``microbatches`` is a sequence of microbatches of any shapes; see
         ``StepMetrics`` for the rest, which is cut off from autograd and outer transforms: differentiate
-        the new parameters, not the metrics. Where parameters require grad, so do the new ones, and the
-        graph grows with every step: detach them where you make them, unless that is what you want.
+        the new parameters, not the metrics.
+
+    **What is recorded.** A step is recorded for autograd where params, state, a microbatch or a learning rate require
+    grad, or under a transform. Then the new parameters require grad, and the graph grows with every step:
+    detach parameters where you make them, unless that is what you want. What the loss closes over is a constant,
+    whether it requires grad or not: nothing of it is recorded, and its ``.grad`` is not written. To
+    differentiate by it, put it into the microbatch, or use ``torch.func``.
+
+    **What a loss may do.** The tensors that it is given live for one microbatch: hooks on them, or a
+    ``.backward()`` inside, act there and never on the sums. It may differentiate by its own inputs, with
+    ``torch.autograd.grad(..., create_graph=True)`` or ``torch.func``. It is refused where it writes to params, or where
+    its losses do not depend on them while there are tokens (which ``torch.compile`` of a whole step cannot tell).
+    Activation checkpoints (``use_reentrant=False``) compute again with what the checkpointed function closes
+    over or is given. Inside of ``torch.func.functional_call`` that would be the module's own parameters, so it is refused.
 
     A weight of zero takes a token's loss away and sends exactly zero back to it. Where the loss of such a
     token has no finite derivative (a NaN target, say), zero times that is NaN: mend it inside ``loss_fn``,
