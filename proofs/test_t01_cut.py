@@ -151,6 +151,7 @@ def programs(system: System, drawn: Drawn) -> None:
     """Whatever a loss does besides computing: the step of the one big batch, with nothing recorded or left behind."""
     case, microbatches, name, settings = drawn
     make, plain = PROGRAMS[name]
+    CLOSED_OVER.grad = None
     step = system.make_update_step(make(), case.optimizer, weight_fn=weights_of, **settings)
     state, _, loss = spec(plain, case.optimizer.update, case.params, case.opt_state, case.batch)
     *actual, metrics = step(case.params, case.opt_state, microbatches)
