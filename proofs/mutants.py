@@ -657,7 +657,8 @@ def build(patches: list[Patch]) -> System:
             exec(compile(source, module.__file__, "exec"), module.__dict__)
             # Types are shared: an Optimizer of the tests is an Optimizer of the mutant.
             types = {k: v for k, v in vars(real).items() if isinstance(v, type)}
-            module.__dict__.update({} if name in OWN_TYPES else types)
+            shared = {k: v for k, v in types.items() if v.__module__ not in OWN_TYPES}
+            module.__dict__.update(shared)
             sys.modules[name] = mutated[name] = module
     flow = mutated["purestep.step"]
     return System(
