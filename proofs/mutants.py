@@ -29,6 +29,7 @@ MODULES = [
     "purestep.batching.pack",
     "purestep.batching.prefetch",
     "purestep.objective",
+    "purestep.backward",
     "purestep.grads",
     "purestep.agreement",
     "purestep.reduction",
@@ -36,8 +37,10 @@ MODULES = [
     "purestep.step",
     "proofs.parallel",
 ]
-OWN_TYPES = ("purestep.batching", "purestep.axis.buckets")
-"""Modules whose classes are what is mutated."""
+OWN_TYPES = {
+    name for name in MODULES if "batching" in name or "backward" in name or "buckets" in name
+}
+"""Modules whose classes are part of what is mutated."""
 THEOREM_FILES = [
     "test_t01_cut",
     "test_t02_ranks",
@@ -71,6 +74,11 @@ class Mutant(NamedTuple):
 def grads(old: str, new: str) -> Patch:
     """A patch of the accumulation."""
     return Patch("purestep.grads", old, new)
+
+
+def backward(old: str, new: str) -> Patch:
+    """A patch of a microbatch's backward pass."""
+    return Patch("purestep.backward", old, new)
 
 
 def objective(old: str, new: str) -> Patch:
@@ -110,14 +118,15 @@ def batching(module: str, old: str, new: str) -> Patch:
 
 SEED = "seed = weights if num_tokens is None else weights.to(torch.float64) / divisor(num_tokens)"
 LOCAL_MEAN = SEED.replace("divisor(num_tokens)", "divisor(weights.sum())")
-COUNTED = "checked_weights(weight_fn(microbatch))"
+COUNTED = "count_weights(each)"
+THEIR_COUNT = "count_all(weights, device)"
 KNOWN = "known = agreement.counted if counted_first else (None, None)\n"
 LOCAL_COUNT = "_statement(params, microbatches, counted_first, shared).counted"
 REDUCED = "grads, loss, counted, aux = reduce(axis, agreement, compute, params, accum_dtype)\n"
-LOCAL_SUMS = "compute(out=None, ready=None)"
-ACCUMULATED = "accumulate_passes(run, theta, {}, totals=known, accum_dtype=accum_dtype)"
-BACKWARD = "loss.backward()"
-ADD = "sums[index] = grad if so_far is None else so_far + grad"
+ACCUMULATED = "accumulate_passes(run, theta, Group(weighed({0}, weight_fn), len({0})), totals=known, accum_dtype=accum_dtype{1})"
+LOCAL_SUMS = ACCUMULATED.format("microbatches", "")
+BACKWARD = "backward(loss, own, sums, ready if position == group.length else None)"
+ADD = "sums.values[index] = grad if so_far is None else so_far + grad"
 TERM = "torch.where(present, term, 0) / divisor(num_microbatches).to(losses)"
 STEP_LOSS = "loss=_over(loss, grad_scale)"
 STEP_TOKENS = "num_tokens=total.num_tokens,\n            num_microbatches=total.num_microbatches,\n            grad_norm"
@@ -144,26 +153,30 @@ MUTANTS = [
         "unshifted labels counted: one too many per row",
         [
             tokens(
-                f"here = count_weights({COUNTED})",
-                f"here = count_weights({COUNTED})\n"
-                "        here = here._replace(num_tokens=here.num_tokens + len(weight_fn(microbatch)))",
+                COUNTED,
+                f"{COUNTED}\n        here = here._replace(num_tokens=here.num_tokens + len(each))",
             )
         ],
     ),
     Mutant(
         "4",
         "shifted labels counted for a model that does not shift",
-        [tokens(COUNTED, f"{COUNTED}[..., 1:]")],
+        [tokens(COUNTED, "count_weights(each[..., 1:])")],
     ),
     Mutant(
         "5",
         "mask applied to the numerator only",
-        [tokens(COUNTED, f"torch.ones_like({COUNTED})")],
+        [tokens(COUNTED, "count_weights(torch.ones_like(each))")],
     ),
     Mutant(
         "6",
         "counted on other labels than the loss uses",
-        [tokens(COUNTED, f'{COUNTED} * (microbatch.get("y", microbatch.get("tokens")) != 0)')],
+        [
+            step(
+                THEIR_COUNT,
+                'count_all([w * (m.get("y", m.get("tokens")) != 0) for w, m in zip(weights, microbatches)], device)',
+            )
+        ],
     ),
     Mutant(
         "7",
@@ -243,11 +256,10 @@ MUTANTS = [
         "17",
         "gradients rescaled at every microbatch: a decaying average",
         [
-            grads(ADD, "sums[index] = grad if so_far is None else (so_far + grad) / 2"),
+            grads(ADD, "sums.values[index] = grad if so_far is None else (so_far + grad) / 2"),
             grads(
                 BACKWARD,
-                "for leaf in own:\n                leaf.grad = None if leaf.grad is None else leaf.grad / 2\n"
-                f"            {BACKWARD}",
+                f"[value is None or value.div_(2) for value in sums.values]\n                {BACKWARD}",
             ),
         ],
     ),
@@ -305,8 +317,8 @@ MUTANTS = [
         "the last microbatch's state overwrites the earlier ones",
         [
             grads(
-                "total = plus(total, tree.map(Tensor.detach, (loss, aux)))",
-                "total = (plus(total and total[0], loss.detach()), tree.map(Tensor.detach, aux))",
+                "total = plus(total, (loss.to(torch.float64), carried))",
+                "total = (plus(total and total[0], loss.to(torch.float64)), tree.map(torch.clone, carried))",
             )
         ],
     ),
@@ -348,19 +360,16 @@ MUTANTS = [
         "30",
         "zeroing inside the loop: only the last microbatch survives",
         [
-            grads(ADD, "sums[index] = grad"),
-            grads(
-                BACKWARD,
-                f"for leaf in own:\n                leaf.grad = None\n            {BACKWARD}",
-            ),
+            grads(ADD, "sums.values[index] = grad"),
+            grads(BACKWARD, f"sums.values[:] = [None] * len(leaves)\n                {BACKWARD}"),
         ],
     ),
     Mutant(
         "31",
         "copying instead of adding: only the first survives",
         [
-            grads(ADD, "sums[index] = grad if so_far is None else so_far"),
-            grads(BACKWARD, f"if remaining == len(microbatches):\n                {BACKWARD}"),
+            grads(ADD, "sums.values[index] = grad if so_far is None else so_far"),
+            grads(BACKWARD, f"if position == 1:\n                    {BACKWARD}"),
         ],
     ),
     Mutant(
@@ -369,8 +378,8 @@ MUTANTS = [
         [
             step(
                 REDUCED,
-                f"{REDUCED}        early = {ACCUMULATED.format('microbatches[:-1]')}[0]\n"
-                f"        late = {ACCUMULATED.format('microbatches[-1:]')}[0]\n"
+                f"{REDUCED}        early = {ACCUMULATED.format('microbatches[:-1]', '')}[0]\n"
+                f"        late = {ACCUMULATED.format('microbatches[-1:]', '')}[0]\n"
                 "        early = tree.map(lambda leaf: axis.apply('psum', leaf), early)\n"
                 "        grads = tree.map(torch.add, early, late)\n",
             )
@@ -379,7 +388,7 @@ MUTANTS = [
     Mutant(
         "32b",
         "the last microbatch added after its bucket has left",
-        [grads("remaining == 1", "remaining <= 2")],
+        [grads("position == group.length", "position >= group.length - 1")],
     ),
     Mutant(
         "33a",
@@ -483,7 +492,7 @@ MUTANTS = [
                 REDUCED,
                 "sums: Any = None\n"
                 "        for part in [[m] for m in microbatches] or [[]]:\n"
-                f"            one = reduce(axis, agreement, lambda part=part, **out: {ACCUMULATED.format('part, **out')}, "
+                f"            one = reduce(axis, agreement, lambda part=part, **out: {ACCUMULATED.format('part', ', **out')}, "
                 "params, accum_dtype)\n"
                 "            sums = one if sums is None else tree.map(torch.add, sums, one)\n"
                 "        grads, loss, counted, aux = sums\n",
@@ -527,12 +536,8 @@ MUTANTS = [
         [
             batching(
                 "prefetch",
-                "PrefetchedGroup(on_host, count(on_host, self.weight_fn), self)",
-                "PrefetchedGroup(\n"
-                "            on_host,\n"
-                "            count(on_host, lambda m: torch.ones_like(self.weight_fn(m))),\n"
-                "            self,\n"
-                "        )",
+                "weigh(on_host, self.weight_fn)",
+                "weigh(on_host, lambda m: torch.ones_like(self.weight_fn(m)))",
             )
         ],
     ),
@@ -571,7 +576,67 @@ MUTANTS = [
     Mutant(
         "43",
         "gradients added up in memory that two leaves share, as autograd does",
-        [grads("grad.clone() if owners > 2 else grad", "grad")],
+        [backward("grad.clone() if owners > 2 else grad", "grad")],
+    ),
+    Mutant(
+        "46",
+        "weights asked for twice: what multiplies is not what was counted",
+        [
+            step(
+                "pairs = weighed(microbatches, weight_fn, agreement.weights if counted_first else None)",
+                "pairs = weighed(microbatches, weight_fn)",
+            )
+        ],
+    ),
+    Mutant(
+        "47",
+        "a loss that reaches no parameter is applied: weight decay alone moves",
+        [grads("if carried and not reached and has_tokens(carried[0]):", "if False:")],
+    ),
+    Mutant(
+        "48a",
+        "leaves shared by all microbatches: what a loss does to them depends on the cut",
+        [
+            grads(
+                "own = [leaf.detach().requires_grad_() for leaf in leaves]",
+                'shared = own = locals().get("shared") or [leaf.detach().requires_grad_() for leaf in leaves]',
+            )
+        ],
+    ),
+    Mutant(
+        "48b",
+        "a hook of the loss's sees the sum, not the gradient",
+        [backward("if leaf._post_accumulate_grad_hooks:", "if False:")],
+    ),
+    Mutant(
+        "48c",
+        "what a loss keeps of its leaves is the sum",
+        [backward("leaf.grad = None  # A loss", "pass  # A loss")],
+    ),
+    Mutant(
+        "49",
+        "recomputed activations with other parameters than the forward pass had",
+        [backward("with _Recomputation(leaves):", "if True:")],
+    ),
+    Mutant(
+        "50",
+        "what a loss closes over is given gradients",
+        [backward("wanted = tuple(", "wanted = () and tuple(")],
+    ),
+    Mutant(
+        "51a",
+        "donated leaves that overlap at different offsets",
+        [transition("before.start <= after.start < before.stop", "before.start == after.start")],
+    ),
+    Mutant(
+        "51b",
+        "a donated leaf that shares memory with the data",
+        [
+            step(
+                "group = Group(apart(pairs, donated), len(microbatches))",
+                "group = Group(pairs, len(microbatches))",
+            )
+        ],
     ),
     Mutant(
         "44",
@@ -588,6 +653,7 @@ MUTANTS = [
 
 NOT_YET = {
     "25": "the same random key for two microbatches: needs `ps.random`",
+    "52": "a norm of one rank's shard clips what all ranks share: needs `ps.Shard`",
 }
 
 
@@ -609,10 +675,9 @@ def build(patches: list[Patch]) -> System:
             module.__file__ = f"<mutant of {name}>"
             exec(compile(source, module.__file__, "exec"), module.__dict__)
             # Types are shared: an Optimizer of the tests is an Optimizer of the mutant.
-            if not name.startswith(OWN_TYPES):
-                values = vars(real).items()
-                own = {k: v for k, v in values if getattr(v, "__module__", None) == name}
-                module.__dict__.update({k: v for k, v in own.items() if isinstance(v, type)})
+            types = {k: v for k, v in vars(real).items() if isinstance(v, type)}
+            shared = {k: v for k, v in types.items() if v.__module__ not in OWN_TYPES}
+            module.__dict__.update(shared)
             sys.modules[name] = mutated[name] = module
     flow = mutated["purestep.step"]
     return System(

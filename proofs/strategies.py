@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -88,10 +88,33 @@ def cases(
     weights = torch.tensor(flat).view(rows, length)
     if fractional and draw(st.booleans()):
         weights = weights.to(torch.float64) / draw(st.sampled_from([1, 16, 256]))
-    params = models.integer_params(generator)
+    params = laid_out(models.integer_params(generator), draw(st.sampled_from(LAYOUTS)))
     recipe = draw(st.sampled_from(optimizers))
     opt_state = some_opt_state(recipe, params, generator)
     return Case(params, integer_batch(weights, generator), recipe, opt_state, seed)
+
+
+LAYOUTS = ["rows", "columns", "gaps", "one buffer", "one tensor"]
+"""How leaves may lie in memory."""
+
+
+def laid_out(params: Any, layout: str) -> Any:
+    """Columns one after the other, gaps between all elements, parts of one buffer, or one tensor for two leaves."""
+    if layout == "columns":
+        return tree.map(lambda leaf: leaf.T.contiguous().T if leaf.ndim == 2 else leaf, params)
+    if layout == "gaps":
+        return tree.map(lambda leaf: torch.stack([leaf, leaf], -1)[..., 0], params)
+    if layout == "one buffer":
+        leaves, structure = tree.flatten(params)
+        buffer = torch.cat([leaf.reshape(-1) for leaf in leaves])
+        parts = buffer.split([leaf.numel() for leaf in leaves])
+        return tree.unflatten(
+            structure, [part.view_as(leaf) for part, leaf in zip(parts, leaves, strict=True)]
+        )
+    if layout == "one tensor":
+        bias = params["hidden"]["biases"][0]
+        return {**params, "hidden": {**params["hidden"], "biases": [bias, bias]}}
+    return params
 
 
 def some_opt_state(recipe: str, params: Any, generator: torch.Generator) -> Any:
@@ -177,6 +200,14 @@ def assert_same(actual: Any, expected: Any, what: str = "state") -> None:
         if a.dtype != b.dtype or not torch.equal(a, b):
             path = tree.paths(expected, what)[place]
             raise AssertionError(f"{path}: {a} ({a.dtype}) is not {b} ({b.dtype})")
+
+
+def outcome(call: Callable[[], Any]) -> tuple[Any, str]:
+    """What comes of a call: its result, or None and the message with which it refuses."""
+    try:
+        return call(), ""
+    except ValueError as error:
+        return None, str(error)
 
 
 def capture() -> ps.optim.Optimizer:

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 import purestep as ps
 from proofs import models
+from proofs.programs import CLOSED_OVER, PROGRAMS, module_loss
 from proofs.spec import spec
 from proofs.strategies import (
     Batch,
@@ -27,6 +28,7 @@ from proofs.strategies import (
     cut,
     cuts,
     gamma,
+    outcome,
     real_cases,
     weights_of,
 )
@@ -123,6 +125,76 @@ def cut_within_bound(system: System, drawn: tuple[RealCase, list[Batch]]) -> Non
     case.assert_loss_within_bound(metrics.loss)
 
 
+SETTINGS: list[dict[str, Any]] = [
+    {},
+    {"normalize": "grads"},
+    {"on_nonfinite": "skip"},
+    {"accum_dtype": torch.float64},
+]
+Drawn = tuple[Case, list[Batch], str, dict[str, Any]]
+
+
+@st.composite
+def program_cases(draw: st.DrawFn) -> Drawn:
+    """A case, a cut of it, a loss as others write them, and settings."""
+    case, microbatches = draw(cut_cases())
+    return (
+        case,
+        microbatches,
+        draw(st.sampled_from(list(PROGRAMS))),
+        draw(st.sampled_from(SETTINGS)),
+    )
+
+
+@theorem("T1", program_cases())
+def programs(system: System, drawn: Drawn) -> None:
+    """Whatever a loss does besides computing: the step of the one big batch, with nothing recorded or left behind."""
+    case, microbatches, name, settings = drawn
+    make, plain = PROGRAMS[name]
+    CLOSED_OVER.grad = None
+    step = system.make_update_step(make(), case.optimizer, weight_fn=weights_of, **settings)
+    state, _, loss = spec(plain, case.optimizer.update, case.params, case.opt_state, case.batch)
+    *actual, metrics = step(case.params, case.opt_state, microbatches)
+    assert_same(tuple(actual), state)
+    assert_same(metrics.loss, loss, "loss")
+    assert not any(leaf.requires_grad for leaf in tree.leaves_of(actual)), "a graph came out"
+    assert CLOSED_OVER.grad is None, ".grad of what the loss closes over was written"
+
+
+@theorem("T1", st.tuples(cut_cases(), st.booleans(), st.sampled_from(SETTINGS)))
+def recomputation(
+    system: System, drawn: tuple[tuple[Case, list[Batch]], bool, dict[str, Any]]
+) -> None:
+    """A checkpoint in a module computes with the parameters of its forward pass again, or is refused."""
+    (case, microbatches), frozen, settings = drawn
+    generator = case.generator
+    params = {name: models.integers((3, 3), generator) for name in ("first", "second")}
+    state, _, _ = spec(
+        module_loss(False, frozen), capture().update, params, tree.zeros_like(params), case.batch
+    )
+    step = system.make_update_step(
+        module_loss(True, frozen), capture(), weight_fn=weights_of, **settings
+    )
+    result, refused = outcome(lambda: step(params, tree.zeros_like(params), microbatches))
+    if result is None:
+        assert "functional_call" in refused
+    else:
+        assert_same(result[:2], state)
+
+
+@theorem("T1", cut_cases())
+def unreached(system: System, drawn: tuple[Case, list[Batch]]) -> None:
+    """A loss that does not depend on params is an error, whatever the cut, and weight decay does not move them."""
+    case, microbatches = drawn
+
+    def detached(params: Any, batch: Batch) -> torch.Tensor:
+        return models.integer_loss(params, batch).detach()
+
+    step = system.make_update_step(detached, case.optimizer, weight_fn=weights_of)
+    _, refused = outcome(lambda: step(case.params, case.opt_state, microbatches))
+    assert "do not depend on params" in refused
+
+
 HALF_PRECISION = [("loss", torch.bfloat16), ("grads", torch.bfloat16), ("grads", torch.float16)]
 
 
@@ -151,3 +223,6 @@ test_cut_invariance = cut_invariance.test()
 test_terms = terms.test()
 test_cut_within_bound = cut_within_bound.test()
 test_many_microbatches = many_microbatches.test()
+test_programs = programs.test()
+test_recomputation = recomputation.test()
+test_unreached = unreached.test()

@@ -62,6 +62,31 @@ def repetition(system: System, drawn: tuple[Case, list[Batch], float]) -> None:
     assert_same(actual[2].num_tokens, expected[2].num_tokens, "num_tokens")
 
 
+@theorem("T5", st.tuples(weight_cases(), st.sampled_from(["loss", "grads"])))
+def counted_once(system: System, drawn: tuple[tuple[Case, list[Batch], float], str]) -> None:
+    """Weights that are drawn when they are asked for: those that are counted are those that multiply."""
+    (case, microbatches, _), normalize = drawn
+    asked: list[int] = []
+    buffers: dict[Any, Any] = {}
+
+    def weight_fn(batch: Batch) -> Any:
+        asked.append(1)
+        again = len(asked) > len(microbatches)
+        # One buffer for each shape, as programs have it that avoid allocations.
+        buffer = buffers.setdefault(batch["w"].shape, torch.empty_like(batch["w"]))
+        return buffer.copy_(batch["w"] + 1 if again else batch["w"])
+
+    step = system.make_update_step(
+        models.integer_loss, case.optimizer, weight_fn=weight_fn, normalize=normalize
+    )
+    plain = system.make_update_step(
+        models.integer_loss, case.optimizer, weight_fn=weights_of, normalize=normalize
+    )
+    expected = plain(case.params, case.opt_state, microbatches)
+    assert_same(step(case.params, case.opt_state, microbatches), expected)
+    assert len(asked) == len(microbatches), "weight_fn was asked more than once for a microbatch"
+
+
 @theorem(
     "T5",
     st.tuples(real_cases([torch.float64, torch.float32]), st.floats(0.01, 100)),
@@ -82,4 +107,5 @@ def scale_within_bound(system: System, drawn: tuple[RealCase, float]) -> None:
 
 test_scale_invariance = scale_invariance.test()
 test_repetition = repetition.test()
+test_counted_once = counted_once.test()
 test_scale_within_bound = scale_within_bound.test()

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 import purestep as ps
 from proofs import models
-from proofs.strategies import Batch, Case, assert_same, cases, cut, cuts, weights_of
+from proofs.strategies import Batch, Case, assert_same, cases, cut, cuts, outcome, weights_of
 from proofs.test_t06_purity import storages
 from proofs.theorem import System, theorem
 from purestep import tree
@@ -53,6 +53,38 @@ def donation(system: System, drawn: tuple[Case, list[Batch], dict[str, Any], int
         assert_same(results[1], results[0])
 
 
+@theorem(
+    "T13",
+    st.tuples(cases(), st.integers(1, 12), st.integers(0, 12), st.sampled_from(["leaf", "batch"])),
+)
+def overlaps(system: System, drawn: tuple[Case, int, int, str]) -> None:
+    """Leaves of one buffer, with each other or with the data: the same bits, or refused; the data stay as they were."""
+    case, length, offset, shares = drawn
+    pieces = torch.arange(24.0, dtype=torch.float64)
+    data = {key: value.clone() for key, value in case.batch.items()}
+    flat = data["x"].view(-1)
+    own = {"a": pieces[:length], "b": pieces[offset : offset + 4]}
+    params = own if shares == "leaf" else {**own, "a": flat[offset : offset + 3]}
+
+    def loss_fn(params: Any, batch: Batch) -> torch.Tensor:
+        total = params["a"].sum() * 2 + params["b"].sum() * 4
+        return total * batch["x"].sum(-1) + batch["y"]
+
+    optimizer = ps.optim.sgd(0.5)
+
+    def run(donate: bool) -> Any:
+        step = system.make_update_step(loss_fn, optimizer, weight_fn=weights_of, donate=donate)
+        return step(params, optimizer.init(params), [data])
+
+    expected = tree.map(torch.clone, run(donate=False))
+    result, refused = outcome(lambda: run(donate=True))
+    if result is None:
+        assert "donate=True" in refused
+    else:
+        assert_same(result, expected)
+    assert_same(data, case.batch, "the data")
+
+
 def plain_update_(case: Case) -> ps.optim.Optimizer:
     """The optimizer with an in-place step as others write it: three arguments, no keywords."""
 
@@ -64,3 +96,4 @@ def plain_update_(case: Case) -> ps.optim.Optimizer:
 
 
 test_donation = donation.test()
+test_overlaps = overlaps.test()

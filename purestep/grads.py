@@ -9,16 +9,16 @@ is no pass over the gradients to scale them, and nothing to forget.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from purestep import tree
+from purestep.backward import GradientSums, backward
 from purestep.objective import Part, no_loss, partial_loss, plus
-from purestep.tokens import label_weights
+from purestep.tokens import Weighed, checked_weights, has_tokens, label_weights, weighed
 from purestep.tree import accumulation_dtype
 from purestep.types import GradAndValue, LossFn, Microbatch, Params, Tree, WeightFn
 
@@ -115,8 +115,8 @@ def accumulate(
         grads = ∇ loss
 
     Gradients are added to the sums leaf by leaf, while the backward pass still runs: one tree of them is
-    alive, not two. (Under a transform they are added when the pass is done.) No rank hears of any other
-    here: ``psum`` what comes out, once.
+    alive, not two. (Under a transform they are added when the pass is done.) What a loss may do, and what
+    is recorded, is told by ``make_update_step``. No rank hears of any other here: ``psum`` what comes out, once.
 
     Args:
         loss_fn: one loss per token, or ``LossTerms``.
@@ -128,10 +128,11 @@ def accumulate(
         grad_and_value: anything with the signature of ``torch.func.grad_and_value``. Another one than
             ``ps.grad_and_value`` is free to do what it likes with its inputs (clip per example, say),
             and its gradients are added when they are returned. It differentiates a function of
-            ``(leaves, microbatch)``, the params' leaves as a list.
+            ``(leaves, microbatch)``, the params' leaves as a list; where it hands over pieces of the
+            microbatch, ``weight_fn`` is asked for the weights of each piece.
         accum_dtype: the dtype of the sums; None: float32 for half precision, else the params' own.
-        out: buffers to add up in, in their own dtype, one for each leaf of params, whatever they hold; not
-            under a transform.
+        out: buffers to add up in, in their own dtype and memory order, one for each leaf of params, whatever
+            they hold; not under a transform.
         ready: called with a leaf's position when its sum in ``out`` is final, where that is known during
             the last backward pass: communication may begin.
 
@@ -149,10 +150,11 @@ def accumulate(
     >>> grads, loss
     (tensor(3.), tensor(3.))
     """
-    run = microbatch_pass(partial_loss(loss_fn, weight_fn), grad_and_value)
+    run = microbatch_pass(partial_loss(loss_fn), grad_and_value, weight_fn)
+    group = Group(weighed(microbatches, weight_fn), len(microbatches))
     totals = num_tokens, num_microbatches
     grads, loss, carried = accumulate_passes(
-        run, params, microbatches, totals, accum_dtype=accum_dtype, out=out, ready=ready
+        run, params, group, totals, accum_dtype=accum_dtype, out=out, ready=ready
     )
     return grads, loss, carried[1] if carried else ()
 
@@ -161,30 +163,42 @@ class MicrobatchPass(NamedTuple):
     """What is run for each microbatch: its part of the objective, and that part with its gradients."""
 
     part: Part
-    differentiated: Callable[..., tuple[list[Tensor], Tensor, Tree]]
+    differentiated: Callable[..., tuple[list[Tensor], Tensor, Tree, bool]]
     in_place: bool
 
 
 def microbatch_pass(
-    part: Part, grad_and_value: GradAndValue, *, compile: bool = False
+    part: Part,
+    grad_and_value: GradAndValue,
+    weight_fn: WeightFn | None,
+    *,
+    compile: bool = False,
 ) -> MicrobatchPass:
     """Made once, so that a compiler compiles it once: for every number of microbatches, and all of their shapes."""
 
     def differentiated(
-        params: Params, microbatch: Microbatch, *totals: Tensor | None
-    ) -> tuple[list[Tensor], Tensor, Tree]:
+        params: Params, microbatch: Microbatch, weights: Tensor | None, *totals: Tensor | None
+    ) -> tuple[list[Tensor], Tensor, Tree, bool]:
         leaves, structure = tree.flatten(params)
         aux_structure: tree.Structure = None
+        reached = True
 
-        def over_leaves(leaves: list[Tensor], microbatch: Microbatch) -> Any:
-            nonlocal aux_structure
-            loss, aux = part(tree.unflatten(structure, leaves), microbatch, *totals)
+        def over_leaves(leaves: list[Tensor], given: Microbatch) -> Any:
+            nonlocal aux_structure, reached
+            here = weights
+            if weight_fn is not None and not tree.same(given, microbatch):
+                # A piece of the microbatch, from a reverse mode that looks at examples one by one.
+                here = checked_weights(weight_fn(given))
+            loss, aux = part(tree.unflatten(structure, leaves), given, here, *totals)
+            # Where the leaves are not tracked, this reverse mode has a way of its own.
+            tracked = any(leaf.requires_grad for leaf in leaves)
+            reached = loss.requires_grad or not tracked
             aux_leaves, aux_structure = tree.flatten(aux)
             return loss, aux_leaves
 
         differentiate = grad_and_value(over_leaves, has_aux=True)
         grads, (loss, aux_leaves) = differentiate(leaves, microbatch)
-        return list(grads), loss, tree.unflatten(aux_structure, aux_leaves)
+        return list(grads), loss, tree.unflatten(aux_structure, aux_leaves), reached
 
     own = grad_and_value is _own_grad_and_value
     if not compile:
@@ -195,6 +209,13 @@ def microbatch_pass(
     return MicrobatchPass(compiled(part), differentiated if own else compiled(differentiated), own)
 
 
+class Group(NamedTuple):
+    """Microbatches with their weights, each of them once, and how many there are."""
+
+    weighed: Iterable[Weighed]
+    length: int
+
+
 Totals: TypeAlias = tuple[Tensor | None, Tensor | None]
 """The global ``num_tokens`` and ``num_microbatches``, where they are known."""
 
@@ -202,7 +223,7 @@ Totals: TypeAlias = tuple[Tensor | None, Tensor | None]
 def accumulate_passes(
     run: MicrobatchPass,
     params: Params,
-    microbatches: Sequence[Microbatch],
+    group: Group,
     totals: Totals = (None, None),
     *,
     accum_dtype: torch.dtype | None = None,
@@ -212,181 +233,102 @@ def accumulate_passes(
     """``accumulate``, of a pass that is made already; beside the aux it carries the count."""
     leaves, structure = tree.flatten(params)
     dtypes = sum_dtypes(leaves, accum_dtype) if out is None else [buffer.dtype for buffer in out]
-
-    accumulated = None
-    if run.in_place and tree.eager(params, totals) and not _inference(leaves):
-        accumulated = _accumulate_in_place(
-            run.part, params, dtypes, microbatches, totals, out, ready
-        )
-    if accumulated is None:
-        accumulated = _accumulate_returned(run, params, dtypes, microbatches, totals)
-    sums, total = accumulated
-    loss, carried = total or (no_loss(params), ())
-    for index, (leaf, dtype) in enumerate(zip(leaves, dtypes, strict=True)):
-        if out is None:
-            sums[index] = (
-                torch.zeros_like(leaf, dtype=dtype) if sums[index] is None else sums[index]
-            )
-        elif sums[index] is not out[index]:
-            if sums[index] is not None and sums[index].requires_grad:
-                raise ValueError(
-                    "the gradients depend on a tensor beside params that requires grad, and buffers given as "
-                    "out= (gradient buckets of ranks, say) cannot record it: detach it, or compute it under "
-                    "torch.no_grad()"
-                )
-            out[index].zero_() if sums[index] is None else out[index].copy_(sums[index])
-            sums[index] = out[index]
-    return tree.unflatten(structure, sums), loss, carried
-
-
-Accumulated: TypeAlias = tuple[list[Any], tuple[Tensor, Tree] | None]
-"""The sum of each leaf's gradients, or None where there is none; and the sum of losses and of what they carry."""
-
-
-def _accumulate_in_place(
-    part: Part,
-    params: Params,
-    dtypes: list[torch.dtype],
-    microbatches: Sequence[Microbatch],
-    totals: Totals,
-    out: Sequence[Tensor] | None,
-    ready: Callable[[int], None] | None,
-) -> Accumulated | None:
-    """Where nobody transforms: autograd's own accumulation, into the ``.grad`` of leaves of our own.
-
-    None where the loss depends on something else that requires grad: somebody is going to differentiate
-    what we compute, and autograd must record it.
-    """
-    own_params = tree.map(lambda leaf: leaf.detach().requires_grad_(), params)
-    own = tree.leaves_of(own_params)
-    known = {id(leaf) for leaf in own}
-    accumulators: set[Any] = set()
-    sums: list[Tensor | None] = [None] * len(own)
-    remaining = len(microbatches)
-    notify: Callable[[int], None] | None = None
-    announced: set[int] = set()
-
-    def first(index: int, grad: Tensor) -> Tensor:
-        grad = grad.to_dense() if grad.is_sparse else grad
-        return _unshared(grad.to(dtypes[index])) if out is None else out[index].copy_(grad)
-
-    def take(index: int, leaf: Tensor) -> None:
-        grad, so_far = leaf.grad, sums[index]
-        if grad is None:
-            return
-        if so_far is None:
-            so_far = first(index, grad)
-        elif so_far is not grad:
-            so_far.add_(grad)
-        sums[index] = so_far
-        # Where autograd can add to the sum itself, it does.
-        leaf.grad = so_far if index in alike else None
-        if notify is not None:
-            if index in announced:
-                raise RuntimeError(
-                    f"{tree.paths(params, 'params')[index]} was given a gradient twice in one backward pass, and the "
-                    "first was on its way to the other ranks already: a checkpoint that runs a backward pass "
-                    "of its own does that; call torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
-                )
-            announced.add(index)
-            notify(index)
-
-    def hook(index: int) -> Any:
-        return own[index].register_post_accumulate_grad_hook(functools.partial(take, index))
-
-    # Autograd adds to what has the leaf's dtype and order in memory.
-    alike = [
-        index
-        for index, leaf in enumerate(own)
-        if leaf.dtype == dtypes[index] and (out is None or out[index].stride() == leaf.stride())
-    ]
-    for index in set(range(len(own))) - set(alike):
-        hook(index)
-
+    sums = GradientSums(leaves, dtypes, out)
+    # Whoever transforms or differentiates the step needs gradients that are returned, and recorded.
+    in_place = run.in_place and tree.eager(params, totals) and not _inference(leaves)
+    versions = [leaf._version for leaf in leaves] if in_place else None
     total: tuple[Tensor, Tree] | None = None
-    for microbatch in microbatches:
-        notify = ready if remaining == 1 else None
-        announced.clear()
-        # A leaf whose sum lies where it belongs needs no hook of ours until somebody waits for it.
-        begins = out is not None and remaining == len(microbatches)
-        hooks = [hook(index) for index in alike] if begins or notify else []
-        with torch.enable_grad():
-            loss, aux = part(own_params, microbatch, *totals)
-        if loss.requires_grad:
-            if _requires_others(loss, known, accumulators):
-                return None
-            loss.backward()
-        total = plus(total, tree.map(Tensor.detach, (loss, aux)))
-        del loss, aux
-        for handle in hooks:
-            handle.remove()
-        for index in alike:
-            if sums[index] is None and own[index].grad is not None:
-                sums[index] = own[index].grad = first(index, own[index].grad)
-        remaining -= 1
-    return sums, total
+    dtype, reached = None, False
+
+    for position, (microbatch, weights) in enumerate(_casts_forgotten(group.weighed, leaves), 1):
+        in_place = in_place and not tree.requires_grad(microbatch)
+        if in_place:
+            own = [leaf.detach().requires_grad_() for leaf in leaves]
+            with torch.enable_grad():
+                loss, carried = run.part(
+                    tree.unflatten(structure, own), microbatch, weights, *totals
+                )
+            if loss.requires_grad:
+                backward(loss, own, sums, ready if position == group.length else None)
+            here = any(value is not None for value in sums.values)
+            loss, carried = tree.map(Tensor.detach, (loss, carried))
+            del own
+        else:
+            grads, loss, carried, here = run.differentiated(params, microbatch, weights, *totals)
+            _add_returned(sums, grads, copy=not run.in_place)
+        dtype, reached = loss.dtype, reached or here
+        total = plus(total, (loss.to(torch.float64), carried))
+        del loss, carried, microbatch, weights
+
+    if versions is not None:
+        _check_untouched(params, leaves, versions)
+    loss, carried = (total[0].to(dtype), total[1]) if total else (no_loss(params), ())
+    if carried and not reached and has_tokens(carried[0]):
+        raise ValueError(
+            "loss_fn gives losses that do not depend on params: no gradient reaches any of their leaves. Perhaps "
+            "it calls a module without torch.func.functional_call(module, params, ...), detaches what it "
+            "returns, or computes under torch.no_grad()"
+        )
+    return tree.unflatten(structure, _filled(sums, leaves)), loss, carried
+
+
+def _add_returned(sums: GradientSums, grads: list[Tensor], *, copy: bool) -> None:
+    """Adds gradients that a reverse mode has returned, and lets go of each at once."""
+    while grads:
+        grad, index = grads.pop(), len(grads)
+        so_far = sums.values[index]
+        # What a reverse mode of the user's returns may be a buffer of theirs, and sums are written to.
+        grad = grad.to(sums.dtypes[index], copy=so_far is None and copy)
+        sums.values[index] = grad if so_far is None else so_far + grad
+        del so_far, grad
+
+
+def _filled(sums: GradientSums, leaves: Sequence[Tensor]) -> list[Tensor]:
+    """The sums, with zeros where no gradient came, in the buffers that they belong into."""
+    filled = []
+    for index, (value, leaf) in enumerate(zip(sums.values, leaves, strict=True)):
+        if sums.out is None:
+            filled.append(
+                torch.zeros_like(leaf, dtype=sums.dtypes[index]) if value is None else value
+            )
+            continue
+        place = sums.out[index]
+        if value is None:
+            place.zero_()
+        elif value is not place:
+            if value.requires_grad:
+                raise ValueError(
+                    "params or a microbatch require grad, and buffers given as out= (gradient buckets of ranks, "
+                    "say) cannot record the gradients: detach them"
+                )
+            place.copy_(value)
+        filled.append(place)
+    return filled
+
+
+def _check_untouched(params: Params, leaves: Sequence[Tensor], versions: Sequence[int]) -> None:
+    """Refuses a loss that has written to what it was given."""
+    for index, (leaf, version) in enumerate(zip(leaves, versions, strict=True)):
+        if leaf._version != version:
+            raise ValueError(
+                f"loss_fn wrote to {tree.paths(params, 'params')[index]} in place, which is the caller's: compute a "
+                "new tensor, or give a module that updates its buffers a clone of them"
+            )
+
+
+def _casts_forgotten(group: Iterable[Weighed], leaves: Sequence[Tensor]) -> Iterator[Weighed]:
+    """The same group. Autocast keeps what it casts of leaves until its own end: of ours, nothing is asked for again."""
+    compiling = torch.compiler.is_dynamo_compiling()
+    casts = not compiling and torch.is_autocast_enabled(leaves[0].device.type)
+    for each in group:
+        yield each
+        if casts:
+            torch.clear_autocast_cache()
 
 
 def _inference(leaves: Sequence[Tensor]) -> bool:
     """Whether autograd would record nothing, where ``torch.func`` does."""
     return torch.is_inference_mode_enabled() or any(leaf.is_inference() for leaf in leaves)
-
-
-def _unshared(grad: Tensor) -> Tensor:
-    """The gradient in memory that is nobody else's, so that it can be added to.
-
-    Autograd adds to the first gradient that a leaf was given, which may be a view of what other leaves
-    were given too: of the gradient of ``torch.stack(leaves).sum(0)``, say.
-    """
-    if is_traceable_wrapper_subclass(grad):
-        return grad.clone()  # Who shares the memory of the tensors inside of it cannot be seen.
-    owners: int = torch._C._storage_Use_Count(grad.untyped_storage()._cdata)
-    return grad.clone() if owners > 2 else grad  # its own, and the one that we ask
-
-
-def _requires_others(loss: Tensor, known: set[int], accumulators: set[Any]) -> bool:
-    """Whether the loss depends on a tensor that requires grad and is none of the known ones.
-
-    ``accumulators`` are the ends of the graph that were found to be theirs, for the next microbatch too.
-    """
-    seen = set(accumulators)
-    stack: list[Any] = [((loss.grad_fn, 0),)]
-    while stack:
-        for node, _ in stack.pop():
-            if node is None or node in seen:
-                continue
-            seen.add(node)
-            behind = node.next_functions
-            if behind:
-                stack.append(behind)
-            elif id(getattr(node, "variable", None)) in known:
-                accumulators.add(node)
-            else:
-                return True
-    return False
-
-
-def _accumulate_returned(
-    run: MicrobatchPass,
-    params: Params,
-    dtypes: list[torch.dtype],
-    microbatches: Sequence[Microbatch],
-    totals: Totals,
-) -> Accumulated:
-    """Under a transform, or with a reverse mode of the user's: gradients added when they are returned."""
-    sums: list[Tensor | None] = [None] * len(dtypes)
-    total: tuple[Tensor, Tree] | None = None
-    for microbatch in microbatches:
-        grads, loss, aux = run.differentiated(params, microbatch, *totals)
-        while grads:
-            grad, index = grads.pop(), len(grads)
-            so_far = sums[index]
-            # What somebody else's reverse mode returns may be a buffer of theirs, and sums are written to.
-            grad = grad.to(dtypes[index], copy=so_far is None and not run.in_place)
-            sums[index] = grad if so_far is None else so_far + grad
-            del so_far, grad
-        total = plus(total, (loss, aux))
-    return sums, total
 
 
 def sum_dtypes(leaves: Sequence[Tensor], accum_dtype: torch.dtype | None) -> list[torch.dtype]:

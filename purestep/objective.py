@@ -8,23 +8,27 @@ denominator cannot disagree.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
 from purestep import tree
-from purestep.tokens import checked_weights, count_weights
+from purestep.tokens import Weighed, checked_weights, count_weights
 from purestep.tree import accumulation_dtype
-from purestep.types import LossFn, LossTerms, Microbatch, Params, Tree, WeightFn
+from purestep.types import LossFn, LossTerms, Microbatch, Params, Tree
 
-Part: TypeAlias = Callable[[Params, Microbatch, Tensor | None, Tensor | None], tuple[Tensor, Tree]]
-"""``part(params, microbatch, num_tokens, num_microbatches) -> (loss, (count, aux))``: one microbatch's part of L."""
+Part: TypeAlias = Callable[
+    [Params, Microbatch, Tensor | None, Tensor | None, Tensor | None], tuple[Tensor, Tree]
+]
+"""``part(params, microbatch, weights, num_tokens, num_microbatches) -> (loss, (count, aux))``: its part of L."""
 
 
-def partial_loss(loss_fn: LossFn, weight_fn: WeightFn | None) -> Part:
+def partial_loss(loss_fn: LossFn) -> Part:
     """The microbatch's part of L, its count and its aux; without the totals, plain sums.
+
+    ``weights`` are those that were counted; None where the loss brings them.
 
     A loss at a weight of zero may be anything, even NaN: it is taken away by selection, and what flows
     back to it is exactly zero.
@@ -33,11 +37,12 @@ def partial_loss(loss_fn: LossFn, weight_fn: WeightFn | None) -> Part:
     def part(
         params: Params,
         microbatch: Microbatch,
+        weights: Tensor | None,
         num_tokens: Tensor | None,
         num_microbatches: Tensor | None,
     ) -> tuple[Tensor, Tree]:
         terms = loss_terms(loss_fn, params, microbatch)
-        weights = weights_of(weight_fn, terms, microbatch)
+        weights = weights_of(terms, weights)
         counted = count_weights(weights)
         losses = terms.tokens.to(accumulation_dtype(terms.tokens.dtype))
         # Divided before it is rounded: a weight need not be a number of the losses' dtype.
@@ -92,29 +97,42 @@ def loss_terms(loss_fn: LossFn, params: Params, microbatch: Microbatch) -> LossT
     return terms
 
 
-def weights_of(weight_fn: WeightFn | None, terms: LossTerms, microbatch: Microbatch) -> Tensor:
-    """The weights of a microbatch's losses: from ``weight_fn``, or from the loss where that is None."""
-    weights = terms.weights if weight_fn is None else weight_fn(microbatch)
-    if weights is None:
-        raise ValueError("weight_fn=None needs a loss_fn that returns LossTerms(tokens=, weights=)")
-    if weight_fn is not None and terms.weights is not None:
+def weights_of(terms: LossTerms, counted: Tensor | None) -> Tensor:
+    """The weights of a microbatch's losses: those that were counted, or the loss's own where there are none."""
+    if counted is not None and terms.weights is not None:
         raise ValueError(
             "the weights come twice, from weight_fn and from LossTerms.weights: pass weight_fn=None "
             '(with normalize="grads"), or return no weights'
         )
-    weights = checked_weights(weights)
+    weights = counted
+    if terms.weights is not None:
+        weights = checked_weights(terms.weights)
+    if weights is None:
+        raise ValueError("weight_fn=None needs a loss_fn that returns LossTerms(tokens=, weights=)")
     if terms.tokens.shape != weights.shape:
-        hint = (
-            "loss_fn must return one loss per token; a scalar is most likely a mean or a sum: take "
-            'reduction="none"'
-            if terms.tokens.ndim == 0
-            else "they are multiplied one by one and never broadcast"
-        )
         raise ValueError(
             f"losses of shape {tuple(terms.tokens.shape)} against weights of shape "
-            f"{tuple(weights.shape)}: {hint}"
+            f"{tuple(weights.shape)}: {_mismatch(terms.tokens.shape, weights.shape)}"
         )
-    return weights.to(terms.tokens.device)
+    return weights.to(terms.tokens.device, non_blocking=True)
+
+
+def _mismatch(losses: torch.Size, weights: torch.Size) -> str:
+    """What is most likely the matter, and what to do."""
+    if not losses:
+        return (
+            "loss_fn must return one loss per token; a scalar is most likely a mean or a sum: take "
+            'reduction="none"'
+        )
+    if len(losses) == len(weights):
+        gaps = [weight - loss for loss, weight in zip(losses, weights, strict=True)]
+        if sorted(map(abs, gaps))[-2:] in ([1], [0, 1]):
+            return (
+                f"dimension {[*map(abs, gaps)].index(1)} differs by one, as where loss_fn shifts the labels: shift "
+                "them in the data instead, before weight_fn counts them, or count what the loss uses, as in "
+                'weight_fn=lambda m: m["labels"][:, 1:] != -100'
+            )
+    return "they are multiplied one by one and never broadcast"
 
 
 def divisor(total: Tensor) -> Tensor:
@@ -148,13 +166,13 @@ def plus(total: Tree, term: Tree) -> Tree:
 def evaluate(
     part: Part,
     params: Params,
-    microbatches: Sequence[Microbatch],
-    *,
+    group: Iterable[Weighed],
     num_tokens: Tensor | None = None,
     num_microbatches: Tensor | None = None,
 ) -> tuple[Tensor, Tree]:
     """The loss of a group, and what it carries, without gradients."""
     total: tuple[Tensor, Tree] | None = None
-    for microbatch in microbatches:
-        total = plus(total, part(params, microbatch, num_tokens, num_microbatches))
+    for microbatch, weights in group:
+        here = part(params, microbatch, weights, num_tokens, num_microbatches)
+        total = plus(total, tree.map(Tensor.detach, here))
     return total or (no_loss(params), ())

@@ -10,20 +10,21 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 from types import FunctionType
-from typing import Any, Literal, cast, get_args
+from typing import Any, Literal, NoReturn, cast, get_args
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from purestep import tree
 from purestep.agreement import Statement, agree
 from purestep.axis import Axis, LocalAxis, check_axis, pvary
-from purestep.grads import accumulate_passes, grad_and_value, microbatch_pass
+from purestep.grads import Group, accumulate_passes, grad_and_value, microbatch_pass
 from purestep.objective import divisor, evaluate, partial_loss
 from purestep.optim.base import Optimizer, Transform
-from purestep.optim.transition import check_buffers, transition
+from purestep.optim.transition import apart, check_buffers, transition
 from purestep.reduction import reduce
-from purestep.tokens import count, label_weights, no_count
+from purestep.tokens import count_all, label_weights, weigh, weighed
 from purestep.types import (
     EvalMetrics,
     GradAndValue,
@@ -66,7 +67,8 @@ def make_update_step(
         loss_fn: ``loss_fn(params, microbatch)`` gives one loss per token, or ``LossTerms``.
         optimizer: an ``ps.optim.Optimizer``.
         weight_fn: ``weight_fn(microbatch)`` gives each token's weight, in the losses' shape; the default
-            counts ``microbatch["labels"] != -100``. None: the loss returns ``LossTerms(weights=)``.
+            counts ``microbatch["labels"] != -100``. It is asked once for each microbatch, so the weights that
+            multiply are those that were counted. None: the loss returns ``LossTerms(weights=)``.
         axis: where the tokens are spread. Only dimensions that split tokens: no tensor-parallel ones.
         normalize: "loss" counts N first and seeds the backward pass with weights / N. "grads" learns N
             with the gradients, from the forward pass, and divides where the optimizer reads them.
@@ -76,7 +78,8 @@ def make_update_step(
         on_nonfinite: what an infinite or NaN gradient does: "propagate", or "skip" the step, on every
             rank alike, leaving params, moments and step counter as they were.
         donate: whether ``params`` and ``opt_state`` are given away: their buffers hold the results, and the
-            old values must not be used again. Ignored under a transform.
+            old values must not be used again. No two leaves may overlap in memory, nor a leaf and a
+            microbatch. Ignored where the step is recorded.
         compile: whether ``torch.compile`` takes what a microbatch runs, once for any number of them, and an
             optimizer that has no kernels of its own. Ragged shapes become dynamic at the second one; large
             float32 products on a CPU go to oneDNN. Ignored under a transform.
@@ -86,8 +89,20 @@ def make_update_step(
         back as it is; keep integers in the microbatch, or close over them), ``opt_state`` comes from
         ``optimizer.init(params)``, and ``microbatches`` is a sequence of microbatches of any shapes; see
         ``StepMetrics`` for the rest, which is cut off from autograd and outer transforms: differentiate
-        the new parameters, not the metrics. Where parameters require grad, so do the new ones, and the
-        graph grows with every step: detach them where you make them, unless that is what you want.
+        the new parameters, not the metrics.
+
+    **What is recorded.** A step is recorded for autograd where params, state, a microbatch or a learning rate require
+    grad, or under a transform. Then the new parameters require grad, and the graph grows with every step:
+    detach parameters where you make them, unless that is what you want. What the loss closes over is a constant,
+    whether it requires grad or not: nothing of it is recorded, and its ``.grad`` is not written. To
+    differentiate by it, put it into the microbatch, or use ``torch.func``.
+
+    **What a loss may do.** The tensors that it is given live for one microbatch: hooks on them, or a
+    ``.backward()`` inside, act there and never on the sums. It may differentiate by its own inputs, with
+    ``torch.autograd.grad(..., create_graph=True)`` or ``torch.func``. It is refused where it writes to params, or where
+    its losses do not depend on them while there are tokens (which ``torch.compile`` of a whole step cannot tell).
+    Activation checkpoints (``use_reentrant=False``) compute again with what the checkpointed function closes
+    over or is given. Inside of ``torch.func.functional_call`` that would be the module's own parameters, so it is refused.
 
     A weight of zero takes a token's loss away and sends exactly zero back to it. Where the loss of such a
     token has no finite derivative (a NaN target, say), zero times that is NaN: mend it inside ``loss_fn``,
@@ -121,8 +136,7 @@ def make_update_step(
             f"{accum_dtype=} must be a floating point dtype for sums: one of "
             + ", ".join(map(str, SUM_DTYPES))
         )
-    part = partial_loss(loss_fn, weight_fn)
-    run = microbatch_pass(part, grad_and_value, compile=compile)
+    run = microbatch_pass(partial_loss(loss_fn), grad_and_value, weight_fn, compile=compile)
     counted_first = weight_fn if normalize == "loss" else None
     settings = {
         "normalize": normalize,
@@ -136,22 +150,23 @@ def make_update_step(
         params: Params, opt_state: OptState, microbatches: Sequence[Microbatch], /
     ) -> tuple[Params, OptState, StepMetrics]:
         shared = {"params": params, "opt_state": opt_state, "settings": settings}
-        given = (params, opt_state) if donate else ()
+        donated = (params, opt_state) if donate else ()
         agreement = agree(
-            axis, lambda: _statement(params, microbatches, counted_first, shared, given)
+            axis, lambda: _statement(params, microbatches, counted_first, shared, donated)
         )
         known = agreement.counted if counted_first else (None, None)
 
         theta = pvary(params, axis)
-        compute = partial(
-            accumulate_passes, run, theta, microbatches, known, accum_dtype=accum_dtype
-        )
+        pairs = weighed(microbatches, weight_fn, agreement.weights if counted_first else None)
+        group = Group(apart(pairs, donated), len(microbatches))
+        compute = partial(accumulate_passes, run, theta, group, known, accum_dtype=accum_dtype)
         grads, loss, counted, aux = reduce(axis, agreement, compute, params, accum_dtype)
         total = agreement.counted if counted_first else counted
 
-        grad_scale = None if counted_first else divisor(total.num_tokens)
+        grad_scale = None if counted_first else divisor(total.num_tokens).to(torch.float64)
         grad_norm = _over(tree.global_norm(grads), grad_scale)
-        applied = total.num_tokens > 0
+        # An N that has overflowed is no count: the host refuses it, and a device does not apply it.
+        applied = (total.num_tokens > 0) & total.num_tokens.isfinite()
         if on_nonfinite == "skip":
             applied = applied & tree.all_finite(grads)
         new_params, new_opt_state = transit(
@@ -191,22 +206,23 @@ def make_eval_step(
     tensor(4.)
     """
     _check_functions(loss_fn, weight_fn, axis)
-    part = partial_loss(loss_fn, weight_fn)
+    part = partial_loss(loss_fn)
     settings = {"weight_fn": "given" if weight_fn else "None", "evaluation": "yes"}
 
     def eval_step(params: Params, microbatches: Sequence[Microbatch], /) -> EvalMetrics:
         shared = {"params": params, "settings": settings}
         agreement = agree(axis, lambda: _statement(params, microbatches, weight_fn, shared))
-        known = agreement.counted._asdict() if weight_fn else {}
+        known = agreement.counted if weight_fn else None
 
         def compute(**_: Any) -> tuple[Tree, Tensor, Tree]:
-            return (), *evaluate(part, params, microbatches, **known)
+            group = weighed(microbatches, weight_fn, agreement.weights if weight_fn else None)
+            return (), *evaluate(part, params, group, *known or ())
 
         _, loss, counted, aux = reduce(axis, agreement, compute)
-        total = agreement.counted if known else counted
+        total = known or counted
 
         metrics = EvalMetrics(
-            loss=_over(loss, None if known else divisor(total.num_tokens)),
+            loss=_over(loss, None if known else divisor(total.num_tokens).to(torch.float64)),
             num_tokens=total.num_tokens,
             num_microbatches=total.num_microbatches,
             aux=aux,
@@ -217,7 +233,7 @@ def make_eval_step(
 
 
 def _over(value: Tensor, scale: Tensor | None) -> Tensor:
-    return value if scale is None else value / scale.to(value)
+    return value if scale is None else (value / scale).to(value.dtype)
 
 
 def _check_functions(loss_fn: LossFn, weight_fn: WeightFn | None, axis: Axis) -> None:
@@ -259,13 +275,27 @@ def _statement(
     microbatches: Sequence[Microbatch],
     weight_fn: WeightFn | None,
     shared: dict[str, Any],
-    given: Tree = (),
+    donated: Tree = (),
 ) -> Statement:
     """What a rank brings to a step; its count too, where the weights are known before the loss."""
     device = _check_arguments(params, microbatches)
-    check_buffers(given)
-    counted = count(microbatches, weight_fn, device) if weight_fn else no_count(device)
-    return Statement(counted, len(microbatches), shared)
+    check_buffers(donated)
+    weights = weigh(microbatches, weight_fn) if weight_fn else ()
+    return Statement(count_all(weights, device), len(microbatches), shared, weights)
+
+
+def _refuse_kind(path: str, leaf: Tensor) -> NoReturn:
+    """Floating point tensors that look like any other, and are not."""
+    if leaf.dtype not in SUM_DTYPES:
+        raise TypeError(
+            f"{path} is {leaf.dtype}, in which neither gradients nor updates can be computed: keep params in "
+            "bfloat16 or wider, and cast inside loss_fn"
+        )
+    raise TypeError(
+        f"{path} is a {type(leaf).__name__}, which holds its values on several ranks or in several tensors: params are "
+        "plain tensors. Of a DTensor, as fully_shard and distribute_tensor make them, pass leaf.full_tensor(), and "
+        "say by axis=ps.MeshAxis(mesh, ...) where the tokens are spread"
+    )
 
 
 def _check_arguments(params: Params, microbatches: Sequence[Microbatch]) -> torch.device:
@@ -278,7 +308,10 @@ def _check_arguments(params: Params, microbatches: Sequence[Microbatch]) -> torc
             "torch.func.functional_call"
         )
     for position, leaf in enumerate(leaves):
-        if not isinstance(leaf, Tensor) or not leaf.is_floating_point():
+        if isinstance(leaf, Tensor) and leaf.is_floating_point():
+            if leaf.dtype not in SUM_DTYPES or is_traceable_wrapper_subclass(leaf):
+                _refuse_kind(tree.paths(params, "params")[position], leaf)
+        else:
             found = leaf.dtype if isinstance(leaf, Tensor) else type(leaf).__name__
             raise TypeError(
                 f"{tree.paths(params, 'params')[position]} is {found}, which has no gradient: params are "

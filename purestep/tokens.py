@@ -6,8 +6,10 @@ alone, so that N = Σ wᵢ can be known, on all ranks, before any backward pass 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+import math
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -19,11 +21,30 @@ from purestep.types import Microbatch, WeightFn
 IGNORE_INDEX = -100
 
 
+EXACT = 2**53
+"""Up to here, float64 holds every integer; and a thousand such sums do not overflow int64."""
+
+UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)
+"""Integers that torch stores but hardly computes with."""
+
+
 class Count(NamedTuple):
     """What an update divides by: N = Σ wᵢ, and the number of microbatches with any tokens."""
 
     num_tokens: Tensor
     num_microbatches: Tensor
+
+
+class WeighedGroup(Sequence[Microbatch]):
+    """A group that brings the weights of its microbatches, as ``prefetch`` does."""
+
+    @abstractmethod
+    def weights(self, weight_fn: WeightFn) -> Sequence[Tensor]:
+        """What ``weight_fn`` gives for each microbatch, checked; they may still be on the host."""
+
+
+Weighed: TypeAlias = tuple[Microbatch, Tensor | None]
+"""A microbatch with its tokens' weights, or with None where the loss brings them."""
 
 
 def label_weights(microbatch: Microbatch) -> Tensor:
@@ -41,7 +62,12 @@ def label_weights(microbatch: Microbatch) -> Tensor:
             f"label_weights reads microbatch['labels'], but this microbatch is {found}; "
             "pass weight_fn=, a function from a microbatch to one weight per token"
         )
-    labels: Tensor = microbatch["labels"]
+    labels = microbatch["labels"]
+    if not isinstance(labels, Tensor):
+        raise TypeError(
+            f"microbatch['labels'] is a {type(labels).__name__}, not a tensor: make it one where the data is "
+            "made, with torch.as_tensor(labels)"
+        )
     return labels != IGNORE_INDEX
 
 
@@ -60,17 +86,52 @@ def count_tokens(microbatches: Sequence[Microbatch], weight_fn: WeightFn = label
 def count(
     microbatches: Sequence[Microbatch], weight_fn: WeightFn, device: torch.device | None = None
 ) -> Count:
-    """Both denominators of this rank's group, on ``device``.
+    """Both denominators of this rank's group, on ``device``."""
+    return count_all(weigh(microbatches, weight_fn), device)
 
-    A group that is on its way to the device (``prefetch``) brings its count from the host.
-    """
-    if hasattr(microbatches, "counted"):
-        counted = microbatches.counted(weight_fn)
-        return Count(*(value.to(device, non_blocking=True) for value in counted))
+
+def weigh(microbatches: Sequence[Microbatch], weight_fn: WeightFn) -> Sequence[Tensor]:
+    """The weights of each microbatch, asked for once: they are counted, and they multiply the losses."""
+    if isinstance(microbatches, WeighedGroup):
+        return microbatches.weights(weight_fn)
+    # Copies, since they are kept: a weight_fn may return the same buffer each time.
+    return [checked_weights(weight_fn(microbatch)).clone() for microbatch in microbatches]
+
+
+def weighed(
+    microbatches: Sequence[Microbatch],
+    weight_fn: WeightFn | None,
+    known: Sequence[Tensor] | None = None,
+) -> Iterator[Weighed]:
+    """Each microbatch with its weights: those that are known already, else those of ``weight_fn``, asked now."""
+    if known is None and weight_fn is not None and isinstance(microbatches, WeighedGroup):
+        known = microbatches.weights(weight_fn)
+    length, found = len(microbatches), 0
+    for found, microbatch in enumerate(microbatches, 1):
+        if found > length or (known is not None and found > len(known)):
+            break
+        if known is not None:
+            yield microbatch, known[found - 1]
+        else:
+            yield microbatch, None if weight_fn is None else checked_weights(weight_fn(microbatch))
+    if found != length or (known is not None and found != len(known)):
+        raise ValueError(
+            f"microbatches is a {type(microbatches).__name__} whose length is {length}, but it does not yield "
+            "that many, each time it is iterated: hand over a list"
+        )
+
+
+def count_all(weights: Sequence[Tensor], device: torch.device | None = None) -> Count:
+    """Both denominators of microbatches with these weights, on ``device``."""
     total = no_count(device)
-    for microbatch in microbatches:
-        here = count_weights(checked_weights(weight_fn(microbatch)))
-        total = Count(*(sum_ + new.to(sum_.device) for sum_, new in zip(total, here, strict=True)))
+    for each in weights:
+        here = count_weights(each)
+        total = Count(
+            *(
+                sum_ + new.to(sum_.device, non_blocking=True)
+                for sum_, new in zip(total, here, strict=True)
+            )
+        )
     return total
 
 
@@ -87,6 +148,18 @@ def count_weights(weights: Tensor) -> Count:
     return Count(num_tokens, (num_tokens > 0).to(torch.int64))
 
 
+def has_tokens(counted: Count) -> bool:
+    """Whether there are any, as far as that can be told: yes, where a transform or a compiler hides it."""
+    if torch.compiler.is_dynamo_compiling():
+        return True
+    num_tokens = _values_at_hand(counted.num_tokens)
+    if num_tokens is None and not torch._C._functorch.is_functorch_wrapped_tensor(
+        counted.num_tokens
+    ):
+        num_tokens = counted.num_tokens
+    return num_tokens is None or bool((num_tokens > 0).any())
+
+
 def checked_weights(weights: Tensor) -> Tensor:
     """The weights as data, refused where they cannot be weights.
 
@@ -95,14 +168,26 @@ def checked_weights(weights: Tensor) -> Tensor:
     """
     if not isinstance(weights, Tensor) or weights.is_complex():
         found = weights.dtype if isinstance(weights, Tensor) else type(weights).__name__
-        raise TypeError(f"weights must be a bool, int or float tensor, one per token; got {found}")
-    values = None if weights.dtype == torch.bool else _values_at_hand(weights)
-    if values is not None and not bool(((values >= 0) & values.isfinite()).all()):
-        worst = values[~((values >= 0) & values.isfinite())].flatten()[0].item()
-        raise ValueError(
-            f"weights must be finite and not negative, but one is {worst}: a loss is taken away by "
-            "weight 0, and its sign belongs into loss_fn"
+        raise TypeError(
+            f"weights must be a bool, int or float tensor, one per token; got {found}: make it one with "
+            "torch.as_tensor"
         )
+    if weights.dtype in UNSIGNED:
+        weights = weights.to(torch.int64)
+    values = None if weights.dtype == torch.bool else _values_at_hand(weights)
+    if values is not None and values.numel():
+        least, most = (end.item() for end in values.aminmax())
+        if not (least >= 0 and math.isfinite(most)):
+            worst = values[~((values >= 0) & values.isfinite())].flatten()[0].item()
+            raise ValueError(
+                f"weights must be finite and not negative, but one is {worst}: a loss is taken away by "
+                "weight 0, and its sign belongs into loss_fn"
+            )
+        if isinstance(most, int) and most * values.numel() > EXACT < int(values.double().sum()):
+            raise ValueError(
+                f"integer weights of one microbatch sum to more than {EXACT=}, up to which they are divided "
+                f"exactly; the largest is {most}: scale them down, the update does not depend on their scale"
+            )
     return weights.detach()
 
 

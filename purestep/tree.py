@@ -180,13 +180,36 @@ def untransformed(*trees: Tree) -> bool:
     """
     if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
         return False
-    return not any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves_of(trees))
+    return not requires_grad(trees)
+
+
+def requires_grad(tree: Tree) -> bool:
+    """Whether autograd follows any of these leaves."""
+    return any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves_of(tree))
 
 
 def eager(*trees: Tree) -> bool:
     """Whether neither a compiler nor a transform sees what is done with these leaves."""
     # Not ``is_compiling``, which is true of every thread while one of them compiles.
     return not torch.compiler.is_dynamo_compiling() and untransformed(*trees)
+
+
+def same(seen: Tree, given: Tree) -> bool:
+    """Whether these are one and the same tree, through which reverse mode may look: not a piece of it, or a copy."""
+    if seen is given or torch.compiler.is_dynamo_compiling():
+        return seen is given
+    seen_leaves, structure = flatten(seen)
+    leaves, other = flatten(given)
+    return structure == other and all(
+        _below_gradients(one) is two for one, two in zip(seen_leaves, leaves, strict=True)
+    )
+
+
+def _below_gradients(leaf: Any) -> Any:
+    """The leaf as it was before functorch began to differentiate."""
+    while isinstance(leaf, Tensor) and torch._C._functorch.is_gradtrackingtensor(leaf):
+        leaf = torch._C._functorch.get_unwrapped(leaf)
+    return leaf
 
 
 def global_norm(tree: Tree) -> Tensor:

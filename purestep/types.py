@@ -55,7 +55,10 @@ class LossFn(Protocol):
 
 
 class WeightFn(Protocol):
-    """``weight_fn(microbatch)`` gives each token's weight wᵢ ≥ 0, from data alone; bool, int or float."""
+    """``weight_fn(microbatch)`` gives each token's weight wᵢ ≥ 0, from data alone; bool, int or float.
+
+    A step asks it once for each microbatch: what it gives is counted, and multiplies the losses.
+    """
 
     def __call__(self, microbatch: Microbatch, /) -> Tensor: ...
 

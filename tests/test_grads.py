@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from typing import Any
 
 import optree
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import purestep as ps
@@ -184,23 +186,34 @@ def x_ones(microbatch: dict[str, Tensor]) -> Tensor:
     return torch.ones_like(microbatch["x"])
 
 
-def test_an_outer_derivative_by_what_the_loss_closes_over() -> None:
-    """Autograd records where the loss depends on a tensor that requires grad, and only there."""
+def test_what_the_loss_closes_over_is_a_constant() -> None:
+    """Right values, nothing recorded, and no ``.grad`` written; an argument of the step is differentiated."""
     temperature = torch.tensor(3.0, requires_grad=True)
     w, group = torch.tensor([2.0]), [{"x": torch.tensor([1.0])}, {"x": torch.tensor([2.0])}]
 
-    def loss_fn(w: Tensor, m: dict[str, Tensor]) -> Tensor:
-        return temperature * squares(w, m)
+    def loss_fn(w: Tensor, m: dict[str, Tensor]) -> ps.LossTerms:
+        losses = temperature * squares(w, m)
+        return ps.LossTerms(losses, aux=losses.sum())
 
-    grads, loss, _ = ps.accumulate(loss_fn, w, group, weight_fn=x_ones)
-    grads.sum().backward()
+    grads, loss, aux = ps.accumulate(loss_fn, w, group, weight_fn=x_ones)
     assert grads == 2 * 3 * 2 * (1 + 4)
+    assert loss == aux == 3 * 4 * (1 + 4)
+    assert not any(value.requires_grad for value in (grads, loss, aux))
+    assert temperature.grad is None
+    given = [{**m, "temperature": temperature} for m in group]
+    grads, _, _ = ps.accumulate(
+        lambda w, m: m["temperature"] * squares(w, m), w, given, weight_fn=x_ones
+    )
+    grads.sum().backward()
     assert temperature.grad == 2 * 2 * (1 + 4)
-    with pytest.raises(ValueError, match="detach it"):
-        ps.accumulate(loss_fn, w, group, weight_fn=x_ones, out=[torch.zeros(1)])
-    grads, loss, _ = ps.accumulate(squares, w, group, weight_fn=x_ones)
-    assert not grads.requires_grad
-    assert not loss.requires_grad
+    with pytest.raises(ValueError, match="cannot record the gradients: detach them"):
+        ps.accumulate(
+            lambda w, m: m["temperature"] * squares(w, m),
+            w,
+            given,
+            weight_fn=x_ones,
+            out=[torch.zeros(1)],
+        )
 
 
 def test_an_outer_derivative_by_the_data() -> None:
@@ -383,8 +396,11 @@ def test_gradients_are_taken_in_inference_mode() -> None:
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
-def test_a_checkpoint_with_a_backward_pass_of_its_own(reentrant: bool) -> None:
-    """Its leaves are given gradients several times in one pass: right where nobody waits, refused where someone does."""
+@pytest.mark.parametrize("announced", [True, False])
+def test_a_checkpoint_of_a_function_that_closes_over_params(
+    reentrant: bool, announced: bool
+) -> None:
+    """Right, or refused: a reentrant one runs a backward pass of its own."""
 
     def loss_fn(w: Tensor, m: dict[str, Tensor]) -> Tensor:
         x = m["x"] + 0 * w
@@ -392,9 +408,205 @@ def test_a_checkpoint_with_a_backward_pass_of_its_own(reentrant: bool) -> None:
             x = checkpoint(lambda y: y * w, x, use_reentrant=reentrant)
         return x
 
+    w, group = torch.tensor([3.0]), [{"x": torch.ones(1)}] * 3
+    out = [torch.zeros(1)] if announced else None
+    refused = pytest.raises(ValueError, match="use_reentrant=False")
+    with refused if reentrant else contextlib.nullcontext():
+        grads, _, _ = ps.accumulate(
+            loss_fn, w, group, weight_fn=x_ones, out=out, ready=lambda index: None
+        )
+        assert grads == 18
+
+
+class Reversible(torch.autograd.Function):
+    """x w, with a backward pass of its own inside its own."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
+        ctx.x, ctx.w = x, w
+        return x * w.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        with torch.enable_grad():
+            x = ctx.x.detach().requires_grad_()
+            torch.autograd.backward(x * ctx.w, grad)
+        return x.grad, None
+
+
+def test_a_function_with_a_backward_pass_of_its_own() -> None:
+    """Its leaf is given gradients several times in one pass: right where nobody waits, refused where someone does."""
+
+    def loss_fn(w: Tensor, m: dict[str, Tensor]) -> Tensor:
+        return Reversible.apply(Reversible.apply(m["x"] + 0 * w, w), w)
+
     w, group, out = torch.tensor([3.0]), [{"x": torch.ones(1)}] * 3, [torch.zeros(1)]
     assert ps.accumulate(loss_fn, w, group, weight_fn=x_ones)[0] == 18
     assert ps.accumulate(loss_fn, w, group, weight_fn=x_ones, out=out)[0] == 18
-    refused = pytest.raises(RuntimeError, match="use_reentrant=False")
-    with refused if reentrant else contextlib.nullcontext():
+    with pytest.raises(RuntimeError, match="given a gradient twice in one backward pass"):
         ps.accumulate(loss_fn, w, group, weight_fn=x_ones, out=out, ready=lambda index: None)
+
+
+@pytest.mark.parametrize("way", ["own", "torch.func", "vmap", "grad", "inference"])
+def test_a_loss_that_does_not_reach_params(way: str) -> None:
+    """Refused where there are tokens, of the group as a whole; single leaves and microbatches need not be reached."""
+    how: Any = {"grad_and_value": torch.func.grad_and_value} if way == "torch.func" else {}
+    params = {"a": torch.ones(2), "b": torch.ones(2)}
+
+    def gradients(loss_fn: Any, group: list[Tensor], weight: float = 1.0) -> Any:
+        def run(params: Any) -> Any:
+            return ps.accumulate(
+                loss_fn, params, group, weight_fn=lambda m: torch.full_like(m, weight), **how
+            )[0]
+
+        if way == "vmap":
+            return torch.vmap(run, randomness="error")(
+                {name: leaf.expand(3, 2) for name, leaf in params.items()}
+            )
+        if way == "grad":
+            return torch.func.grad(lambda p: sum(leaf.sum() for leaf in run(p).values()))(params)
+        with torch.inference_mode(way == "inference"):
+            return run(params)
+
+    group = [torch.tensor([1.0, 2.0]), torch.tensor([[3.0, 4.0]])]
+
+    def without_grad(p: Any, m: Tensor) -> Any:
+        with torch.no_grad():
+            return p["a"] * m
+
+    for loss_fn in (lambda p, m: (p["a"] * m).detach(), lambda p, m: m * 1, without_grad):
+        with pytest.raises(ValueError, match="losses that do not depend on params"):
+            gradients(loss_fn, group)
+        gradients(loss_fn, group, weight=0.0)
+    gradients(lambda p, m: p["a"] ** 2 * m, group)
+    gradients(lambda p, m: p["a"] ** 2 * m if m.ndim == 2 else m * 1, group)
+
+
+def test_a_loss_that_writes_to_params() -> None:
+    def loss_fn(p: Any, m: dict[str, Tensor]) -> Tensor:
+        with torch.no_grad():
+            p["running"].lerp_(m["x"], 0.5)
+        return squares(p["w"], m)
+
+    params = {"running": torch.zeros(1), "w": torch.ones(1)}
+    with pytest.raises(ValueError, match=r"loss_fn wrote to params\['running'\] in place"):
+        ps.accumulate(loss_fn, params, [{"x": torch.ones(1)}], weight_fn=x_ones)
+
+
+def test_a_loss_that_freezes_a_leaf() -> None:
+    """For its own microbatch alone."""
+
+    def loss_fn(p: Any, m: dict[str, Tensor]) -> Tensor:
+        if m["x"] == 1:
+            p[0].requires_grad_(False)
+        return (p[0] + p[1]) * m["x"]
+
+    group = [{"x": torch.tensor([x])} for x in (1.0, 2.0, 1.0)]
+    for out in (None, [torch.zeros(1), torch.zeros(1)]):
+        grads, _, _ = ps.accumulate(
+            loss_fn, [torch.ones(1), torch.ones(1)], group, weight_fn=x_ones, out=out
+        )
+        assert [grad.item() for grad in grads] == [2, 4]
+
+
+def test_what_a_hook_keeps_is_its_own() -> None:
+    """The gradient of one microbatch, whatever is added later."""
+    kept: list[Any] = []
+
+    def loss_fn(w: Tensor, m: dict[str, Tensor]) -> Tensor:
+        w.register_post_accumulate_grad_hook(lambda leaf: kept.append(leaf.grad))
+        return w * m["x"]
+
+    group = [{"x": torch.tensor([2.0**m])} for m in range(3)]
+    grads, _, _ = ps.accumulate(loss_fn, torch.ones(1), group, weight_fn=x_ones)
+    assert grads == 7
+    assert [grad.item() for grad in kept] == [1, 2, 4]
+
+
+def test_losses_are_summed_in_float64() -> None:
+    """2²⁴ and a thousand ones, which float32 would lose one by one."""
+    group = [{"x": torch.tensor([x])} for x in [2.0**24] + [1.0] * 1000]
+    for run in (torch.no_grad(), contextlib.nullcontext()):
+        with run:
+            _, loss, _ = ps.accumulate(
+                lambda w, m: w * m["x"], torch.ones(1), group, weight_fn=x_ones
+            )
+        assert loss.dtype == torch.float32
+        assert loss == 2**24 + 1000
+
+
+@pytest.mark.parametrize("reused", [True, False])
+def test_a_reverse_mode_that_reuses_its_buffer(reused: bool) -> None:
+    """What is returned is copied before the next microbatch; half precision is summed wide."""
+    buffer = torch.empty(1, dtype=torch.bfloat16)
+
+    def mine(func: Any, argnums: Any = 0, has_aux: bool = False) -> Any:
+        def run(leaves: list[Tensor], microbatch: Any) -> Any:
+            value, aux = func(leaves, microbatch)
+            grad = buffer if reused else torch.empty_like(buffer)
+            return [grad.copy_(microbatch["x"])], (value, aux)
+
+        return run
+
+    group = [{"x": torch.tensor([1.0])}] * 3
+    grads, _, _ = ps.accumulate(
+        lambda w, m: w * m["x"], torch.ones(1), group, weight_fn=x_ones, grad_and_value=mine
+    )
+    assert grads == 3
+
+
+def test_half_precision_is_summed_wide_under_vmap() -> None:
+    """256 + 1 + 1 is 256 in bfloat16."""
+    group = [{"x": torch.tensor([x], dtype=torch.bfloat16)} for x in (256.0, 1.0, 1.0)]
+
+    def run(w: Tensor) -> Tensor:
+        return ps.accumulate(lambda w, m: w * m["x"], w, group, weight_fn=x_ones)[0]
+
+    grads = torch.vmap(run)(torch.ones(2, 1, dtype=torch.bfloat16))
+    assert grads.dtype == torch.float32
+    assert grads.flatten().tolist() == [258, 258]
+
+
+def test_buffers_of_any_strides() -> None:
+    """Whatever the memory order of leaves, of buffers, and of the gradients between them."""
+    for leaf in (torch.ones(2, 3), torch.ones(3, 2).t(), torch.ones(2, 6)[:, ::2]):
+        for place in (torch.empty(2, 3), torch.empty(3, 2).t(), torch.empty(2, 6)[:, ::2]):
+            x = torch.arange(6.0).view(2, 3)
+            grads, _, _ = ps.accumulate(
+                lambda w, m: (w * m).sum().expand(1),
+                leaf,
+                [x, 2 * x, 4 * x],
+                weight_fn=lambda m: torch.ones(1),
+                out=[place],
+                ready=lambda index: None,
+            )
+            assert grads is place
+            assert torch.equal(grads, 7 * x)
+
+
+def test_autocast_keeps_nothing_of_ours() -> None:
+    """Its casts of a microbatch's leaves go with the microbatch, in a long-lived autocast too."""
+    casts: list[weakref.ref[Tensor]] = []
+
+    class Seen(TorchDispatchMode):
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            result = func(*args, **(kwargs or {}))
+            if func is torch.ops.aten._to_copy.default and result.dtype == torch.bfloat16:
+                casts.append(weakref.ref(result))
+            return result
+
+    x = [torch.ones(2, 3, dtype=torch.bfloat16)] * 2
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        for _ in range(2):
+            with Seen():
+                ps.accumulate(
+                    lambda w, m: (m @ w).float().sum(1),
+                    torch.ones(3, 3),
+                    x,
+                    weight_fn=lambda m: torch.ones(2),
+                )
+            assert casts
+            assert all(cast() is None for cast in casts)
+            casts.clear()

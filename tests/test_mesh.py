@@ -310,9 +310,11 @@ def test_aux_that_an_empty_rank_cannot_make(world: World) -> None:
 
 
 @pytest.mark.parametrize("normalize", ["loss", "grads"])
-@pytest.mark.parametrize("weights", OVERFLOWS.values(), ids=list(OVERFLOWS))
-def test_counts_that_overflow_together(world: World, weights: list[float], normalize: str) -> None:
-    for untouched, count in processes(world, overflowing, weights, [normalize] * SIZE):
+@pytest.mark.parametrize("held", OVERFLOWS.values(), ids=list(OVERFLOWS))
+def test_counts_that_overflow_together(
+    world: World, held: list[tuple[float, int]], normalize: str
+) -> None:
+    for untouched, count in processes(world, overflowing, held, [normalize] * SIZE):
         assert untouched
         assert count == SIZE
 

@@ -74,6 +74,7 @@ def test_imports_run_downward() -> None:
         "losses",
         "batching",
         "objective",
+        "backward",
         "products",
         "grads",
         "axis",

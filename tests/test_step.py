@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections import namedtuple
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -29,10 +31,12 @@ PARAMS = {"w": torch.tensor(1.0)}
 MICROBATCH = {"x": torch.tensor([1.0, 2.0]), "y": torch.tensor([3.0, 5.0])}
 
 
-def step_with(loss: Any = loss_fn, optimizer: Any = SGD, **settings: Any) -> Any:
+def step_with(
+    loss: Any = loss_fn, optimizer: Any = SGD, group: Any = (MICROBATCH,), **settings: Any
+) -> Any:
     """One update with these settings."""
     step = ps.make_update_step(loss, optimizer, **{"weight_fn": weight_fn, **settings})
-    return step(PARAMS, SGD.init(PARAMS), [MICROBATCH])
+    return step(PARAMS, SGD.init(PARAMS), group)
 
 
 @pytest.mark.parametrize("reduce", [torch.mean, torch.sum])
@@ -263,9 +267,32 @@ def test_a_buffer_is_given_away_once() -> None:
         lambda p, m: p["a"] * p["b"] * m, SGD, weight_fn=torch.ones_like, donate=True
     )
     with pytest.raises(
-        ValueError, match=r"\[0\]\['a'\] and \(.*\)\[0\]\['b'\] share one: clone one of them"
+        ValueError, match=r"\[0\]\['a'\] and \(.*\)\[0\]\['b'\] share memory: clone one of them"
     ):
         step(params, SGD.init(params), [torch.ones(2)])
+
+
+def test_memory_that_is_given_away_is_not_the_datas() -> None:
+    """Whichever leaf and microbatch it is; neighbours in one buffer are fine."""
+    buffer = torch.arange(12.0)
+    params = {"a": buffer[:2], "b": buffer[4:6], "c": buffer[8:10]}
+    step = ps.make_update_step(
+        lambda p, m: (p["a"] + p["b"] + p["c"]) * m["x"],
+        SGD,
+        weight_fn=lambda m: torch.ones(2),
+        donate=True,
+    )
+    apart = [{"x": buffer[2:4]}, {"x": buffer[6:8]}, {"x": buffer[10:]}]
+    for start, name in ((0, "a"), (1, "a"), (3, "b"), (5, "b"), (7, "c"), (9, "c")):
+        before = buffer.clone()
+        with pytest.raises(
+            ValueError, match=rf"\[0\]\['{name}'\], but microbatches\[3\]\['x'\] shares its memory"
+        ):
+            step(params, SGD.init(params), [*apart, {"x": buffer[start : start + 2]}])
+        assert torch.equal(buffer, before)
+    data = [buffer[2:4].clone(), buffer[6:8].clone(), buffer[10:].clone()]
+    step(params, SGD.init(params), apart)
+    assert all(torch.equal(part["x"], old) for part, old in zip(apart, data, strict=True))
 
 
 @pytest.mark.parametrize("donate", [False, True])
@@ -328,3 +355,84 @@ def test_aux_of_different_shapes_is_not_broadcast() -> None:
     other = {key: value[:1] for key, value in MICROBATCH.items()}
     with pytest.raises(ValueError, match=r"shape \(2,\) in one microbatch and \(1,\) in another"):
         step(PARAMS, SGD.init(PARAMS), [MICROBATCH, other])
+
+
+@pytest.mark.parametrize("normalize", ["loss", "grads"])
+def test_labels_that_the_loss_shifts(normalize: Any) -> None:
+    """Counted before they are shifted: one too many in each row, and the message says how to shift them."""
+    x = torch.randn(2, 5, 3)
+    labels = torch.zeros(2, 6, dtype=torch.int64)
+    step = ps.make_update_step(
+        lambda p, m: ps.losses.cross_entropy(m["x"] * p["w"], m["labels"][:, 1:]),
+        SGD,
+        normalize=normalize,
+    )
+    with pytest.raises(
+        ValueError, match=r"dimension 1 differs by one, as where loss_fn shifts the labels: shift"
+    ):
+        step(PARAMS, SGD.init(PARAMS), [{"x": x, "labels": labels}])
+
+
+@pytest.mark.parametrize("labels", [np.zeros((2, 5), dtype=np.int64), [[0] * 5] * 2])
+def test_labels_that_are_no_tensor(labels: Any) -> None:
+    with pytest.raises(
+        TypeError, match=r"microbatch\['labels'\] is a (ndarray|list), not a tensor"
+    ):
+        ps.make_update_step(loss_fn, SGD)(PARAMS, SGD.init(PARAMS), [{"labels": labels}])
+
+
+def test_params_in_eight_bits() -> None:
+    params = {"w": torch.ones(2).to(torch.float8_e4m3fn)}
+    with pytest.raises(TypeError, match=r"params\['w'\] is torch.float8_e4m3fn, in which neither"):
+        ps.make_update_step(loss_fn, SGD, weight_fn=weight_fn)(params, (), [MICROBATCH])
+
+
+class Lying(Sequence[Any]):
+    """Says that it has one microbatch more, or fewer, than it yields."""
+
+    def __init__(self, parts: list[Any], length: int) -> None:
+        self.parts, self.length = parts, length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.parts[index]
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.parts)
+
+
+@pytest.mark.parametrize("normalize", ["loss", "grads"])
+@pytest.mark.parametrize("length", [0, 1, 3])
+def test_a_sequence_whose_length_lies(length: int, normalize: Any) -> None:
+    group = Lying([MICROBATCH, MICROBATCH], length)
+    with pytest.raises(ValueError, match=f"Lying whose length is {length}, but it does not yield"):
+        step_with(group=group, normalize=normalize)
+    evaluate = ps.make_eval_step(loss_fn, weight_fn=weight_fn)
+    with pytest.raises(ValueError, match=f"Lying whose length is {length}"):
+        evaluate(PARAMS, group)
+
+
+def test_counts_are_asked_for_once_in_evaluation() -> None:
+    asked = []
+
+    def counting(microbatch: Any) -> Tensor:
+        asked.append(microbatch)
+        return weight_fn(microbatch)
+
+    ps.make_eval_step(loss_fn, weight_fn=counting)(PARAMS, [MICROBATCH] * 3)
+    assert len(asked) == 3
+
+
+def test_an_overflowing_count_is_not_applied_where_it_cannot_be_read() -> None:
+    """Under a transform it is the identity, for the member that it concerns."""
+    step = ps.make_update_step(loss_fn, SGD, weight_fn=lambda m: m["w"].expand(2))
+
+    def stepped(weight: Tensor) -> tuple[Tensor, Tensor]:
+        new, _, metrics = step(PARAMS, SGD.init(PARAMS), [{**MICROBATCH, "w": weight}])
+        return new["w"], metrics.applied
+
+    w, applied = torch.vmap(stepped)(torch.tensor([1.0, 1e308], dtype=torch.float64))
+    assert applied.tolist() == [True, False]
+    assert w[1] == PARAMS["w"] != w[0]

@@ -432,11 +432,12 @@ def test_counts_and_losses_are_exact_in_any_dtype_of_gradients(dtype: torch.dtyp
 
 
 OVERFLOWS = {
-    "integers to a negative number": [2**62, 2**62, 0, 0],
-    "integers to zero": [2**62] * 4,
-    "integers to a positive number": [2**62, 2**62, 2**62, 2**62 + 2**61],
-    "floats to infinity": [1e308] * 4,
+    "integers to a negative number": [(2**53, 512), (2**53, 512), (0, 1), (0, 1)],
+    "integers to zero": [(2**53, 512)] * 4,
+    "integers to a positive number": [(2**53, 512), (2**53, 512), (2**53, 512), (2**53, 768)],
+    "floats to infinity": [(1e308, 1)] * 4,
 }
+"""The weight of each microbatch's only token, and how many there are, on each rank."""
 
 
 def weights_of(weight: float) -> Tensor:
@@ -444,39 +445,41 @@ def weights_of(weight: float) -> Tensor:
     return torch.tensor([weight], dtype=torch.float64 if isinstance(weight, float) else torch.int64)
 
 
-def overflowing(axis: ps.Axis, weight: float, normalize: Any) -> tuple[bool, Any]:
+def overflowing(axis: ps.Axis, held: tuple[float, int], normalize: Any) -> tuple[bool, Any]:
     """A step and an evaluation on ranks whose counts overflow together, and then a sound step."""
+    weight, number = held
     weights = weights_of(weight)
-    microbatch = [batch(1)]
+    group = [batch(1)] * number
     state = params(), SGD.init(params())
-    arguments = {**sound(0), "params": state[0], "opt_state": state[1], "microbatches": microbatch}
+    arguments = {**sound(0), "params": state[0], "opt_state": state[1], "microbatches": group}
     how = {"weight_fn": lambda _: weights, "normalize": normalize, "donate": True}
     with pytest.raises(ValueError, match="num_tokens, the sum of all weights, overflows"):
         step(axis, {**arguments, **how})
     evaluate = ps.make_eval_step(loss_fn, weight_fn=lambda _: weights, axis=axis)
     with pytest.raises(ValueError, match="overflows"):
-        evaluate(params(), microbatch)
+        evaluate(params(), group)
     untouched = same(state, (params(), SGD.init(params())))
-    return untouched, step(axis, {**sound(0), "microbatches": microbatch})[2].num_tokens
+    return untouched, step(axis, {**sound(0), "microbatches": group[:1]})[2].num_tokens
 
 
 @pytest.mark.parametrize("normalize", ["loss", "grads"])
-@pytest.mark.parametrize("weights", OVERFLOWS.values(), ids=list(OVERFLOWS))
-def test_counts_that_overflow_together(weights: list[float], normalize: str) -> None:
+@pytest.mark.parametrize("held", OVERFLOWS.values(), ids=list(OVERFLOWS))
+def test_counts_that_overflow_together(held: list[tuple[float, int]], normalize: str) -> None:
     """No rank's count is too large, and their sum is: an error on every rank, before anything is updated."""
-    for untouched, count in threads(4, overflowing, weights, [normalize] * 4):
+    for untouched, count in threads(4, overflowing, held, [normalize] * 4):
         assert untouched
         assert count == 4
 
 
 @pytest.mark.parametrize("normalize", ["loss", "grads"])
-@pytest.mark.parametrize("weight", [2**62, 1e308])
-def test_a_count_that_overflows_on_one_rank(weight: float, normalize: Any) -> None:
+@pytest.mark.parametrize("held", [(2**53, 1024), (1e308, 2)])
+def test_a_count_that_overflows_on_one_rank(held: tuple[float, int], normalize: Any) -> None:
+    weight, number = held
     step_ = ps.make_update_step(
-        loss_fn, SGD, weight_fn=lambda m: weights_of(weight).expand(2), normalize=normalize
+        loss_fn, SGD, weight_fn=lambda _: weights_of(weight), normalize=normalize
     )
     with pytest.raises(ValueError, match="overflows"):
-        step_(params(), SGD.init(params()), [batch(2)])
+        step_(params(), SGD.init(params()), [batch(1)] * number)
 
 
 def test_replicas_along_another_axis_are_not_counted() -> None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from purestep import tree
-from purestep.tokens import Count, count, label_weights
+from purestep.tokens import WeighedGroup, label_weights, weigh
 from purestep.types import Microbatch, WeightFn
 
 
@@ -48,22 +48,22 @@ def prefetch(
     return _consume(_Lane(groups, torch.device(device), depth, weight_fn))
 
 
-class PrefetchedGroup(Sequence[Microbatch]):
+class PrefetchedGroup(WeighedGroup):
     """A group that is on its way: iterate it once, in order, and each microbatch is there when asked for.
 
     Iterated again, or indexed, it is copied from the host again.
     """
 
-    def __init__(self, on_host: list[Microbatch], counted: Count, lane: _Lane) -> None:
-        self._on_host, self._counted, self._lane = on_host, counted, lane
+    def __init__(self, on_host: list[Microbatch], weights: Sequence[Tensor], lane: _Lane) -> None:
+        self._on_host, self._weights, self._lane = on_host, weights, lane
         self._arrived: deque[tuple[Microbatch, Any]] = deque()
         self._held = 0
         self._streamed = False
 
-    def counted(self, weight_fn: WeightFn) -> Count:
-        """Both denominators, counted on the host; beforehand, for the ``weight_fn`` of ``prefetch``."""
+    def weights(self, weight_fn: WeightFn) -> Sequence[Tensor]:
+        """Those of each microbatch, on the host: asked for beforehand, where this is ``prefetch``'s ``weight_fn``."""
         return (
-            self._counted if weight_fn is self._lane.weight_fn else count(self._on_host, weight_fn)
+            self._weights if weight_fn is self._lane.weight_fn else weigh(self._on_host, weight_fn)
         )
 
     def __len__(self) -> int:
@@ -133,7 +133,8 @@ class _Lane:
     def _send(self, microbatches: Sequence[Microbatch]) -> bool:
         """Announces a group and brings its microbatches; False when nobody wants them any more."""
         on_host = [self._pin(microbatch) for microbatch in microbatches]
-        group = PrefetchedGroup(on_host, count(on_host, self.weight_fn), self)
+        weights = [self._pin(each) for each in weigh(on_host, self.weight_fn)]
+        group = PrefetchedGroup(on_host, weights, self)
         with self.changed:
             self.changed.wait_for(lambda: self.closed or len(self.waiting) < self.depth)
             self.waiting.append(group)

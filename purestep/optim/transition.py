@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator
 from functools import partial
-from typing import Protocol, cast
+from itertools import pairwise
+from typing import NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor
 
 from purestep import tree
 from purestep.optim.base import Optimizer, guarded, has_kernels, with_grad_scale
+from purestep.tokens import Weighed
 from purestep.types import OptState, Params, Tree
 
 
@@ -69,21 +73,62 @@ def transition(optimizer: Optimizer, *, donate: bool, compile: bool = False) -> 
     return transit
 
 
-def check_buffers(state: Tree) -> None:
-    """Refuses a buffer that is given away twice: one of its owners would find the other's values."""
-    if not tree.eager(state):
+class Extent(NamedTuple):
+    """From which byte of a device's memory to which a leaf reaches."""
+
+    device: int
+    start: int
+    stop: int
+    position: int
+
+
+def check_buffers(donated: Tree) -> None:
+    """Refuses leaves that overlap in memory and are given away: one would find the other's values in its own."""
+    if not tree.eager(donated):
         return  # Nothing is written over then.
-    leaves = tree.leaves_of(state)
-    pointers = [leaf.data_ptr() for leaf in leaves if isinstance(leaf, Tensor) and leaf.numel()]
-    if len(set(pointers)) == len(pointers):
-        return
-    owners: dict[int, int] = {}
-    for position, leaf in enumerate(leaves):
-        if isinstance(leaf, Tensor) and leaf.numel():
-            first = owners.setdefault(leaf.data_ptr(), position)
-            if first != position:
-                names = tree.paths(state, "(params, opt_state)")
-                raise ValueError(
-                    f"donate=True needs a buffer for each leaf, but {names[first]} and "
-                    f"{names[position]} share one: clone one of them, or tie them inside loss_fn"
-                )
+    for before, after in pairwise(_extents(donated)):
+        if _overlap(before, after):
+            names = tree.paths(donated, "(params, opt_state)")
+            raise ValueError(
+                f"donate=True needs a buffer for each leaf, but {names[before.position]} and "
+                f"{names[after.position]} share memory: clone one of them, or tie them inside loss_fn"
+            )
+
+
+def apart(group: Iterable[Weighed], donated: Tree) -> Iterator[Weighed]:
+    """The same group, refused where a microbatch lies in memory that is given away: the update would write there."""
+    given = _extents(donated) if tree.eager(donated) else []
+    for number, (microbatch, weights) in enumerate(group):
+        for theirs in _extents(microbatch) if given else ():
+            place = bisect_left(given, theirs)
+            for ours in given[max(0, place - 1) : place + 1]:
+                if _overlap(ours, theirs) or _overlap(theirs, ours):
+                    name = tree.paths(donated, "(params, opt_state)")[ours.position]
+                    data = tree.paths(microbatch, f"microbatches[{number}]")[theirs.position]
+                    raise ValueError(
+                        f"donate=True lets the update write over {name}, but {data} shares its memory: clone one "
+                        "of them"
+                    )
+        yield microbatch, weights
+
+
+def _overlap(before: Extent, after: Extent) -> bool:
+    return before.device == after.device and before.start <= after.start < before.stop
+
+
+def _extents(leaves: Tree) -> list[Extent]:
+    """Where each leaf lies, in the order of memory; a leaf without memory that could be told lies nowhere."""
+    extents = []
+    for position, leaf in enumerate(tree.leaves_of(leaves)):
+        if not isinstance(leaf, Tensor) or leaf.layout != torch.strided or not leaf.numel():
+            continue
+        start = leaf.data_ptr()
+        if leaf.is_contiguous():
+            length = leaf.numel()
+        else:
+            steps = zip(leaf.shape, leaf.stride(), strict=True)
+            length = 1 + sum((size - 1) * stride for size, stride in steps)
+        if start:
+            stop = start + length * leaf.element_size()
+            extents.append(Extent(leaf.get_device(), start, stop, position))
+    return sorted(extents)

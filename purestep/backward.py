@@ -1,0 +1,174 @@
+"""One microbatch's backward pass, into sums that are there already.
+
+Where nobody transforms a step, autograd adds each gradient to its sum while the pass still runs, so that one
+tree of gradients is alive, not two. The leaves belong to one microbatch alone: hooks that a loss puts on them,
+or a backward pass of its own, end with it and never see the sums.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import _engine_run_backward
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from purestep import tree
+
+
+class GradientSums:
+    """The sum of each leaf's gradients, None where none has come yet; in the buffers ``out``, where there are any.
+
+    ``direct`` says of each whether autograd itself may add to it: one of the leaf's dtype and memory order.
+    """
+
+    def __init__(
+        self,
+        leaves: Sequence[Tensor],
+        dtypes: Sequence[torch.dtype],
+        out: Sequence[Tensor] | None,
+    ) -> None:
+        self.values: list[Tensor | None] = [None] * len(leaves)
+        self.dtypes, self.out = dtypes, out
+        self.direct = [leaf.dtype == dtype for leaf, dtype in zip(leaves, dtypes, strict=True)]
+        if out is not None:
+            for index, (leaf, place) in enumerate(zip(leaves, out, strict=True)):
+                self.direct[index] &= place.is_contiguous() and leaf.is_contiguous()
+
+    def add_(self, index: int, grad: Tensor, *, copy: bool = False) -> Tensor:
+        """Adds a gradient that autograd has handed over; ``copy`` where a hook of the loss's may have kept it."""
+        so_far = self.values[index]
+        if so_far is None:
+            grad = grad.to_dense() if grad.is_sparse else grad
+            if self.out is not None:
+                so_far = self.out[index].copy_(grad)
+            elif copy or grad.dtype != self.dtypes[index]:
+                so_far = grad.to(self.dtypes[index], copy=True)
+            else:
+                so_far = _unshared(grad)
+            self.values[index] = so_far
+        elif so_far is not grad:
+            so_far.add_(grad)
+        return so_far
+
+
+def backward(
+    loss: Tensor,
+    leaves: Sequence[Tensor],
+    sums: GradientSums,
+    announce: Callable[[int], None] | None = None,
+) -> None:
+    """Adds the gradients of ``loss`` to the sums, and writes to no other ``.grad`` than that of ``leaves``.
+
+    ``announce`` is called with a leaf's position when its sum is final, while the pass goes on.
+    """
+    announced: set[int] = set()
+
+    def arrived(index: int, direct: bool, leaf: Tensor) -> None:
+        if leaf.grad is None:
+            return
+        total = sums.add_(index, leaf.grad, copy=not direct)
+        leaf.grad = total if direct else None
+        if announce is not None:
+            if index in announced:
+                raise RuntimeError(
+                    f"leaf {index} of params was given a gradient twice in one backward pass, and the first was on "
+                    "its way to the other ranks already: a torch.autograd.Function of the loss runs a backward "
+                    "pass of its own; let it return the gradients instead"
+                )
+            announced.add(index)
+            announce(index)
+
+    for index, (leaf, so_far, direct) in enumerate(
+        zip(leaves, sums.values, sums.direct, strict=True)
+    ):
+        if leaf._post_accumulate_grad_hooks:
+            direct = False  # They are the loss's, and see this microbatch's gradient alone.
+        # This also drops what a backward pass of the loss's own has left there.
+        leaf.grad = so_far if direct else None
+        begins_in_buffer = so_far is None and sums.out is not None
+        if (not direct or begins_in_buffer or announce is not None) and leaf.requires_grad:
+            leaf.register_post_accumulate_grad_hook(partial(arrived, index, direct))
+
+    wanted = tuple([leaf for leaf in leaves if leaf.requires_grad])
+    try:
+        with _Recomputation(leaves):
+            # ``torch.autograd.backward`` would leave the mode above before it begins.
+            _engine_run_backward(
+                (loss,),
+                (torch.ones_like(loss),),
+                False,  # retain_graph
+                False,  # create_graph
+                wanted,
+                allow_unreachable=True,
+                accumulate_grad=True,
+            )
+    except RuntimeError as error:
+        if "use_reentrant=True" not in str(error):
+            raise
+        raise ValueError(
+            "a checkpoint inside loss_fn runs a backward pass of its own, which writes to whatever requires grad: "
+            "call torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
+        ) from error
+    for index, leaf in enumerate(leaves):
+        if sums.values[index] is None and leaf.grad is not None:
+            sums.add_(index, leaf.grad)
+        leaf.grad = None  # A loss that keeps its leaves does not get hold of the sums.
+
+
+class _Recomputation(TorchFunctionMode):
+    """Refuses a checkpoint that recomputes with other parameters than the forward pass had.
+
+    ``torch.func.functional_call`` gives a module its own parameters back before the backward pass begins, so
+    a checkpoint inside of it computes with those again. Python calls of torch with gradients enabled are rare
+    in a backward pass: nothing but recomputation makes them, and nothing else pays for this.
+    """
+
+    def __init__(self, leaves: Sequence[Tensor]) -> None:
+        super().__init__()
+        self._leaves = leaves
+        self._known: tuple[set[int], set[int], set[torch.Size]] | None = None
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if torch.is_grad_enabled():
+            for value in tree.leaves_of((args, kwargs)):
+                if isinstance(value, Tensor) and self._is_anothers(value):
+                    raise ValueError(
+                        f"a checkpoint inside loss_fn recomputes with a parameter of shape {tuple(value.shape)} that is "
+                        "not the one it was given: torch.func.functional_call has put the module's own parameters "
+                        "back by then. Call it inside of the function that is checkpointed, as in checkpoint(lambda "
+                        "p, x: functional_call(module, p, (x,)), params, x, use_reentrant=False), or train "
+                        "without activation checkpointing"
+                    )
+        return func(*args, **(kwargs or {}))
+
+    def _is_anothers(self, value: Tensor) -> bool:
+        """Whether this is a module's parameter in whose place a leaf of ours may have stood."""
+        if not isinstance(value, torch.nn.Parameter):
+            return False
+        if self._known is None:
+            self._known = (
+                {id(leaf) for leaf in self._leaves},
+                {leaf.data_ptr() for leaf in self._leaves},
+                {leaf.shape for leaf in self._leaves},
+            )
+        ids, pointers, shapes = self._known
+        return id(value) not in ids and value.shape in shapes and value.data_ptr() not in pointers
+
+
+def _unshared(grad: Tensor) -> Tensor:
+    """The gradient in memory that is nobody else's, so that it can be added to.
+
+    Autograd adds to the first gradient that a leaf was given, which may be a view of what other leaves
+    were given too: of the gradient of ``torch.stack(leaves).sum(0)``, say.
+    """
+    if is_traceable_wrapper_subclass(grad):
+        return grad.clone()  # Who shares the memory of the tensors inside of it cannot be seen.
+    owners: int = torch._C._storage_Use_Count(grad.untyped_storage()._cdata)
+    return grad.clone() if owners > 2 else grad  # its own, and the one that we ask
