@@ -137,7 +137,7 @@ def test_padding_is_what_was_asked_for(
     dtype: torch.dtype, value: float, lengths: list[int]
 ) -> None:
     """Or it is refused by the leaf's name, even where nothing has to be padded today."""
-    examples = [{"a": {"labels": torch.zeros(n).to(dtype)}} for n in lengths]
+    examples = [{"a": {"labels": [torch.zeros(n).to(dtype)]}} for n in lengths]
     wanted = torch.tensor(value, dtype=torch.float64)
     if dtype.is_floating_point:
         held = bool(wanted.to(dtype).isfinite() | ~wanted.isfinite())
@@ -149,10 +149,10 @@ def test_padding_is_what_was_asked_for(
             lambda pad=pad: ps.pack_documents(examples, row_tokens=13, pad=pad),
         ):
             if not held:
-                with pytest.raises(ValueError, match=r"\['a'\]\['labels'\] would be padded with"):
+                with pytest.raises(ValueError, match=r"\['a'\]\['labels'\]\[0\] would be"):
                     together()
                 continue
-            filled = together()["a"]["labels"][:, -1].double()
+            filled = together()["a"]["labels"][0][:, -1].double()
             expected = wanted.to(dtype).double().expand_as(filled)
             assert torch.equal(filled.nan_to_num(7.0), expected.nan_to_num(7.0))
 
@@ -886,6 +886,53 @@ def test_prefetch_of_groups_that_are_left_early() -> None:
         with pytest.raises(RuntimeError, match="this group was left for a later one"):
             next(first)
         groups.close()
+        assert list(groups) == []
+
+
+class Slow(Tensor):
+    """What arrives when it is told to."""
+
+    begun: threading.Event
+    go_on: threading.Event
+
+    def to(self, *args: Any, **kwargs: Any) -> Any:
+        self.begun.set()
+        assert self.go_on.wait(timeout=60)
+        return self.as_subclass(Tensor)
+
+
+def slow() -> tuple[Any, threading.Event, threading.Event]:
+    """A microbatch of it, what tells that its copy has begun, and what lets it go on."""
+    labels: Any = torch.zeros(1).as_subclass(Slow)
+    labels.begun, labels.go_on = threading.Event(), threading.Event()
+    return {"labels": labels}, labels.begun, labels.go_on
+
+
+def weights_of_slow(microbatch: Any) -> Tensor:
+    return microbatch["labels"].as_subclass(Tensor) >= 0
+
+
+def test_prefetch_of_a_group_that_is_left_while_it_is_copied() -> None:
+    """What is on its way then is let go, and its place is free again."""
+    last, begun, go_on = slow()
+    source = [[*labelled(1), last], labelled(3)]
+    groups = ps.prefetch(source, "cpu", weight_fn=weights_of_slow)
+    next(iter(next(groups)))
+    assert begun.wait(timeout=60)
+    threading.Timer(0.05, go_on.set).start()
+    assert [int(m["labels"][0]) for m in next(groups)] == [0, 1, 2]
+    groups.close()
+
+
+def test_prefetch_closed_while_the_next_group_is_copied() -> None:
+    """Which was announced already, and is not handed over any more."""
+    first, begun, go_on = slow()
+    groups = ps.prefetch([labelled(1), [first]], "cpu", weight_fn=weights_of_slow)
+    assert len(list(next(groups))) == 1
+    assert begun.wait(timeout=60)
+    groups.close()
+    assert list(groups) == []
+    go_on.set()
 
 
 # sources
