@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 import weakref
 from collections import UserDict
@@ -268,6 +270,35 @@ def test_plan_names_the_numbers_and_the_nearest_that_work() -> None:
         ps.plan(global_batch_size=20, local_batch_size=4, axis_size=10)
 
 
+@given(st.integers(1, 200), st.integers(1, 30), st.integers(1, 4))
+def test_plan_offers_the_nearest_that_work(total: int, local: int, ranks: int) -> None:
+    """Of either size, and all that it offers works; the nearest is the first or the second."""
+
+    def works(total: int, local: int) -> bool:
+        try:
+            return bool(ps.plan(global_tokens=total, local_tokens=local, axis_size=ranks))
+        except ValueError:
+            return False
+
+    try:
+        ps.plan(global_tokens=total, local_tokens=local, axis_size=ranks)
+    except ValueError as error:
+        offers = dict(offer.split("=") for offer in str(error).split("work: ")[1].split("; "))
+        sizes = {name: list(map(int, text.split(" or "))) for name, text in offers.items()}
+        assert all(works(size, local) for size in sizes["global_tokens"])
+        assert min(abs(size - total) for size in sizes["global_tokens"]) == min(
+            abs(size - total) for size in range(1, 400) if works(size, local)
+        )
+        locals_ = [size for size in range(1, 201) if works(total, size)]
+        closest = sorted(locals_, key=lambda size: abs(size - local))[:2]
+        assert sizes.get("local_tokens", []) == sorted(closest)
+
+
+def test_plan_knows_large_sizes() -> None:
+    with pytest.raises(ValueError, match=r"local_tokens=2 or 3000017$"):
+        ps.plan(global_tokens=6_000_034, local_tokens=3_000_000)
+
+
 @pytest.mark.parametrize(
     ("sizes", "message"),
     [
@@ -449,6 +480,8 @@ def test_pack_refuses_to_guess_a_padding() -> None:
         ps.pack(examples, max_tokens=8)
     (packed,) = ps.pack(examples, max_tokens=8, pad=-1.0)
     assert packed["x"].tolist() == [[[1.0] * 3] * 2, [[1.0] * 3, [-1.0] * 3]]
+    with pytest.raises(ValueError, match=r"\['x'\]\[0\] int.*make tensors of them"):
+        ps.pack([{"x": [1, 2]}], max_tokens=8)
     with pytest.raises(ValueError, match=r"examples\[0\] need one common first dimension"):
         ps.pack([{"x": torch.ones(2), "y": torch.ones(3)}], max_tokens=8)
     with pytest.raises(ValueError, match="max_tokens=0 and multiple_of=1 must be at least 1"):
@@ -933,6 +966,32 @@ def test_prefetch_closed_while_the_next_group_is_copied() -> None:
     groups.close()
     assert list(groups) == []
     go_on.set()
+
+
+LEFT = """
+import sys, threading, torch
+import purestep as ps
+
+def groups():
+    while True:
+        yield [{"labels": torch.tensor([1])}] * 3
+        if sys.argv[1] == "stalled":
+            threading.Event().wait()
+        for _ in range(8):
+            torch.randn(1200, 1200) @ torch.randn(1200, 1200)
+
+ahead = ps.prefetch(groups(), "cpu")
+list(next(ahead))
+if sys.argv[2] == "closed":
+    ahead.close()
+"""
+
+
+@pytest.mark.parametrize("source", ["stalled", "at work"])
+@pytest.mark.parametrize("how", ["closed", "in use"])
+def test_prefetch_lets_the_program_end(source: str, how: str) -> None:
+    """In good order: also with a source that would never answer, or that is inside of torch."""
+    subprocess.run([sys.executable, "-c", LEFT, source, how], check=True, timeout=120)
 
 
 # sources

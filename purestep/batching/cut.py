@@ -106,6 +106,7 @@ def common_length(example: Tree, name: str) -> int:
         raise ValueError(
             f"the leaves of {name} need one common first dimension, but are {found[:8]}"
             + (f" and {len(found) - 8} more" if len(found) > 8 else "")
+            + ("" if all(isinstance(leaf, Tensor) for leaf in leaves) else "; make tensors of them")
         )
     (length,) = lengths
     assert length is not None

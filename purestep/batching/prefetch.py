@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import threading
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -30,11 +32,13 @@ class prefetch(Iterator["PrefetchedGroup"]):  # noqa: N801
     while pinning, where the next group is asked for; while copying, where the microbatch is.
 
     ``position`` is that of the source after the last group that was handed over, however far the thread has
-    read ahead: ``group(batches, k, start=position)`` goes on from there. It is None where the source tells none:
-    a list, or a generator.
+    read ahead: ``group(batches, k, start=position)`` goes on from there. It is None where the source has none, as
+    lists and generators: count there what you use.
 
-    Leave it by ``close()``, or by letting go of it. That takes no time: a source that is busy then is left to
-    finish alone, and asked for nothing any more. A generator is closed; a source of any other kind is yours.
+    Leave it by ``close()``, or by letting go of it. Nothing is waited for but a moment: a source that is busy then
+    is left to finish alone, and asked for nothing any more; only the program's end waits, up to ten seconds, for
+    one that is at work. A generator is closed, and what that raises is raised by ``close()``; a source of any
+    other kind is yours.
 
     Args:
         groups: sequences of microbatches on the host, for ``update_step``.
@@ -62,8 +66,9 @@ class prefetch(Iterator["PrefetchedGroup"]):  # noqa: N801
             raise ValueError(f"prefetch: {depth=} leaves no room on the device; take 2 to overlap")
         self._lane = _Lane(groups, torch.device(device), depth, weight_fn)
         self.position = _position(groups)
-        # Also when the interpreter ends, which a thread in the middle of a copy would take down.
         self._close = weakref.finalize(self, self._lane.close)
+        # Before the program ends there is more to wait for: ``settle``.
+        self._close.atexit = False
 
     def __next__(self) -> PrefetchedGroup:
         """The next group, when there is one; its microbatches may still be on their way."""
@@ -75,7 +80,7 @@ class prefetch(Iterator["PrefetchedGroup"]):  # noqa: N801
         return group
 
     def close(self) -> None:
-        """Ends the stream: its thread, and what it holds on the device. A group in use has no more microbatches."""
+        """Ends the stream, and lets go of what has arrived: a group in use gives no more microbatches."""
         self._close()
 
 
@@ -115,8 +120,11 @@ class PrefetchedGroup(Sequence[Microbatch]):
             yield self._lane.copy(microbatch) if streamed else self._lane.take(self)
 
 
-# Seconds that a thread is waited for that was told to end: enough for a copy, and no time for who leaves.
+# Seconds that a thread is waited for that was told to end: enough for a copy, and no time for who leaves. Before
+# the program ends, it is given them so often, while it uses more than this part of a processor.
 _PATIENCE = 0.25
+_OFTEN = 40
+_IDLE = 0.02
 
 
 class _Lane:
@@ -151,12 +159,15 @@ class _Lane:
         self.finished = False
         self.error: BaseException | None = None
         self.error_of_closing: BaseException | None = None
+        self.clock: int | None = None
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.thread = threading.Thread(target=self._run, daemon=True, name="prefetch")
 
     # The thread's side.
 
     def _run(self) -> None:
+        if hasattr(time, "pthread_getcpuclockid"):
+            self.clock = time.pthread_getcpuclockid(threading.get_ident())
         groups: Iterator[Sequence[Microbatch]] | None = None
         try:
             groups = iter(self.groups)
@@ -176,6 +187,7 @@ class _Lane:
             if self.closed:
                 self.error = None
             self.changed.notify_all()
+        atexit.unregister(self.settle)
 
     def _send(self, microbatches: Sequence[Microbatch], position: int | None) -> bool:
         """Announces a group and brings its microbatches; False when the stream is closed."""
@@ -233,6 +245,7 @@ class _Lane:
         """The next group, or None at the end."""
         with self.changed:
             if self.thread.ident is None and not self.closed:
+                atexit.register(self.settle)
                 self.thread.start()
             self._leave()
             self.changed.wait_for(lambda: self.waiting or self.finished or self.closed)
@@ -298,6 +311,27 @@ class _Lane:
         error, self.error_of_closing = self.error_of_closing, None
         if error is not None:
             raise error
+
+    def settle(self) -> None:
+        """Before the program ends: the same, but a thread that is at work is waited for.
+
+        The interpreter takes its threads down when it ends, and the whole process with a thread that is inside
+        of torch. One that waits for a lock or a socket is left alone: it uses next to no processor time.
+        """
+        for _ in range(_OFTEN):
+            before = self._processor_time()
+            self.close()
+            if not self.thread.is_alive() or self._processor_time() - before < _IDLE * _PATIENCE:
+                break
+
+    def _processor_time(self) -> float:
+        """What the thread has used; where the system does not tell, it seems to be at work."""
+        if self.clock is None:
+            return time.monotonic()
+        try:
+            return time.clock_gettime(self.clock)
+        except OSError:  # with the thread, its clock has ended
+            return 0.0
 
 
 def _position(*places: object) -> int | None:
