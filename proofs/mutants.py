@@ -25,6 +25,7 @@ README = Path(__file__).with_name("README.md")
 MODULES = [
     "purestep.axis.buckets",
     "purestep.tokens",
+    "purestep.batching.cut",
     "purestep.batching.group",
     "purestep.batching.pack",
     "purestep.batching.prefetch",
@@ -646,6 +647,62 @@ MUTANTS = [
                 "flat[start:stop].view(leaf.shape)",
                 "flat[start:stop].as_strided("
                 "leaf.shape, torch.empty_like(leaf).stride(), flat[start:stop].storage_offset())",
+            )
+        ],
+    ),
+    Mutant(
+        "53",
+        "a stream resumed at what was read ahead, not at what was used",
+        [
+            batching(
+                "prefetch",
+                "    position: int | None\n",
+                "    position = property(lambda self: self._lane.groups.position, lambda self, _: None)\n",
+            )
+        ],
+    ),
+    Mutant(
+        "54a",
+        "examples of different structures put into each other's fields",
+        [batching("cut", "if own != structure:", "if False:")],
+    ),
+    Mutant(
+        "54b",
+        "the longest example's dtype for all",
+        [batching("cut", "(leaf.dtype, leaf.shape[1:])", "(leaf.shape[1:],)")],
+    ),
+    Mutant(
+        "54c",
+        "examples of different shapes broadcast to each other's",
+        [batching("cut", "(leaf.dtype, leaf.shape[1:])", "(leaf.dtype, leaf.ndim)")],
+    ),
+    Mutant(
+        "54d",
+        "padding with a value that its leaf cannot hold",
+        [batching("pack", "if not held:", "if False:")],
+    ),
+    Mutant(
+        "54e",
+        "examples without tokens that cost a row",
+        [
+            batching(
+                "pack",
+                "sorted((i for i, length in enumerate(lengths) if length), key",
+                "sorted(range(len(lengths)), key",
+            ),
+            batching(
+                "pack", "start += budget // costs[start]", "start += budget // max(1, costs[start])"
+            ),
+        ],
+    ),
+    Mutant(
+        "54f",
+        "a stream that failed ends as if the data had run out",
+        [
+            batching(
+                "prefetch",
+                "if error is not None:\n            raise error\n        return None",
+                "return None",
             )
         ],
     ),

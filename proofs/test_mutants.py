@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from string import ascii_lowercase
+
 import pytest
 
 from proofs import mutants
@@ -34,17 +36,11 @@ def test_rejected(mutant: Mutant) -> None:
 
 
 def test_table_is_complete() -> None:
-    """Forty-three bugs: each has a mutant, or a reason why it cannot be expressed yet."""
-    numbers = {int(mutant.number.rstrip("abc")) for mutant in MUTANTS} | set(map(int, NOT_YET))
-    assert numbers == set(range(1, 44))
-    lines = README.read_text().splitlines()
-    assert sum(
-        line.startswith(tuple(f"| {m.number} | " for m in MUTANTS)) for line in lines
-    ) == len(MUTANTS)
-    assert all(any(f"{number}: {why}" in line for line in lines) for number, why in NOT_YET.items())
-
-
-def test_patch_that_does_not_fit_is_an_error() -> None:
-    """A mutant that changes nothing would pass for a satisfying system."""
-    with pytest.raises(ValueError, match="exactly once"):
-        mutants.build([mutants.step("words that are not there", "")])
+    """Every bug that happened has a mutant, or a reason why it cannot be expressed yet; every mutant has a row."""
+    numbers = [mutant.number for mutant in MUTANTS]
+    bugs = {int(number.rstrip(ascii_lowercase)) for number in numbers}
+    assert bugs | set(map(int, NOT_YET)) >= set(range(1, 44))
+    assert not bugs & set(map(int, NOT_YET))
+    lines = README.read_text().split("<!-- mutants -->\n")[1].splitlines()[2:]
+    rows = [line.split("|")[1].strip() for line in lines if line.startswith("|")]
+    assert rows == numbers, "run python -m proofs.mutants"

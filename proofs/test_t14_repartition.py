@@ -1,12 +1,23 @@
 """T14, repartition. ``pack``, ``balance``, ``group`` and ``prefetch`` give the update of the order of arrival.
 
-The update depends on the tokens alone, so that how they are put together is free to be chosen for speed.
+The update depends on the tokens alone, so that how they are put together is free to be chosen for speed. Where
+they cannot be put together without turning into something else, that is refused, however they are cut; where
+the data cannot be had, the cause is raised; and a stream that is left can be gone on with.
 """
 
 from __future__ import annotations
 
+import threading
+import time
+from collections import UserDict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
 import torch
 from hypothesis import strategies as st
+from torch import Tensor
 
 import purestep as ps
 from proofs import models
@@ -22,44 +33,133 @@ from proofs.strategies import (
     cuts,
     gamma,
     real_cases,
-    weights_of,
 )
 from proofs.theorem import System, theorem
 from purestep import tree
 
-PAD = {"x": 7, "y": -3, "w": 0}
+FLOATS = [torch.float64, torch.float32]
+SIGNED = [*FLOATS, torch.int64, torch.int32, torch.int8]
+COUNTED = [*FLOATS, torch.int64, torch.int16, torch.uint8]
+PADS = [0, 7, -3, -100, 300, 0.5, 1e10]
+
+Dress = tuple[Callable[[Batch], Any], Callable[[Any], Batch]]
+"""How x, y and w stand in an example, and how a loss finds them there."""
+
+STRUCTURES: dict[str, Dress] = {
+    "flat": (lambda b: b, lambda m: m),
+    "nested": (
+        lambda b: {"data": {"x": b["x"], "y": [b["y"]]}, "w": b["w"], "none": None},
+        lambda m: {"x": m["data"]["x"], "y": m["data"]["y"][0], "w": m["w"]},
+    ),
+    "mappings of a class of one's own": (
+        lambda b: UserDict(x=b["x"], rest=[UserDict(y=b["y"], w=b["w"])]),
+        lambda m: {"x": m["x"], **m["rest"][0]},
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Examples:
+    """A case, and its sequences as examples: of uneven length, perhaps empty, perhaps not alike."""
+
+    case: Case
+    rows: list[Batch]
+    structure: str
+    pad: dict[str, float]
+    odd: tuple[int, str] | None
+
+    @property
+    def dressed(self) -> list[Any]:
+        """The examples, of which one may be odd."""
+        dress = STRUCTURES[self.structure][0]
+        examples = [dress(row) for row in self.rows]
+        if self.odd is not None:
+            at, how = self.odd
+            examples[at] = dress(_odd(self.rows[at], how)) if how != "name" else {"z": examples[at]}
+        return examples
+
+    @property
+    def padding_is_held(self) -> bool:
+        """Whether every leaf can hold what it is filled up with."""
+        kinds = {name: leaf.dtype for name, leaf in self.full[0].items()}
+        values = {name: torch.tensor(self.pad[name], dtype=torch.float64) for name in kinds}
+        return all(value.to(kinds[name]).double() == value for name, value in values.items())
+
+    @property
+    def full(self) -> list[Batch]:
+        """Those that hold anything."""
+        return [row for row in self.rows if len(row["w"])]
+
+    def loss(self, params: Any, microbatch: Any) -> Tensor:
+        """The integer model, whatever the data came in."""
+        batch = STRUCTURES[self.structure][1](microbatch)
+        return models.integer_loss(params, {k: batch[k].to(torch.float64) for k in ("x", "y")})
+
+    def weights(self, microbatch: Any) -> Tensor:
+        """The weights as they came."""
+        return STRUCTURES[self.structure][1](microbatch)["w"]
+
+
+def _odd(row: Batch, how: str) -> Batch:
+    if how == "dtype":
+        return {**row, "w": row["w"].to(torch.float16)}
+    return {**row, "x": row["x"][:, :1]}
 
 
 @st.composite
-def example_cases(draw: st.DrawFn) -> tuple[Case, list[Batch]]:
-    """A case, and its sequences as examples of uneven length: ignored tokens at their ends are cut off."""
+def example_cases(draw: st.DrawFn) -> Examples:
+    """A case cut into examples: ignored tokens at their ends are cut off, and empty examples stand between."""
     case = draw(cases(fractional=draw(st.booleans())))
-    examples = []
+    whole = not case.batch["w"].is_floating_point()
+    dtypes = {
+        "x": draw(st.sampled_from(SIGNED)),
+        "y": draw(st.sampled_from(SIGNED)),
+        "w": draw(st.sampled_from(COUNTED if whole else FLOATS)),
+    }
+    rows = []
     for row in range(case.rows):
         example = {key: value[row] for key, value in case.batch.items()}
         used = int((example["w"] > 0).nonzero().max()) + 1 if example["w"].any() else 0
         length = draw(st.integers(used, len(example["w"])))
-        examples.append({key: value[:length] for key, value in example.items()})
-    return case, examples
+        rows.append({key: value[:length].to(dtypes[key]) for key, value in example.items()})
+        if draw(st.integers(0, 3)) == 0:
+            rows.append({key: torch.tensor([]) for key in example})
+    structure = draw(st.sampled_from(sorted(STRUCTURES)))
+    full = [at for at, row in enumerate(rows) if len(row["w"])]
+    if len(full) > 1 and draw(st.booleans()):
+        how = draw(st.sampled_from(["name", "dtype", "trailing shape"]))
+        pad, odd = dict.fromkeys("xyw", 0.0), (draw(st.sampled_from(full)), how)
+    else:
+        pad, odd = (
+            {"x": draw(st.sampled_from(PADS)), "y": draw(st.sampled_from(PADS)), "w": 0},
+            None,
+        )
+    return Examples(case, rows, structure, pad, odd)
 
 
 @theorem(
     "T14", st.tuples(example_cases(), st.integers(0, 12), st.integers(1, 3), st.integers(1, 4))
 )
-def repartition(system: System, drawn: tuple[tuple[Case, list[Batch]], int, int, int]) -> None:
-    """Balanced over ranks and packed within a budget: the state and loss of the big batch, to the bit."""
-    (case, examples), slack, multiple_of, ranks = drawn
-    longest = max(len(example["w"]) for example in examples)
+def repartition(system: System, drawn: tuple[Examples, int, int, int]) -> None:
+    """Balanced over ranks and packed within a budget: the state and loss of the big batch, to the bit, or refused."""
+    data, slack, multiple_of, ranks = drawn
+    case, examples = data.case, data.dressed
+    longest = max(len(row["w"]) for row in data.rows)
     budget = max(1, -(-longest // multiple_of) * multiple_of) + slack
+
+    def pack(examples: list[Any]) -> list[Any]:
+        return system.pack(examples, max_tokens=budget, multiple_of=multiple_of, pad=data.pad)
+
+    if data.odd is not None or not data.padding_is_held:
+        assert_refused(lambda: pack(examples), "example")
+        return
     shares = system.balance(examples, ranks)
     assert len(shares) == ranks
-    group = [
-        microbatch
-        for share in shares
-        for microbatch in system.pack(share, max_tokens=budget, multiple_of=multiple_of, pad=PAD)
-    ]
-    assert all(microbatch["w"].numel() <= budget for microbatch in group)
-    step = system.make_update_step(models.integer_loss, case.optimizer, weight_fn=weights_of)
+    group = [microbatch for share in shares for microbatch in pack(share)]
+    held = [data.weights(microbatch) for microbatch in group]
+    assert all(0 < weights.numel() <= budget for weights in held)
+    assert sum(map(len, held)) == len(data.full), "a row for each example that holds anything"
+    step = system.make_update_step(data.loss, case.optimizer, weight_fn=data.weights)
     *state, metrics = step(case.params, case.opt_state, group)
     expected, _, loss = spec(
         models.integer_loss, case.optimizer.update, case.params, case.opt_state, case.batch
@@ -69,39 +169,155 @@ def repartition(system: System, drawn: tuple[tuple[Case, list[Batch]], int, int,
     assert metrics.num_tokens == case.batch["w"].sum()
 
 
+def assert_refused(attempt: Callable[[], Any], word: str) -> None:
+    """With a message that names where."""
+    error = raised(attempt)
+    assert isinstance(error, ValueError), f"{word}: accepted" if error is None else repr(error)
+    assert word in str(error)
+
+
+def raised(attempt: Callable[[], Any]) -> BaseException | None:
+    """What it raises."""
+    try:
+        attempt()
+    except BaseException as error:
+        return error
+    return None
+
+
+@dataclass(frozen=True)
+class Stream:
+    """Microbatches one after another, in groups of ``k``; what goes wrong where, and after how many groups it is left."""
+
+    case: Case
+    parts: list[Batch]
+    k: int
+    depth: int
+    fault: tuple[str, int] | None
+    error: BaseException
+    leave: int
+
+    @property
+    def complete(self) -> int:
+        """How many groups can be used to the end."""
+        count = -(-len(self.parts) // self.k)
+        return count if self.fault is None else self.fault[1] // self.k
+
+    def batches(self) -> Iterator[Any]:
+        """The source, whose microbatches hold what is no tensor, too."""
+        for number, part in enumerate(self.parts):
+            batch = {**part, "number": torch.tensor(number), "name": "no tensor"}
+            if self.fault == ("source", number):
+                raise self.error
+            if self.fault == ("copying", number):
+                stuck = part["x"].as_subclass(Stuck)
+                stuck.error = self.error
+                batch["x"] = stuck
+            yield UserDict(batch) if number % 2 else batch
+
+    def weights(self, batch: Any) -> Tensor:
+        """The weights, unless counting is what fails."""
+        if self.fault == ("counting", int(batch["number"])):
+            raise self.error
+        return batch["w"]
+
+
+class Stuck(Tensor):
+    """What cannot be brought to a device."""
+
+    error: BaseException
+
+    def to(self, *args: Any, **kwargs: Any) -> Any:
+        """Fails."""
+        raise self.error
+
+
+ERRORS = [OSError("disk"), KeyboardInterrupt("stop"), SystemExit(3), ps.DataExhausted(1, 2)]
+
+
 @st.composite
-def stream_cases(draw: st.DrawFn) -> tuple[Case, list[Batch], int, int]:
-    """Microbatches one after another; how many make a group; how deep the prefetching goes."""
+def stream_cases(draw: st.DrawFn) -> Stream:
+    """Any cut of a case into microbatches; a fault somewhere, or none; left somewhere, or at the end."""
     case = draw(cases())
-    return (
+    parts = cut(case.batch, draw(cuts(case.rows, 6)))
+    kinds = st.sampled_from([None, None, None, "source", "counting", "copying"])
+    kind = draw(kinds)
+    return Stream(
         case,
-        cut(case.batch, draw(cuts(case.rows, 6))),
-        draw(st.integers(1, 4)),
-        draw(st.integers(1, 3)),
+        parts,
+        k=draw(st.integers(1, 4)),
+        depth=draw(st.integers(1, 3)),
+        fault=None if kind is None else (kind, draw(st.integers(0, len(parts) - 1))),
+        error=draw(st.sampled_from(ERRORS)),
+        leave=draw(st.sampled_from([8, 8, 8, 0, 1, 2, 3])),
     )
 
 
 @theorem("T14", stream_cases())
-def stream(system: System, drawn: tuple[Case, list[Batch], int, int]) -> None:
-    """Grouped and prefetched: each group, a short one at the end too, has the gradient of its own tokens."""
-    case, parts, k, depth = drawn
+def stream(system: System, data: Stream) -> None:
+    """Grouped and prefetched: each group has the gradient of its own tokens; then comes the cause, or the rest."""
+    threads = set(threading.enumerate())
+    zeros, weight_fn = tree.zeros_like(data.case.params), data.weights
+    step = system.make_update_step(models.integer_loss, capture(), weight_fn=weight_fn)
+    source = system.group(data.batches(), data.k)
+    groups = system.prefetch(source, "cpu", data.depth, weight_fn=weight_fn)
+    assert groups.position == 0
+    used = min(data.leave, data.complete)
+    for number in range(used):
+        _, grads, metrics = step(data.case.params, zeros, next(groups))
+        mine = data.parts[number * data.k : (number + 1) * data.k]
+        assert groups.position == number * data.k + len(mine)
+        assert_gradient(data.case, mine, grads, metrics)
+
+    if used < data.leave and data.fault is not None:
+        assert raised(lambda: step(data.case.params, zeros, next(groups))) is data.error
+        if data.fault[0] == "copying":
+            assert raised(lambda: next(groups)) is data.error, "no end of the data"
+    elif used < data.leave:
+        assert isinstance(raised(lambda: next(groups)), StopIteration)
+        assert groups.position == len(data.parts)
+    else:
+        if data.fault is None and 0 < used < data.complete:
+            wait_until(lambda: source.position > groups.position)
+        assert groups.position == min(used * data.k, len(data.parts))
+        rest = system.group(iter(data.parts), data.k, start=groups.position)
+        again = [part for group in islice(rest, len(data.parts)) for part in group]
+        assert [id(p) for p in again] == [id(p) for p in data.parts[used * data.k :]]
+        if data.fault is None and used < data.complete:
+            group = next(groups)
+            microbatches = iter(group)
+            next(microbatches)
+            groups.close()
+            expected = RuntimeError if len(group) > 1 else StopIteration
+            assert isinstance(raised(lambda: next(microbatches)), expected)
+    groups.close()
+    assert isinstance(raised(lambda: next(groups)), StopIteration)
+    for thread in set(threading.enumerate()) - threads:
+        thread.join(timeout=60)
+        assert not thread.is_alive(), "a stream that was left has no thread"
+
+
+def wait_until(holds: Callable[[], bool]) -> None:
+    """Until the thread has come as far; that it does is part of the claim."""
+    end = time.monotonic() + 60
+    while not holds():
+        assert time.monotonic() < end, "nothing is read ahead"
+        time.sleep(0)
+
+
+def assert_gradient(case: Case, parts: list[Batch], grads: Any, metrics: Any) -> None:
+    """The gradient of these tokens, but for rounding: N need not be a power of two."""
+    whole = {key: torch.cat([part[key] for part in parts]) for key in case.batch}
+    num_tokens = whole["w"].sum()
+    assert metrics.num_tokens == num_tokens
+    if num_tokens == 0:
+        return
     zeros = tree.zeros_like(case.params)
-    step = system.make_update_step(models.integer_loss, capture(), weight_fn=weights_of)
-    seen = 0
-    for group in system.prefetch(system.group(iter(parts), k), "cpu", depth, weight_fn=weights_of):
-        _, grads, metrics = step(case.params, zeros, group)
-        mine = parts[seen : seen + k]
-        whole = {key: torch.cat([part[key] for part in mine]) for key in case.batch}
-        num_tokens = whole["w"].sum()
-        assert metrics.num_tokens == num_tokens
-        if num_tokens > 0:
-            _, expected, _ = spec(models.integer_loss, capture().update, case.params, zeros, whole)
-            for ours, theirs in zip(*map(tree.leaves_of, (grads, expected)), strict=True):
-                # A group's N need not be a power of two: its seeds round once, and what they multiply.
-                bound = gamma(8 + whole["w"].numel() * 8, torch.float64) * magnitude(case, whole)
-                assert ((ours - theirs).abs() <= bound).all()
-        seen += k
-    assert seen >= len(parts) > seen - k, "every microbatch is in one group"
+    _, expected, _ = spec(models.integer_loss, capture().update, case.params, zeros, whole)
+    for ours, theirs in zip(*map(tree.leaves_of, (grads, expected)), strict=True):
+        # Its seeds round once, and what they multiply.
+        bound = gamma(8 + whole["w"].numel() * 8, torch.float64) * magnitude(case, whole)
+        assert ((ours - theirs).abs() <= bound).all()
 
 
 def magnitude(case: Case, batch: Batch) -> float:

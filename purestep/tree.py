@@ -14,7 +14,7 @@ subtree, everything else is a leaf. Your own classes become nodes when they are 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import optree
@@ -54,6 +54,29 @@ def broadcast_prefix(prefix: Tree, tree: Tree) -> list[Any]:
     """
     leaves: list[Any] = optree.broadcast_prefix(prefix, tree, namespace=NAMESPACE)
     return leaves
+
+
+def plain(tree: Tree) -> Tree:
+    """The same tree, in which every mapping that optree takes for a leaf is a dict, at any depth.
+
+    Such are a tokenizer's ``BatchEncoding`` and other ``UserDict``, and subclasses of dict.
+
+    >>> from collections import UserDict
+    >>> plain([UserDict(tokens=1, more=[UserDict(labels=2)])])
+    [{'tokens': 1, 'more': [{'labels': 2}]}]
+    """
+    leaves, structure = flatten(tree)
+    if not any(isinstance(leaf, Mapping) for leaf in leaves):
+        return tree
+    return unflatten(
+        structure,
+        [
+            {key: plain(value) for key, value in leaf.items()}
+            if isinstance(leaf, Mapping)
+            else leaf
+            for leaf in leaves
+        ],
+    )
 
 
 def leaves_of(tree: Tree) -> list[Any]:

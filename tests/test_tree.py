@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import UserDict
 from typing import Any
 
 import optree
@@ -27,6 +28,28 @@ def test_map_knows_registered_classes() -> None:
     assert torch.equal(doubled["layer"].weight, torch.full((2,), 2.0))
     assert doubled["none"] is None
     assert tree.paths(params, "params") == ["params['layer'].weight", "params['list'][0]"]
+
+
+def test_broadcast_prefix_knows_registered_classes() -> None:
+    """As a node of the tree below a leaf of the prefix, and as a node of both."""
+    make: Any = Layer
+    params = {"layers": [make({"a": 1, "b": 2}), make(3)], "last": make(4)}
+    assert tree.broadcast_prefix({"layers": "all", "last": "one"}, params) == ["one", *["all"] * 3]
+    prefix = {"layers": [make("first"), "second"], "last": make("last")}
+    assert tree.broadcast_prefix(prefix, params) == ["last", "first", "first", "second"]
+
+
+def test_plain_makes_dicts_of_mappings_alone() -> None:
+    class Own(dict[str, Any]):
+        """Of which optree knows nothing, either."""
+
+    make: Any = Layer
+    inner = Own(b=UserDict(c=1))
+    done = tree.plain([UserDict(a=inner), make(UserDict(d=2)), {"e": (3, None)}])
+    assert done == [{"a": {"b": {"c": 1}}}, make({"d": 2}), {"e": (3, None)}]
+    assert [type(done[0]), type(done[0]["a"]), type(done[0]["a"]["b"])] == [dict] * 3
+    same = {"x": [1]}
+    assert tree.plain(same) is same
 
 
 @pytest.mark.parametrize("other", [{"w": None}, {"w": {"v": 1}}, {"v": 1}, [1], {"w": 1, "x": 2}])

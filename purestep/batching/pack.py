@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import heapq
+import math
+import re
 from bisect import bisect_left, insort
 from collections.abc import Callable, Mapping, Sequence
-from typing import TypeAlias
+from itertools import islice
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from purestep import tree
-from purestep.batching.cut import common_length
+from purestep.batching.cut import alike, common_length
 from purestep.tokens import IGNORE_INDEX
 from purestep.types import Microbatch, Tree
 
@@ -28,17 +31,21 @@ PAD: Mapping[str, float] = {"tokens": 0, "labels": IGNORE_INDEX}
 def pack(
     examples: Sequence[Example], *, max_tokens: int, multiple_of: int = 1, pad: Pad = PAD
 ) -> list[Microbatch]:
-    """A group of examples as microbatches of nearly equal cost, with as little padding as there can be.
+    """A group of examples as microbatches: as few as the budget allows, with little padding.
 
     Examples are sorted by length, longest first, and cut where rows times the longest of them would exceed
-    ``max_tokens``: no cut into microbatches within that budget needs fewer. The budget is then lowered as
-    far as their number allows, which makes them nearly equal.
+    ``max_tokens``: no way to put them into microbatches within that budget needs fewer. The budget is then
+    lowered as far as their number allows, so that the largest of them is as small as it can be.
+
+    Examples of length 0 hold no tokens and are left out. The others must be alike: of one structure, and in
+    each leaf of one dtype, and of one shape but for the length.
 
     Args:
         examples: trees of tensors whose first dimension is the length.
         max_tokens: the most that a microbatch may hold, padding included.
         multiple_of: padded lengths are rounded up to a multiple of this.
-        pad: what fills up each leaf, by its name, such that padding weighs nothing: -100 for labels.
+        pad: what fills up each leaf, by its name, such that padding weighs nothing: -100 for labels. One
+            number stands for every leaf, the labels too.
 
     Returns:
         Microbatches, trees of ``(rows, length, ...)``, for one ``update_step``.
@@ -47,7 +54,8 @@ def pack(
     >>> [m["tokens"].tolist() for m in pack(examples, max_tokens=4)]
     [[[1, 1, 1]], [[1, 1]], [[1], [1]]]
     """
-    lengths = [common_length(example, f"examples[{i}]") for i, example in enumerate(examples)]
+    examples = [tree.plain(example) for example in examples]
+    lengths = _lengths(examples)
     parts = packing(lengths, max_tokens=max_tokens, multiple_of=multiple_of)
     return [
         stack([examples[i] for i in part], round_up(lengths[part[0]], multiple_of), pad)
@@ -58,13 +66,13 @@ def pack(
 def packing(lengths: Sequence[int], *, max_tokens: int, multiple_of: int = 1) -> list[list[int]]:
     """Which examples ``pack`` puts into each microbatch, by their lengths alone.
 
-    >>> packing([3, 1, 2, 1], max_tokens=4)
-    [[0], [2], [1, 3]]
+    >>> packing([3, 1, 2, 0, 1], max_tokens=4)
+    [[0], [2], [1, 4]]
     """
     if max_tokens < 1 or multiple_of < 1:
         raise ValueError(f"pack: {max_tokens=} and {multiple_of=} must be at least 1")
-    order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
-    costs = [max(1, round_up(lengths[i], multiple_of)) for i in order]
+    order = _longest_first(lengths)
+    costs = [round_up(lengths[i], multiple_of) for i in order]
     if costs and costs[0] > max_tokens:
         raise ValueError(
             f"pack: examples[{order[0]}] has {lengths[order[0]]} tokens ({costs[0]} padded to a multiple of "
@@ -77,6 +85,21 @@ def packing(lengths: Sequence[int], *, max_tokens: int, multiple_of: int = 1) ->
         low, high = (low, middle) if len(_borders(costs, middle)) <= fewest else (middle + 1, high)
     starts = _borders(costs, low)
     return [order[a:b] for a, b in zip(starts, [*starts, len(order)][1:], strict=True)]
+
+
+def _lengths(examples: Sequence[Example]) -> list[int]:
+    """How long each example is; refused where those that hold anything are not alike."""
+    names = [f"examples[{i}]" for i in range(len(examples))]
+    lengths = list(map(common_length, examples, names))
+    # An empty leaf says nothing: the dtype of torch.tensor([]) is float32, whatever the others are.
+    full = [i for i, length in enumerate(lengths) if length]
+    alike([examples[i] for i in full], [names[i] for i in full])
+    return lengths
+
+
+def _longest_first(lengths: Sequence[int]) -> list[int]:
+    """Those that hold anything."""
+    return sorted((i for i, length in enumerate(lengths) if length), key=lambda i: -lengths[i])
 
 
 def _borders(costs: Sequence[int], budget: int) -> list[int]:
@@ -94,15 +117,14 @@ def round_up(length: int, multiple_of: int) -> int:
 
 
 def stack(examples: Sequence[Example], length: int, pad: Pad) -> Microbatch:
-    """Examples as the rows of one tree, filled up to ``length``."""
-    _, structure = tree.flatten(examples[0])
-    names = tree.paths(examples[0], "example")
-    fillings = [_filling(pad, name) for name in names]
-    columns = zip(*(tree.leaves_of(example) for example in examples), strict=True)
-    rows = [
-        _pad_rows(leaves, length, filling)
-        for leaves, filling in zip(columns, fillings, strict=True)
-    ]
+    """Examples that are alike as the rows of one tree, filled up to ``length``."""
+    examples = [tree.plain(example) for example in examples]
+    columns, structure = alike(examples, [f"examples[{i}]" for i in range(len(examples))])
+    rows = []
+    for path, column in zip(tree.paths(examples[0], "example"), columns, strict=True):
+        filling = _filling(pad, path)
+        _check_held(filling, path, column[0].dtype)
+        rows.append(_pad_rows(column, length, filling))
     return tree.unflatten(structure, rows)
 
 
@@ -118,35 +140,58 @@ def _pad_rows(leaves: Sequence[Tensor], length: int, filling: float) -> Tensor:
 def _filling(pad: Pad, path: str) -> float:
     if not isinstance(pad, Mapping):
         return pad
+    leaf = re.sub(r"(\[\d+\])+$", "", path)  # What stands in a list is called as the list is.
     for name, value in pad.items():
-        if path.endswith((f"[{name!r}]", f".{name}")):
+        if leaf.endswith((f"[{name!r}]", f".{name}")):
             return value
     raise ValueError(
-        f"pack: no pad value for {path}: add it to pad={dict(pad)}, such that padding weighs nothing"
+        f"no pad value for {path}: add it to pad={dict(pad)}, such that padding weighs nothing"
     )
+
+
+def _check_held(filling: float, path: str, dtype: torch.dtype) -> None:
+    """Refuses a filling that would turn into a different value, which might weigh something."""
+    if dtype == torch.bool:
+        held = filling in (0, 1)
+    elif dtype.is_floating_point or dtype.is_complex:
+        held = not math.isfinite(filling) or abs(filling) <= torch.finfo(dtype).max
+    else:
+        limits = torch.iinfo(dtype)
+        # It travels as a float64.
+        held = limits.min <= filling <= limits.max and filling == int(float(filling))
+    if not held:
+        raise ValueError(
+            f"{path} would be padded with {filling}, which {dtype} cannot hold: convert the leaf, or choose in "
+            "pad= a value that it can hold and that weighs nothing"
+        )
 
 
 def balance(
     examples: Sequence[Example], ranks: int, *, cost: Callable[[Example], float] | None = None
 ) -> list[list[Example]]:
-    """Examples to ranks, so that the slowest rank has as little as possible more than the mean.
+    """Examples to ranks, so that the slowest rank has little more than the mean.
 
-    The costliest first, each to the rank that has least so far; then, while it helps, an example of the
-    slowest rank is moved or swapped away. The same on every rank that is given the same examples.
+    The costliest first, each to the rank that has least so far. Then examples of the slowest rank are moved or
+    swapped away, until it is within a thousandth of the mean, or no exchange helps, or many were tried. The
+    slowest rank then has at most 4/3 of what the best assignment would give its slowest, and less than one
+    example more than the mean. The same on every rank that is given the same examples.
 
     Args:
         examples: trees of tensors whose first dimension is the length.
         ranks: how many ranks there are.
-        cost: what an example costs; None: its length. Attention is quadratic in it.
+        cost: what an example costs, at least 0; None: its length. Attention is quadratic in it.
+
+    Returns:
+        The examples of each rank, in the order in which they came.
 
     >>> parts = balance([torch.ones(n) for n in (5, 4, 3, 3, 3)], 2)
     >>> [[len(example) for example in part] for part in parts]
     [[5, 4], [3, 3, 3]]
     """
-    if ranks < 1:
-        raise ValueError(f"balance: {ranks=} must be at least 1")
     costs = [
-        float(common_length(example, f"examples[{i}]") if cost is None else cost(example))
+        float(
+            common_length(tree.plain(example), f"examples[{i}]") if cost is None else cost(example)
+        )
         for i, example in enumerate(examples)
     ]
     return [[examples[i] for i in part] for part in balancing(costs, ranks)]
@@ -156,59 +201,93 @@ def balancing(costs: Sequence[float], ranks: int) -> list[list[int]]:
     """Which examples ``balance`` gives to each rank, by their costs alone.
 
     >>> balancing([5, 4, 3, 3, 3], 2)
-    [[0, 1], [2, 4, 3]]
+    [[0, 1], [2, 3, 4]]
     """
+    if ranks < 1:
+        raise ValueError(f"balance: {ranks=} must be at least 1")
+    for i, cost in enumerate(costs):
+        if not 0 <= cost < math.inf:
+            raise ValueError(
+                f"balance: examples[{i}] costs {cost}; a cost is finite and at least 0"
+            )
+    parts = _greedy(costs, ranks)
+    _improve(parts, _GOOD_ENOUGH * sum(costs) / ranks)
+    return [sorted(i for _, i in part) for part in parts]
+
+
+_Item: TypeAlias = tuple[float, int]
+"""A cost, and the number of the example that has it, or of the rank."""
+
+
+def _greedy(costs: Sequence[float], ranks: int) -> list[list[_Item]]:
+    """The costliest first, each to the rank that has least so far; each rank's sorted by cost."""
     loads = [(0.0, rank) for rank in range(ranks)]
-    parts: list[list[int]] = [[] for _ in range(ranks)]
+    parts: list[list[_Item]] = [[] for _ in range(ranks)]
     for i in sorted(range(len(costs)), key=lambda i: -costs[i]):
         load, rank = loads[0]
         heapq.heapreplace(loads, (load + costs[i], rank))
-        parts[rank].append(i)
-    while _improve(parts, costs):
-        pass
-    return parts
+        parts[rank].append((costs[i], i))
+    return [sorted(part) for part in parts]
 
 
-# Within a thousandth of the mean there is nothing left to gain that a step would notice.
+# Within a thousandth of the mean there is nothing left to gain that a step would notice; and the tries are
+# bounded so that they take less than a second however many ranks there are.
 _GOOD_ENOUGH = 1.001
+_TRIES = 250_000
 
 
-def _improve(parts: list[list[int]], costs: Sequence[float]) -> bool:
-    """Moves or swaps one example of the slowest rank away, if that makes the slower of the two faster."""
-    loads = [sum(costs[i] for i in part) for part in parts]
-    slow = max(range(len(parts)), key=loads.__getitem__)
-    if loads[slow] * len(parts) <= sum(loads) * _GOOD_ENOUGH:
-        return False
-    for fast in sorted(range(len(parts)), key=loads.__getitem__):
-        gap = loads[slow] - loads[fast]
-        theirs = sorted((costs[j], j) for j in parts[fast])
-        for i in parts[slow]:
-            # Giving i and taking j changes the gap by twice their difference: best is half of it.
-            at = bisect_left(theirs, (costs[i] - gap / 2, -1))
-            takes = [*theirs[max(0, at - 1) : at + 1], (0.0, -1)]
-            best, j = min(takes, key=lambda take: abs(gap - 2 * (costs[i] - take[0])))
-            if (
-                max(loads[slow] - costs[i] + best, loads[fast] + costs[i] - best)
-                < loads[slow] - 1e-9 * gap
-            ):
-                parts[slow].remove(i)
-                parts[fast].append(i)
-                if j >= 0:
-                    parts[fast].remove(j)
-                    parts[slow].append(j)
-                return True
-    return False
+def _improve(parts: list[list[_Item]], enough: float) -> None:
+    """Exchanges examples of the slowest rank with a faster one's, while that makes the slower of the two faster."""
+    loads = sorted((sum(cost for cost, _ in part), rank) for rank, part in enumerate(parts))
+    tries = _TRIES
+    while loads[-1][0] > enough and tries > 0:
+        slow_load, slow = loads[-1]
+        for fast_load, fast in islice(loads, len(loads) - 1):
+            tries -= len(parts[slow])
+            exchange = _exchange(parts[slow], parts[fast], slow_load - fast_load)
+            if exchange or tries <= 0:
+                break
+        if not exchange:
+            break
+        give, take = exchange
+        parts[slow].remove(give)
+        insort(parts[fast], give)
+        if take is not None:
+            parts[fast].remove(take)
+            insort(parts[slow], take)
+        del loads[-1], loads[bisect_left(loads, (fast_load, fast))]
+        for rank in (slow, fast):
+            insort(loads, (sum(cost for cost, _ in parts[rank]), rank))
+
+
+def _exchange(
+    slow: list[_Item], fast: list[_Item], gap: float
+) -> tuple[_Item, _Item | None] | None:
+    """What to give away, and what to take for it, so that the two come closest; None where nothing brings them closer."""
+    least, best = gap * (1 - 1e-9), None
+    for give in slow:
+        # To give one and take another changes the gap by twice their difference: best is half of the gap.
+        at = bisect_left(fast, (give[0] - gap / 2, -1))
+        for take in (*fast[max(0, at - 1) : at + 1], None):
+            left = abs(gap - 2 * (give[0] - (take[0] if take else 0)))
+            if left < least:
+                least, best = left, (give, take)
+    return best
 
 
 def pack_documents(
-    examples: Sequence[Mapping[str, Tensor]], *, row_tokens: int, pad: Pad = PAD
-) -> dict[str, Tensor]:
-    """Several examples in one row, with as few rows as best fit finds: a batch for ``split`` to cut.
+    examples: Sequence[Mapping[str, Tree]], *, row_tokens: int, pad: Pad = PAD
+) -> dict[str, Tree]:
+    """Several examples in one row, in as few rows as best fit finds: one microbatch.
+
+    Where ``k`` divides the number of rows, ``split`` cuts it into ``k``.
 
     Beside the examples' own leaves, ``positions`` count from 0 in every example, and ``segments`` number the
     examples of a row from 1 (0 is padding). Attend only within a segment, as ``segment_mask`` says, and
     take position embeddings by ``positions``: then every token's loss is what it is alone, and the borders
     between segments are exact. Labels must be the example's own: its last token predicts nothing of the next.
+
+    Examples are alike as in ``pack``; those of length 0 are left out, and have no segment.
 
     >>> examples = [{"tokens": torch.full((n,), n)} for n in (3, 2, 1)]
     >>> packed = pack_documents(examples, row_tokens=4)
@@ -217,24 +296,43 @@ def pack_documents(
     """
     if not examples:
         raise ValueError("pack_documents: no examples, so no rows")
-    lengths = [common_length(example, f"examples[{i}]") for i, example in enumerate(examples)]
-    rows = [
-        tree.map(
-            lambda *parts: torch.cat(parts),
-            *(
-                {
-                    **examples[i],
-                    "positions": torch.arange(lengths[i]),
-                    "segments": torch.full((lengths[i],), segment),
-                }
-                for segment, i in enumerate(row, start=1)
-            ),
-        )
-        for row in document_rows(lengths, row_tokens=row_tokens)
+    examples = [tree.plain(example) for example in examples]
+    for i, example in enumerate(examples):
+        _check_document(example, f"examples[{i}]")
+    lengths = _lengths(examples)
+    device = tree.leaves_of(examples[0])[0].device
+    rows = document_rows(lengths, row_tokens=row_tokens)
+
+    def filled(of: Callable[[int, int], Tensor]) -> Tensor:
+        joined = [torch.cat([of(i, n) for n, i in enumerate(row, start=1)]) for row in kept]
+        return _pad_rows(joined, row_tokens, 0)
+
+    # Examples without tokens make no row, but a row of theirs shows its fields.
+    kept = rows or [[0]]
+    joined = [
+        tree.map(lambda *parts: torch.cat(parts), *(examples[i] for i in row)) for row in kept
     ]
-    pads = pad if isinstance(pad, Mapping) else dict.fromkeys(examples[0], pad)
-    packed: dict[str, Tensor] = stack(rows, row_tokens, {**pads, "positions": 0, "segments": 0})
-    return packed
+    packed = {
+        **stack(joined, row_tokens, pad),
+        "positions": filled(lambda i, n: torch.arange(lengths[i], device=device)),
+        "segments": filled(lambda i, n: torch.full((lengths[i],), n, device=device)),
+    }
+    documents: dict[str, Tree] = tree.map(lambda leaf: leaf[: len(rows)], packed)
+    return documents
+
+
+def _check_document(example: Any, name: str) -> None:
+    if not isinstance(example, Mapping):
+        raise TypeError(
+            f"pack_documents: {name} is {type(example).__name__}: documents are mappings by name, beside whose "
+            "leaves positions and segments are put"
+        )
+    for key in ("positions", "segments"):
+        if key in example:
+            raise ValueError(
+                f"pack_documents puts {key!r} into what it returns, but {name} has {key!r} of its own: rename "
+                "it, or leave it out"
+            )
 
 
 def document_rows(lengths: Sequence[int], *, row_tokens: int) -> list[list[int]]:
@@ -245,7 +343,7 @@ def document_rows(lengths: Sequence[int], *, row_tokens: int) -> list[list[int]]
     """
     rows: list[list[int]] = []
     room: list[tuple[int, int]] = []
-    for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+    for i in _longest_first(lengths):
         if lengths[i] > row_tokens:
             raise ValueError(
                 f"pack_documents: examples[{i}] has {lengths[i]} tokens, more than {row_tokens=}: raise "

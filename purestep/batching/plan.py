@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from purestep.batching.cut import divisors
+
 
 class BatchPlan(NamedTuple):
     """An update of ``global_batch_size`` in microbatches of ``local_batch_size`` on each of ``axis_size`` ranks.
@@ -70,9 +72,7 @@ def _nearest(global_name: str, local_name: str, total: int, local: int, axis_siz
     together = local * axis_size
     below, above = total // together * together, -(-total // together) * together
     ways = [f"{global_name}={' or '.join(str(n) for n in (below, above) if n)}"]
-    if total % axis_size == 0:
-        share = total // axis_size
-        fitting = [d for d in range(1, min(share, 10**6) + 1) if share % d == 0]
-        closest = sorted(sorted(fitting, key=lambda d: abs(d - local))[:2])
+    if total % axis_size == 0 and total <= 10**12:  # beyond, its divisors take too long to find
+        closest = sorted(sorted(divisors(total // axis_size), key=lambda d: abs(d - local))[:2])
         ways.append(f"{local_name}={' or '.join(map(str, closest))}")
     return "Nearest that work: " + "; ".join(ways)
