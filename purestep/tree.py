@@ -21,6 +21,7 @@ import optree
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from purestep.types import Tree
 
@@ -187,6 +188,19 @@ def eager(*trees: Tree) -> bool:
     """Whether neither a compiler nor a transform sees what is done with these leaves."""
     # Not ``is_compiling``, which is true of every thread while one of them compiles.
     return not torch.compiler.is_dynamo_compiling() and untransformed(*trees)
+
+
+def at_hand(tensor: Tensor) -> Tensor | None:
+    """The values below all wrappers of ``torch.func``; None where the host cannot read them at once.
+
+    >>> torch.vmap(lambda x: x + at_hand(x).sum())(torch.tensor([1.0, 2.0]))
+    tensor([4., 5.])
+    """
+    if torch.compiler.is_dynamo_compiling() or is_in_torch_dispatch_mode():
+        return None
+    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    return tensor if type(tensor) is Tensor and tensor.device.type == "cpu" else None
 
 
 def global_norm(tree: Tree) -> Tensor:

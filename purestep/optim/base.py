@@ -24,6 +24,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple, Protocol, TypeVar, cast
 
+import torch
 from torch import Tensor
 
 from purestep import tree
@@ -184,7 +185,9 @@ def with_grad_scale(update: Callable[..., Any], *, consumes: bool = False) -> Ca
         **extra: Any,
     ) -> Any:
         def divide(grad: Tensor, scale: Tensor) -> Any:
-            quotient = (grad / scale).to(grad.dtype)
+            # A count does not fit into half precision, and what it would be there divides no better.
+            wide = tree.accumulation_dtype(grad.dtype)
+            quotient = (grad.to(wide) / scale.to(wide)).to(grad.dtype)
             return tree.overwrite(grad, quotient, None) if consumes else quotient
 
         if grad_scale is not None:
@@ -206,6 +209,8 @@ def guarded(part: Transform | Optimizer) -> Callable[..., tuple[Tree, OptState]]
         def overwriting(
             grads: Tree, state: OptState, params: Params, *, applied: Tensor | None, **extra: Any
         ) -> tuple[Tree, OptState]:
+            if applied is not None:
+                grads = held_back(grads, applied)
             new, after = update(grads, state, params, **extra)
             if isinstance(part, Transform):
                 return new, tree.overwrite(state, after, applied)
@@ -227,6 +232,15 @@ def guarded(part: Transform | Optimizer) -> Callable[..., tuple[Tree, OptState]]
         return (grads if isinstance(part, Transform) else params), state
 
     return on_host
+
+
+def held_back(grads: Tree, applied: Tensor) -> Tree:
+    """The gradients where the step is taken, and zeros where it is not.
+
+    What is computed from them is finite then, whether it is chosen or not. A derivative needs that: a selection
+    sends zeros into the branch that it does not choose, and zero times infinity is NaN.
+    """
+    return tree.map(lambda grad: torch.where(applied, grad, 0), grads)
 
 
 def runs_kernels(*values: Tree, devices: Sequence[str] = ("cpu",)) -> bool:
@@ -277,6 +291,8 @@ def in_place(
         columns, structure = tree.columns(*trees(grads, state, params))
         if applied is None and _fit(columns) and runs_kernels(grads, state, params, captured):
             return tree.unflatten(structure, kernel(state, grad_scale, *columns)), state
+        if applied is not None and not tree.untransformed(grads, state, params, captured):
+            grads = held_back(grads, applied)
         updates, new = update(grads, state, params, grad_scale=grad_scale)
         return updates, tree.overwrite(state, new, applied)
 

@@ -9,7 +9,14 @@ import torch
 from torch import Tensor
 
 from purestep import tree
-from purestep.optim.base import Init, Optimizer, mark_kernels, runs_kernels, takes
+from purestep.optim.base import (
+    Init,
+    Optimizer,
+    held_back,
+    mark_kernels,
+    runs_kernels,
+    takes,
+)
 from purestep.types import OptState, Params, Tree
 
 
@@ -78,11 +85,13 @@ def leafwise(
     ) -> tuple[Params, OptState]:
         columns, structure = columns_of(grads, opt_state, params)
         given = numbers(opt_state, grad_scale)
-        held_back = {} if applied is None else {"applied": applied}
+        keywords = {} if applied is None else {"applied": applied}
         step = tree.overwrite(opt_state.step, opt_state.step + 1, applied)
-        if kernel_runs(given, grads, opt_state, params, *held_back):
-            kernel_(given, *columns, **held_back)
+        if kernel_runs(given, grads, opt_state, params, *keywords):
+            kernel_(given, *columns, **keywords)
             return params, opt_state
+        if applied is not None and not tree.untransformed(grads, opt_state, params, given):
+            columns[1] = held_back(columns[1], applied)
         rows = []
         for index, (param, grad, *old) in enumerate(zip(*columns, strict=True)):
             new = formula(given, index, param, grad, *old)

@@ -18,6 +18,7 @@ from purestep.optim.transforms import (
     momentum as momentum_transform,
     number,
     plus,
+    widened,
     zero_step,
 )
 from purestep.types import Params, Tree
@@ -44,13 +45,13 @@ def descend(learning_rate: LearningRate) -> Optimizer:
 
     def rate_of(opt_state: DescentState, grad_scale: Tensor | None) -> float | Tensor:
         rate = rate_at(learning_rate, opt_state.step)
-        return rate if grad_scale is None else rate / grad_scale
+        return rate if grad_scale is None else rate / grad_scale.to(torch.float64)
 
     def formula(rate: float | Tensor, _: int, param: Tensor, u: Tensor) -> tuple[Tensor]:
-        return (plus(param, -rate, u),)
+        return (plus(param, -rate, widened(u)),)
 
     def kernel(rate: float | Tensor, params: list[Tensor], updates: list[Tensor]) -> None:
-        torch._foreach_add_(params, updates, alpha=-float(rate))
+        torch._foreach_add_(params, [widened(u) for u in updates], alpha=-float(rate))
 
     return leafwise(init, DescentState, (), rate_of, formula, kernel)
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
-from typing import TypeAlias
+from typing import TypeAlias, cast
 
 import torch
 from torch import Tensor
@@ -87,11 +88,17 @@ def join_schedules(schedules: Sequence[Schedule], boundaries: Sequence[int]) -> 
             f"but {len(boundaries)} were given"
         )
 
+    begins = [0, *boundaries]
+    # The last step that each is asked for: also where it is not chosen, one of its own. Its value is finite
+    # there, and so is its derivative, which a selection multiplies by zero.
+    lasts = [max(0, end - begin - 1) for begin, end in itertools.pairwise(begins)]
+
     def schedule(step: Tensor) -> Tensor:
-        rate = schedules[0](step)
-        for later, boundary in zip(schedules[1:], boundaries, strict=True):
-            rate = torch.where(step < boundary, rate, later((step - boundary).clamp(min=0)))
-        return rate
+        rate: Tensor | None = None
+        for one, begin, last in zip(schedules, begins, [*lasts, None], strict=True):
+            own = one((step - begin).clamp(min=0, max=last))
+            rate = own if rate is None else torch.where(step < begin, rate, own)
+        return cast("Tensor", rate)
 
     return schedule
 

@@ -28,18 +28,22 @@ def clip_by_global_norm(max_norm: float | Tensor) -> Transform:
         grads: Tree, state: OptState, params: Params, *, grad_scale: Tensor | None = None
     ) -> tuple[Tree, OptState]:
         factor = factor_of(grads, grad_scale)
-        return tree.map(lambda grad: grad * number(factor, grad), grads), state
+        return tree.map(lambda grad: scaled(grad, factor), grads), state
 
     def kernel(_: OptState, grad_scale: Tensor | None, grads: list[Tensor]) -> list[Tensor]:
         factor = factor_of(grads, grad_scale)
+        wide = [widened(grad) for grad in grads]
         if factor != 1:
-            torch._foreach_mul_(grads, float(factor))
-        return grads
+            torch._foreach_mul_(wide, float(factor))
+        return wide
 
     def factor_of(grads: Tree, grad_scale: Tensor | None) -> Tensor:
         scale = _inverse(grad_scale)
         norm = tree.global_norm(grads) * scale
-        return cast("Tensor", scale * torch.where(norm > max_norm, max_norm / norm, 1))
+        longer = norm > max_norm
+        # Divided by what is not 0 also where nothing is clipped: a derivative reaches both branches.
+        factor = torch.where(longer, max_norm / torch.where(longer, norm, 1), 1)
+        return cast("Tensor", scale * factor)
 
     return Transform(
         _stateless, update, in_place(update, lambda grads, *_: [grads], kernel, max_norm)
@@ -67,9 +71,8 @@ def momentum(decay: float | Tensor, *, nesterov: bool = False) -> Transform:
     def update(
         grads: Tree, state: MomentumState, params: Params, *, grad_scale: Tensor | None = None
     ) -> tuple[Tree, MomentumState]:
-        scale = _inverse(grad_scale)
-        if grad_scale is not None:
-            grads = tree.map(lambda grad: grad * number(scale, grad), grads)
+        factor = None if grad_scale is None else _inverse(grad_scale)
+        grads = tree.map(lambda grad: scaled(grad, factor), grads)
         trace = tree.map(lambda t, g: (t * number(decay, t) + g).to(t.dtype), state.trace, grads)
         updates = tree.map(lambda g, t: plus(g, decay, t), grads, trace) if nesterov else trace
         return updates, MomentumState(trace)
@@ -77,6 +80,7 @@ def momentum(decay: float | Tensor, *, nesterov: bool = False) -> Transform:
     def kernel(
         _: MomentumState, grad_scale: Tensor | None, grads: list[Tensor], trace: list[Tensor]
     ) -> list[Tensor]:
+        grads = [widened(grad) for grad in grads]
         if grad_scale is not None:
             torch._foreach_mul_(grads, float(_inverse(grad_scale)))
         torch._foreach_mul_(trace, float(decay))
@@ -120,6 +124,7 @@ def scale_by_adam(b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8) -> Tran
         grads: Tree, state: AdamState, params: Params, *, grad_scale: Tensor | None = None
     ) -> tuple[Tree, AdamState]:
         scale = _inverse(grad_scale)
+        grads = tree.map(widened, grads)
         step = state.step + 1
         c1, c2 = (1 - b1) * scale, (1 - b2) * scale * scale
         mu = tree.map(lambda m, g: (b1 * m + c1 * g).to(m.dtype), state.mu, grads)
@@ -158,14 +163,14 @@ def add_decayed_weights(weight_decay: float | Tensor, mask: Mask | None = None) 
     def update(
         grads: Tree, state: DecayState, params: Params, *, grad_scale: Tensor | None = None
     ) -> tuple[Tree, DecayState]:
-        scale = _inverse(grad_scale)
+        factor = None if grad_scale is None else _inverse(grad_scale)
         rates = []
         if state.decays.numel():
             flags = (weight_decay * state.decays.to(torch.float64)).unbind()
             rates.append(tree.unflatten(tree.flatten(params)[1], flags))
 
         def decayed(grad: Tensor, param: Tensor, rate: float | Tensor = weight_decay) -> Tensor:
-            return plus(grad if grad_scale is None else grad * number(scale, grad), rate, param)
+            return plus(scaled(grad, factor), rate, param)
 
         return tree.map(decayed, grads, params, *rates), state
 
@@ -175,6 +180,7 @@ def add_decayed_weights(weight_decay: float | Tensor, mask: Mask | None = None) 
         grads: list[Tensor],
         params: list[Tensor],
     ) -> list[Tensor]:
+        grads = [widened(grad) for grad in grads]
         if grad_scale is not None:
             torch._foreach_mul_(grads, float(_inverse(grad_scale)))
         decays = state.decays.tolist() or [True] * len(params)
@@ -195,6 +201,17 @@ def plus(x: Tensor, factor: float | Tensor, y: Tensor) -> Tensor:
         wide = torch.promote_types(x.dtype, y.dtype)
         return torch.addcmul(x, y, factor.to(wide)).to(x.dtype)
     return torch.add(x, y, alpha=factor).to(x.dtype)
+
+
+def widened(grad: Tensor) -> Tensor:
+    """A gradient in float32 at least, before it is scaled or squared: both leave the range of float16."""
+    return grad if grad.dtype.itemsize >= 4 else grad.to(tree.accumulation_dtype(grad.dtype))
+
+
+def scaled(grad: Tensor, factor: float | Tensor | None) -> Tensor:
+    """factor · grad, in float32 at least (None: the gradient itself)."""
+    grad = widened(grad)
+    return grad if factor is None else grad * number(factor, grad)
 
 
 def number(value: float | Tensor, x: Tensor) -> float | Tensor:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from purestep import tree
-from purestep.optim.base import Optimizer, guarded, has_kernels, with_grad_scale
+from purestep.optim.base import Optimizer, guarded, has_kernels, held_back, with_grad_scale
 from purestep.types import OptState, Params, Tree
 
 
@@ -32,9 +32,10 @@ def transition(optimizer: Optimizer, *, donate: bool, compile: bool = False) -> 
     """The optimizer's update where ``applied`` holds, and the identity, to the bit, where it does not.
 
     Where nobody transforms, ``update_`` does it in place: on the buffers that come in, with ``donate``, and
-    else on one copy of them. Under a transform the old state is still needed, and the choice is a
-    selection, never a multiplication, so that nothing non-finite passes through it. A compiler gets an
-    ``update_`` without kernels of its own.
+    else on one copy of them. Under a transform the old state is still needed. A step that the host knows not
+    to be taken is then never computed; else the choice is a selection, never a multiplication, of what was
+    computed from finite gradients, so that nothing non-finite passes through it or through its derivative.
+    A compiler gets an ``update_`` without kernels of its own.
     """
     update = with_grad_scale(optimizer.update)
     update_ = guarded(optimizer)
@@ -54,6 +55,11 @@ def transition(optimizer: Optimizer, *, donate: bool, compile: bool = False) -> 
         compiling = torch.compiler.is_dynamo_compiling()
         in_place = donate or (copies and not compiling)
         if not in_place or not tree.untransformed(grads, opt_state, params):
+            known = tree.at_hand(applied)
+            if known is not None and not known.any():
+                return cast("tuple[Params, OptState]", tree.map(torch.clone, (params, opt_state)))
+            if known is None or not known.all():
+                grads = held_back(grads, applied)
             moved = partial(update, grads, opt_state, params, grad_scale=grad_scale)
             selected = tree.select(applied, moved(), (params, opt_state))
             return cast("tuple[Params, OptState]", selected)
