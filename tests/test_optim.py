@@ -38,7 +38,7 @@ def test_chain_refuses() -> None:
         ps.optim.chain()  # type: ignore[call-arg]
     with pytest.raises(TypeError, match=r"part 0 of 2 is an Optimizer.*put it last"):
         ps.optim.chain(ps.optim.sgd(0.1), ps.optim.sgd(0.1))  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="part 1 is a float, not a Transform"):
+    with pytest.raises(TypeError, match="part 1 must be a Transform or an Optimizer, got float"):
         ps.optim.chain(TRANSFORMS["clip"], 0.1)  # type: ignore[type-var]
 
 

@@ -258,7 +258,7 @@ def test_what_does_not_belong_together(method: str) -> None:
     optimizer = ps.optim.from_torch(torch.optim.Adam)
     state, update = optimizer.init(PARAMS), getattr(optimizer, method)
     with pytest.raises(
-        ValueError, match=r"opt_state is tuple where TorchState was expected: .*init"
+        ValueError, match=r"opt_state was not made by .* is \(\), and TorchState.* was expected"
     ):
         update(GRADS, (), PARAMS)
     with pytest.raises(ValueError, match="trees differ in structure"):
@@ -266,7 +266,7 @@ def test_what_does_not_belong_together(method: str) -> None:
     with pytest.raises(ValueError, match="'w'"):
         update(GRADS, optimizer.init({"b": PARAMS["b"]}), PARAMS)
     others = optimizer.init(tree.map(lambda leaf: leaf[0], PARAMS))
-    with pytest.raises(ValueError, match="was opt_state made by optimizer"):
+    with pytest.raises(ValueError, match=r"opt_state\.leaves\['b'\]\['exp_avg'\] is .*\(2,\)"):
         update(GRADS, others, PARAMS)
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,6 +14,7 @@ from purestep.optim.base import (
     Init,
     Optimizer,
     held_back,
+    leaf_columns,
     mark_kernels,
     runs_kernels,
     takes,
@@ -44,24 +46,7 @@ def leafwise(
         devices: where the kernel is at home.
     """
 
-    def columns_of(
-        grads: Tree, state: Any, params: Params
-    ) -> tuple[list[list[Tensor]], tree.Structure]:
-        if not isinstance(state, state_type):
-            raise ValueError(
-                f"opt_state is {type(state).__name__} where {state_type.__name__} was expected: take "
-                "optimizer.init(params) of this very optimizer"
-            )
-        named = {
-            "grads": grads,
-            **{f"opt_state.{slot}": getattr(state, slot) for slot in slots},
-        }
-        (ours, *others), structure = tree.columns(params, *named.values())
-        shapes = [param.shape for param in ours]
-        for name, column in zip(named, others, strict=True):
-            if [leaf.shape for leaf in column] != shapes:
-                _refuse_shapes(name, named[name], column, ours)
-        return [ours, *others], structure
+    columns_of = partial(leaf_columns, init, state_type, slots)
 
     def update(
         grads: Tree, opt_state: Any, params: Params, *, grad_scale: Tensor | None = None
@@ -120,15 +105,3 @@ def leafwise(
 
     mark_kernels(update_, kernel is not None)
     return Optimizer(init, update, update_)
-
-
-def _refuse_shapes(name: str, value: Tree, leaves: list[Tensor], params: list[Tensor]) -> NoReturn:
-    path, leaf, param = next(
-        (path, leaf, param)
-        for path, leaf, param in zip(tree.paths(value, name), leaves, params, strict=True)
-        if leaf.shape != param.shape
-    )
-    raise ValueError(
-        f"{path} is {tree.kind(leaf)}, but its parameter {tree.kind(param)}: was opt_state made by "
-        "optimizer.init of these params?"
-    )

@@ -10,7 +10,7 @@ from torch import Tensor
 from purestep import tree
 from purestep.optim.base import Optimizer, Transform, chain
 from purestep.optim.leafwise import leafwise
-from purestep.optim.schedules import LearningRate, rate_at
+from purestep.optim.schedules import LearningRate, check_rate, rate_at
 from purestep.optim.transforms import (
     Mask,
     add_decayed_weights,
@@ -39,6 +39,8 @@ def descend(learning_rate: LearningRate) -> Optimizer:
     >>> optimizer.update({"w": torch.tensor(7.0)}, optimizer.init(params), params)[0]
     {'w': tensor(0.9000)}
     """
+
+    check_rate(learning_rate)
 
     def init(params: Params) -> DescentState:
         return DescentState(zero_step(params))
@@ -124,6 +126,8 @@ def lion(
     >>> optimizer.update({"w": torch.tensor([7.0, -0.1])}, optimizer.init(params), params)[0]
     {'w': tensor([0.9000, 1.1000])}
     """
+
+    check_rate(learning_rate)
 
     def init(params: Params) -> LionState:
         return LionState(zero_step(params), tree.zeros_like(params), decay_flags(mask, params))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from itertools import compress
 from typing import Any, NamedTuple, TypeAlias, cast
 
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 from purestep import tree
-from purestep.optim.base import Transform, in_place
+from purestep.optim.base import Transform, in_place, leaf_columns
 from purestep.types import OptState, Params, Tree
 
 Mask: TypeAlias = Tree | Callable[[Params], Tree]
@@ -71,6 +72,7 @@ def momentum(decay: float | Tensor, *, nesterov: bool = False) -> Transform:
     def update(
         grads: Tree, state: MomentumState, params: Params, *, grad_scale: Tensor | None = None
     ) -> tuple[Tree, MomentumState]:
+        check(grads, state, params)
         factor = None if grad_scale is None else _inverse(grad_scale)
         grads = tree.map(lambda grad: scaled(grad, factor), grads)
         trace = tree.map(lambda t, g: (t * number(decay, t) + g).to(t.dtype), state.trace, grads)
@@ -89,8 +91,11 @@ def momentum(decay: float | Tensor, *, nesterov: bool = False) -> Transform:
             torch._foreach_add_(grads, trace, alpha=float(decay))
         return grads if nesterov else trace
 
-    def trees(grads: Tree, state: MomentumState, _: Params) -> list[Tree]:
+    def trees(grads: Tree, state: MomentumState, params: Params) -> list[Tree]:
+        check(grads, state, params)
         return [grads, state.trace]
+
+    check = partial(leaf_columns, init, MomentumState, ["trace"])
 
     return Transform(init, update, in_place(update, trees, kernel, decay))
 
@@ -123,6 +128,7 @@ def scale_by_adam(b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8) -> Tran
     def update(
         grads: Tree, state: AdamState, params: Params, *, grad_scale: Tensor | None = None
     ) -> tuple[Tree, AdamState]:
+        leaf_columns(init, AdamState, ["mu", "nu"], grads, state, params)
         scale = _inverse(grad_scale)
         grads = tree.map(widened, grads)
         step = state.step + 1
@@ -163,6 +169,7 @@ def add_decayed_weights(weight_decay: float | Tensor, mask: Mask | None = None) 
     def update(
         grads: Tree, state: DecayState, params: Params, *, grad_scale: Tensor | None = None
     ) -> tuple[Tree, DecayState]:
+        check(grads, state, params)
         factor = None if grad_scale is None else _inverse(grad_scale)
         rates = []
         if state.decays.numel():
@@ -189,8 +196,11 @@ def add_decayed_weights(weight_decay: float | Tensor, mask: Mask | None = None) 
             torch._foreach_add_(decayed, theirs, alpha=float(weight_decay))
         return grads
 
-    def trees(grads: Tree, _: DecayState, params: Params) -> list[Tree]:
+    def trees(grads: Tree, state: DecayState, params: Params) -> list[Tree]:
+        check(grads, state, params)
         return [grads, params]
+
+    check = partial(leaf_columns, init, DecayState, [])
 
     return Transform(init, update, in_place(update, trees, kernel, weight_decay))
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Protocol, cast
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
 
 from purestep import tree
-from purestep.optim.base import Optimizer, guarded, has_kernels, held_back, with_grad_scale
+from purestep.optim.base import Optimizer, foreign, guarded, has_kernels, held_back, with_grad_scale
 from purestep.types import OptState, Params, Tree
 
 
@@ -72,7 +72,23 @@ def transition(optimizer: Optimizer, *, donate: bool, compile: bool = False) -> 
             return params, opt_state
         return update_(grads, opt_state, params, grad_scale=grad_scale, applied=None)
 
-    return transit
+    def explained(grads: Tree, opt_state: OptState, params: Params, /, **how: Any) -> Any:
+        try:
+            return transit(grads, opt_state, params, **how)
+        except Exception as error:
+            if mismatch := _mismatch(optimizer, opt_state, params):
+                raise ValueError(mismatch) from error
+            raise
+
+    return explained
+
+
+def _mismatch(optimizer: Optimizer, opt_state: OptState, params: Params) -> str | None:
+    """In what this state is not the optimizer's own, where that can be told."""
+    try:
+        return foreign(optimizer.init, opt_state, params)
+    except Exception:
+        return None  # What went wrong first is what matters.
 
 
 def check_buffers(state: Tree) -> None:
