@@ -34,6 +34,10 @@ def master_weights(optimizer: Optimizer) -> Optimizer:
 
     bfloat16 has eight bits: a step of less than 1/256 of a parameter is lost in it, however often it comes.
 
+    The copy is what moves, and θ only what the gradient is taken at. So a derivative with respect to the params
+    at the start goes by way of ``init``, which keeps it under the transforms of ``torch.func``, but cuts it off
+    from params that merely require grad, as all optimizers do: differentiate ``opt_state.master`` there.
+
     >>> import torch
     >>> from purestep.optim import sgd
     >>> params = torch.ones((), dtype=torch.bfloat16)
@@ -48,9 +52,13 @@ def master_weights(optimizer: Optimizer) -> Optimizer:
     check_optimizer("master_weights wraps an Optimizer", optimizer)
 
     def init(params: Params) -> MasterState:
-        master = tree.map(
-            lambda param: param.detach().to(accumulation_dtype(param.dtype), copy=True), params
-        )
+        differentiable = not tree.untransformed()
+
+        def copied(param: Tensor) -> Tensor:
+            param = param if differentiable else param.detach()
+            return param.to(accumulation_dtype(param.dtype), copy=True)
+
+        master = tree.map(copied, params)
         return MasterState(master, optimizer.init(master))
 
     def update(

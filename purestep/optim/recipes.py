@@ -142,7 +142,9 @@ def lion(
         decay = weight_decay * decays[index].to(torch.float64) if decays else weight_decay
         grad = grad.to(mu.dtype)
         grad = grad if grad_scale is None else grad / number(grad_scale, grad)
-        sign = torch.lerp(mu, grad, 1 - b1).sign()
+        direction = torch.lerp(mu, grad, 1 - b1)
+        # torch's sign of NaN is 0: training would stand still, and nobody would see why.
+        sign = torch.where(direction.isnan(), direction, direction.sign())
         moved = plus(param.to(mu.dtype) * number(1 - rate * decay, mu), -rate, sign)
         return moved.to(param.dtype), torch.lerp(mu, grad, 1 - b2)
 
