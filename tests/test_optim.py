@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import purestep as ps
 from proofs.strategies import gamma
 from purestep import tree
+from purestep.optim.base import guarded
 
 PARAMS = {"w": torch.ones(2, 2), "b": torch.ones(2)}
 GRADS = {"w": torch.full((2, 2), 3.0), "b": torch.full((2,), -2.0)}
@@ -374,13 +375,65 @@ def test_lions_defaults_in_effect() -> None:
     assert params.tolist() == [-2.0, 0.0]
 
 
-def test_lion_passes_nan_on() -> None:
+def test_lion_passes_on_what_is_not_finite() -> None:
     """torch's sign of NaN is 0, which would be seen by nobody."""
     optimizer = ps.optim.lion(0.1)
     params = torch.ones(3)
-    grad = torch.tensor([float("nan"), 0.0, 2.0])
+    grad = torch.tensor([float("nan"), 0.0, float("inf")])
     moved, _ = optimizer.update(grad, optimizer.init(params), params)
-    assert moved.isnan().tolist() == [True, False, False]
+    assert moved.isnan().tolist() == [True, False, True]
+
+
+HELD_BACK = {
+    **RECIPES,
+    "own parts": lambda rate: ps.optim.chain(
+        ps.optim.Transform(
+            lambda params: tree.zeros_like(params),
+            lambda grads, state, params: (
+                tree.map(torch.add, grads, state),
+                tree.map(torch.add, state, grads),
+            ),
+        ),
+        ps.optim.sgd(rate, 0.9, weight_decay=0.1),
+    ),
+    "own optimizer": lambda rate: ps.optim.chain(
+        ps.optim.clip_by_global_norm(1.0),
+        ps.optim.Optimizer(
+            lambda params: (),
+            lambda grads, state, params: (
+                tree.map(lambda p, g: p - rate * g, params, grads),
+                state,
+            ),
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), 0.0])
+@pytest.mark.parametrize("name", HELD_BACK)
+def test_derivatives_of_an_update_that_is_held_back(name: str, bad: float) -> None:
+    """``update_`` with ``applied=False`` is the identity, and so are its derivatives: by params, rate and gradients."""
+    bads = tree.map(lambda leaf: leaf * bad, GRADS)
+    ones = tree.map(torch.ones_like, PARAMS)
+
+    def held_back(rate: Any, grads: Any, params: Any) -> Any:
+        optimizer = HELD_BACK[name](rate)
+        update_ = guarded(optimizer)
+        state = optimizer.init(PARAMS)
+        return update_(grads, state, params, applied=torch.tensor(False), grad_scale=None)[0]
+
+    def total(*point: Any) -> torch.Tensor:
+        return torch.stack([leaf.sum() for leaf in tree.leaves_of(held_back(*point))]).sum()
+
+    point = (torch.tensor(0.1), bads, PARAMS)
+    slopes = torch.func.grad(total, argnums=(0, 1, 2))(*point)
+    own = tree.map(lambda leaf: leaf.clone().requires_grad_(), point)
+    recorded = torch.autograd.grad(total(*own), tree.leaves_of(own), materialize_grads=True)
+    tangents = torch.func.jvp(held_back, point, (torch.tensor(1.0), ones, ones))[1]
+    expected = tree.leaves_of((torch.tensor(0.0), tree.map(torch.zeros_like, GRADS), ones))
+    assert all(map(torch.equal, tree.leaves_of(slopes), expected))
+    assert all(map(torch.equal, recorded, expected))
+    assert all(map(torch.equal, tree.leaves_of(tangents), tree.leaves_of(ones)))
 
 
 OTHERS: dict[str, Any] = {
@@ -410,9 +463,10 @@ STATEFUL: dict[str, ps.optim.Optimizer] = {
 
 
 def state_like(optimizer: ps.optim.Optimizer, other: str) -> Any:
-    """The state of other params; or the right one in a dtype that is none for sums."""
+    """The state of other params, after a step of theirs; or the right one in a dtype that is none for sums."""
     if other not in ("integers", "float8"):
-        return optimizer.init(OTHERS[other])
+        params = OTHERS[other]
+        return optimizer.update(params, optimizer.init(params), params)[1]
     dtype = OTHERS[other]["w"].dtype
     return tree.map(
         lambda leaf: leaf.to(dtype) if leaf.is_floating_point() else leaf, optimizer.init(PARAMS)

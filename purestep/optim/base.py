@@ -181,11 +181,11 @@ def leaf_columns(
     """The leaves of params, of gradients and of those fields of the state that are trees like them.
 
     Refuses what does not belong together: kernels would not ask, and plain arithmetic would broadcast or
-    round. (A transform may be used without params.)
+    round.
     """
     if not isinstance(state, state_type):
         refuse(init, grads, state, params)
-    ours, structure = tree.flatten(grads if params is None else params)
+    ours, structure = tree.flatten(params)
     shapes = [leaf.shape for leaf in ours]
     columns = [ours]
     for value in (grads, *(getattr(state, slot) for slot in slots)):
@@ -202,10 +202,9 @@ def leaf_columns(
 
 def refuse(init: Init, grads: Tree, state: OptState, params: Params) -> NoReturn:
     """Says which of them is not like the others."""
-    like = grads if params is None else params
     raise ValueError(
-        foreign(init, state, like)
-        or f"grads are not like params: {tree.difference(grads, like, 'grads')}"
+        foreign(init, state, params)
+        or f"grads are not like params: {tree.difference(grads, params, 'grads')}"
     )
 
 
@@ -330,7 +329,7 @@ def has_kernels(part: Transform | Optimizer) -> bool:
 
 def in_place(
     update: Callable[..., tuple[Tree, OptState]],
-    trees: Callable[[Tree, OptState, Params], Sequence[Tree]],
+    columns_of: Callable[[Tree, OptState, Params], tuple[list[list[Tensor]], tree.Structure]],
     kernel: Callable[..., list[Tensor]],
     *captured: Tree,
 ) -> Callable[..., tuple[Tree, OptState]]:
@@ -338,8 +337,9 @@ def in_place(
 
     Args:
         update: the same in plain arithmetic.
-        trees: those that the kernel reads and writes, from gradients, state and params.
-        kernel: ``kernel(state, grad_scale, *columns)``, with the leaves of each tree, returns those of the updates.
+        columns_of: from gradients, state and params, the leaves of those trees that the kernel reads and writes,
+            found to fit, and their structure.
+        kernel: ``kernel(state, grad_scale, *columns)`` returns the leaves of the updates.
         captured: tensors that the transform was made with, which somebody may differentiate.
     """
 
@@ -351,8 +351,8 @@ def in_place(
         grad_scale: Tensor | None = None,
         applied: Tensor | None = None,
     ) -> tuple[Tree, OptState]:
-        columns, structure = tree.columns(*trees(grads, state, params))
-        if applied is None and _fit(columns) and runs_kernels(grads, state, params, captured):
+        columns, structure = columns_of(grads, state, params)
+        if applied is None and runs_kernels(grads, state, params, captured):
             return tree.unflatten(structure, kernel(state, grad_scale, *columns)), state
         if applied is not None and not tree.untransformed(grads, state, params, captured):
             grads = held_back(grads, applied)
@@ -361,8 +361,3 @@ def in_place(
 
     mark_kernels(update_)
     return update_
-
-
-def _fit(columns: Sequence[Sequence[Tensor]]) -> bool:
-    """Whether leaves that belong together have one shape. Kernels do not ask; plain arithmetic is refused."""
-    return all(leaf.shape == row[0].shape for row in zip(*columns, strict=True) for leaf in row)

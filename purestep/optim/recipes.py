@@ -143,8 +143,8 @@ def lion(
         grad = grad.to(mu.dtype)
         grad = grad if grad_scale is None else grad / number(grad_scale, grad)
         direction = torch.lerp(mu, grad, 1 - b1)
-        # torch's sign of NaN is 0: training would stand still, and nobody would see why.
-        sign = torch.where(direction.isnan(), direction, direction.sign())
+        # torch's sign of NaN is 0: training would stand still, and nobody would see why. So 0 times it is added.
+        sign = torch.add(direction.sign(), direction, alpha=0)
         moved = plus(param.to(mu.dtype) * number(1 - rate * decay, mu), -rate, sign)
         return moved.to(param.dtype), torch.lerp(mu, grad, 1 - b2)
 

@@ -47,7 +47,9 @@ def clip_by_global_norm(max_norm: float | Tensor) -> Transform:
         return cast("Tensor", scale * factor)
 
     return Transform(
-        _stateless, update, in_place(update, lambda grads, *_: [grads], kernel, max_norm)
+        _stateless,
+        update,
+        in_place(update, lambda grads, *_: tree.columns(grads), kernel, max_norm),
     )
 
 
@@ -72,7 +74,7 @@ def momentum(decay: float | Tensor, *, nesterov: bool = False) -> Transform:
     def update(
         grads: Tree, state: MomentumState, params: Params, *, grad_scale: Tensor | None = None
     ) -> tuple[Tree, MomentumState]:
-        check(grads, state, params)
+        columns_of(grads, state, params)
         factor = None if grad_scale is None else _inverse(grad_scale)
         grads = tree.map(lambda grad: scaled(grad, factor), grads)
         trace = tree.map(lambda t, g: (t * number(decay, t) + g).to(t.dtype), state.trace, grads)
@@ -91,13 +93,14 @@ def momentum(decay: float | Tensor, *, nesterov: bool = False) -> Transform:
             torch._foreach_add_(grads, trace, alpha=float(decay))
         return grads if nesterov else trace
 
-    def trees(grads: Tree, state: MomentumState, params: Params) -> list[Tree]:
-        check(grads, state, params)
-        return [grads, state.trace]
+    def columns_of(
+        grads: Tree, state: MomentumState, params: Params
+    ) -> tuple[list[list[Tensor]], tree.Structure]:
+        params = grads if params is None else params
+        columns, structure = leaf_columns(init, MomentumState, ["trace"], grads, state, params)
+        return columns[1:], structure
 
-    check = partial(leaf_columns, init, MomentumState, ["trace"])
-
-    return Transform(init, update, in_place(update, trees, kernel, decay))
+    return Transform(init, update, in_place(update, columns_of, kernel, decay))
 
 
 class AdamState(NamedTuple):
@@ -128,7 +131,8 @@ def scale_by_adam(b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8) -> Tran
     def update(
         grads: Tree, state: AdamState, params: Params, *, grad_scale: Tensor | None = None
     ) -> tuple[Tree, AdamState]:
-        leaf_columns(init, AdamState, ["mu", "nu"], grads, state, params)
+        like = grads if params is None else params
+        leaf_columns(init, AdamState, ["mu", "nu"], grads, state, like)
         scale = _inverse(grad_scale)
         grads = tree.map(widened, grads)
         step = state.step + 1
@@ -169,7 +173,7 @@ def add_decayed_weights(weight_decay: float | Tensor, mask: Mask | None = None) 
     def update(
         grads: Tree, state: DecayState, params: Params, *, grad_scale: Tensor | None = None
     ) -> tuple[Tree, DecayState]:
-        check(grads, state, params)
+        columns_of(grads, state, params)
         factor = None if grad_scale is None else _inverse(grad_scale)
         rates = []
         if state.decays.numel():
@@ -184,8 +188,8 @@ def add_decayed_weights(weight_decay: float | Tensor, mask: Mask | None = None) 
     def kernel(
         state: DecayState,
         grad_scale: Tensor | None,
-        grads: list[Tensor],
         params: list[Tensor],
+        grads: list[Tensor],
     ) -> list[Tensor]:
         grads = [widened(grad) for grad in grads]
         if grad_scale is not None:
@@ -196,13 +200,8 @@ def add_decayed_weights(weight_decay: float | Tensor, mask: Mask | None = None) 
             torch._foreach_add_(decayed, theirs, alpha=float(weight_decay))
         return grads
 
-    def trees(grads: Tree, state: DecayState, params: Params) -> list[Tree]:
-        check(grads, state, params)
-        return [grads, params]
-
-    check = partial(leaf_columns, init, DecayState, [])
-
-    return Transform(init, update, in_place(update, trees, kernel, weight_decay))
+    columns_of = partial(leaf_columns, init, DecayState, [])
+    return Transform(init, update, in_place(update, columns_of, kernel, weight_decay))
 
 
 def plus(x: Tensor, factor: float | Tensor, y: Tensor) -> Tensor:
