@@ -34,7 +34,7 @@ from purestep.types import OptState, Params, Tree
 
 
 class Init(Protocol):
-    """``init(params) -> state``: a tree of tensors, in full from the start, cut off from autograd."""
+    """``init(params) -> state``: a tree of tensors, in full from the start, cut off from params that require grad."""
 
     def __call__(self, params: Params, /) -> OptState: ...
 
