@@ -34,6 +34,16 @@ MODULES = [
     "purestep.grads",
     "purestep.agreement",
     "purestep.reduction",
+    "purestep.optim.schedules",
+    "purestep.optim.base",
+    "purestep.optim.transforms",
+    "purestep.optim.leafwise",
+    "purestep.optim.recipes",
+    "purestep.optim.adam",
+    "purestep.optim.master",
+    "purestep.optim.partition",
+    "purestep.optim.torch_optim",
+    "purestep.optim",
     "purestep.optim.transition",
     "purestep.step",
     "proofs.parallel",
@@ -97,6 +107,11 @@ def transition(old: str, new: str) -> Patch:
     return Patch("purestep.optim.transition", old, new)
 
 
+def optim(module: str, old: str, new: str) -> Patch:
+    """A patch of an optimizer."""
+    return Patch(f"purestep.optim.{module}", old, new)
+
+
 def step(old: str, new: str) -> Patch:
     """A patch of the flow."""
     return Patch("purestep.step", old, new)
@@ -134,6 +149,7 @@ STEP_TOKENS = "num_tokens=total.num_tokens,\n            num_microbatches=total.
 GRAD_NORM = "grad_norm = _over(tree.global_norm(grads), grad_scale)"
 SKIP = "applied = applied & tree.all_finite(grads)"
 SELECTED = "tree.select(applied, moved(), (params, opt_state))"
+HELD_BACK = "held_back(grads, applied)"
 NOT_APPLIED = "if not applied:\n            return params, opt_state\n"
 PER_STEP = "    transit = transition(optimizer, donate=donate, compile=compile)\n"
 ENTRY = "        theta = pvary(params, axis)\n"
@@ -327,10 +343,11 @@ MUTANTS = [
         "27",
         "skip by multiplication: one NaN poisons everything after",
         [
+            transition(HELD_BACK, "grads"),
             transition(
                 SELECTED,
                 "tree.map(lambda a, b: applied * a + ~applied * b, moved(), (params, opt_state))",
-            )
+            ),
         ],
     ),
     Mutant(
@@ -706,6 +723,11 @@ MUTANTS = [
             )
         ],
     ),
+    Mutant(
+        "45",
+        "lr / N in the default dtype",
+        [optim("recipes", "rate / grad_scale.to(torch.float64)", "rate / grad_scale")],
+    ),
 ]
 
 NOT_YET = {
@@ -746,6 +768,7 @@ def build(patches: list[Patch]) -> System:
         mutated["purestep.batching.prefetch"].prefetch,
         mutated["proofs.parallel"].context_parallel_step,
         mutated["proofs.parallel"].tensor_parallel_step,
+        mutated["purestep.optim"],
     )
 
 

@@ -30,13 +30,33 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 
 Batch = dict[str, Tensor]
 
-OPTIMIZERS = {
-    "sgd": ps.optim.sgd(0.5),
-    "momentum": ps.optim.sgd(0.25, momentum=0.5, nesterov=True, weight_decay=0.5),
-    "adamw": ps.optim.adamw(0.125, weight_decay=0.5),
-    "clipped": ps.optim.chain(ps.optim.clip_by_global_norm(1.0), ps.optim.adamw(0.125)),
-    "scheduled": ps.optim.sgd(ps.optim.linear_schedule(0.5, 0.25, 4)),
+
+def matrices(params: Any) -> Any:
+    """A mask: matrices decay."""
+    return tree.map(lambda leaf: leaf.ndim > 1, params)
+
+
+def labels(params: Any) -> Any:
+    """Matrices, and the rest."""
+    return tree.map(lambda leaf: "matrix" if leaf.ndim > 1 else "rest", params)
+
+
+RECIPES: dict[str, Callable[[Any], ps.optim.Optimizer]] = {
+    "sgd": lambda optim: optim.sgd(0.5),
+    "momentum": lambda optim: optim.sgd(0.25, momentum=0.5, nesterov=True, weight_decay=0.5),
+    "decayed": lambda optim: optim.sgd(0.5, weight_decay=0.5, mask=matrices),
+    "scheduled": lambda optim: optim.sgd(optim.linear_schedule(0.5, 0.25, 4)),
+    "clipped": lambda optim: optim.chain(optim.clip_by_global_norm(1.0), optim.adamw(0.125)),
+    "adamw": lambda optim: optim.adamw(0.125, weight_decay=0.5),
+    "adam": lambda optim: optim.chain(optim.scale_by_adam(), optim.descend(0.125)),
+    "lion": lambda optim: optim.lion(0.125, weight_decay=0.5, mask=matrices),
+    "partition": lambda optim: optim.partition(
+        labels, {"matrix": optim.sgd(0.5, momentum=0.5), "rest": optim.adamw(0.125)}
+    ),
+    "master": lambda optim: optim.master_weights(optim.sgd(0.5)),
 }
+"""Optimizers, of whatever ``purestep.optim`` a system has."""
+OPTIMIZERS = {name: make(ps.optim) for name, make in RECIPES.items()}
 
 
 def weights_of(batch: Batch) -> Tensor:

@@ -12,7 +12,16 @@ import torch
 from hypothesis import strategies as st
 
 from proofs import models
-from proofs.strategies import Batch, Case, assert_same, assignments, cases, simulate, weights_of
+from proofs.strategies import (
+    Batch,
+    Case,
+    assert_same,
+    assignments,
+    cases,
+    simulate,
+    stack,
+    weights_of,
+)
 from proofs.test_t02_ranks import on_ranks
 from proofs.theorem import System, theorem
 from purestep import tree
@@ -100,6 +109,33 @@ def as_if_it_never_was(system: System, drawn: Drawn) -> None:
     assert_same(run(group, bad, empty, group), run(group, group))
 
 
+@theorem(
+    "T7",
+    st.tuples(
+        cases(), st.sampled_from(SETTINGS), st.sampled_from([0.0, float("nan"), float("inf")])
+    ),
+)
+def ensembles(system: System, drawn: tuple[Case, dict[str, Any], float]) -> None:
+    """Of an ensemble, those members alone step whose own group says so; 0 stands for no tokens."""
+    case, settings, bad = drawn
+    step = system.make_update_step(
+        models.integer_loss,
+        case.optimizer,
+        weight_fn=weights_of,
+        **{**settings, "on_nonfinite": "skip"},
+    )
+    good, name = case.batch, "y" if bad else "w"
+    idle = {**good, name: good[name] * bad if bad else torch.zeros_like(good[name])}
+    state = (case.params, case.opt_state)
+    both = tree.map(lambda leaf: torch.stack([leaf, leaf]), state)
+    *together, metrics = torch.vmap(step)(*both, [stack([good, idle])])
+    *alone, metrics_alone = step(*state, [good])
+    assert_same(tree.map(lambda leaf: leaf[0], tuple(together)), tuple(alone))
+    assert_same(tree.map(lambda leaf: leaf[1], tuple(together)), state)
+    assert metrics.applied.tolist() == [bool(metrics_alone.applied), False]
+
+
+test_ensembles = ensembles.test()
 test_no_tokens = no_tokens.test()
 test_nonfinite = nonfinite.test()
 test_as_if_it_never_was = as_if_it_never_was.test()

@@ -161,6 +161,7 @@ DECOUPLED: list[dict[str, Any]] = [
     {"weight_decay": 0.1},
     {"weight_decay": 0.1, "decoupled_weight_decay": True},
 ]
+ASCENT: dict[str, Any] = {"maximize": True}
 UPHILL: dict[str, Any] = {"maximize": True, "weight_decay": 0.1}
 ALGORITHMS = {
     "SGD": Algorithm(
@@ -170,6 +171,7 @@ ALGORITHMS = {
             {"weight_decay": 0.1},
             {"momentum": 0.9},
             {"momentum": 0.9, "dampening": 0.5, "weight_decay": 0.1},
+            {"momentum": 0.9, "nesterov": True},
             {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1},
             {"momentum": 0.9, **UPHILL},
         ],
@@ -188,6 +190,7 @@ ALGORITHMS = {
             {"centered": True, "alpha": 0.9},
             {"momentum": 0.9, "weight_decay": 0.1},
             {"momentum": 0.9, "centered": True, **UPHILL},
+            ASCENT,
         ],
         [LOOP, FOREACH],
     ),
@@ -197,29 +200,36 @@ ALGORITHMS = {
             {},
             {"initial_accumulator_value": 0.3},
             {"lr_decay": 0.1, "initial_accumulator_value": 0.3, **UPHILL},
+            ASCENT,
         ],
         [LOOP, FOREACH, FUSED],
     ),
     "Adafactor": Algorithm(
         torch.optim.Adafactor,
-        [{}, {"d": 1.5, "beta2_decay": -0.5, "eps": (1e-6, 1e-2)}, UPHILL],
+        [{}, {"d": 1.5, "beta2_decay": -0.5, "eps": (1e-6, 1e-2)}, UPHILL, ASCENT],
         [LOOP, FOREACH],
     ),
-    "Adadelta": Algorithm(torch.optim.Adadelta, [{}, {"rho": 0.5}, UPHILL], [LOOP, FOREACH]),
+    "Adadelta": Algorithm(
+        torch.optim.Adadelta, [{}, {"rho": 0.5}, UPHILL, ASCENT], [LOOP, FOREACH]
+    ),
     "NAdam": Algorithm(
-        torch.optim.NAdam, [*DECOUPLED, {"momentum_decay": 0.1, **UPHILL}], [LOOP, FOREACH]
+        torch.optim.NAdam, [*DECOUPLED, {"momentum_decay": 0.1, **UPHILL}, ASCENT], [LOOP, FOREACH]
     ),
     "RAdam": Algorithm(
-        torch.optim.RAdam, [*DECOUPLED, {"betas": (0.5, 0.9), **UPHILL}], [LOOP, FOREACH]
+        torch.optim.RAdam, [*DECOUPLED, {"betas": (0.5, 0.9), **UPHILL}, ASCENT], [LOOP, FOREACH]
     ),
-    "Adamax": Algorithm(torch.optim.Adamax, [{}, {"betas": (0.5, 0.9)}, UPHILL], [LOOP, FOREACH]),
+    "Adamax": Algorithm(
+        torch.optim.Adamax, [{}, {"betas": (0.5, 0.9)}, UPHILL, ASCENT], [LOOP, FOREACH]
+    ),
     "Rprop": Algorithm(
         torch.optim.Rprop,
         [{}, {"etas": (0.4, 1.3), "step_sizes": (1e-3, 0.2)}, {"maximize": True}],
         [LOOP, FOREACH],
     ),
     "ASGD": Algorithm(
-        torch.optim.ASGD, [{}, {"t0": 3.0, "lambd": 0.1, "alpha": 0.5}, UPHILL], [LOOP, FOREACH]
+        torch.optim.ASGD,
+        [{}, {"t0": 3.0, "lambd": 0.1, "alpha": 0.5}, UPHILL, ASCENT],
+        [LOOP, FOREACH],
     ),
     "Muon": Algorithm(
         torch.optim.Muon,

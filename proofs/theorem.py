@@ -27,6 +27,7 @@ class System:
     prefetch: Callable[..., Any]
     context_parallel_step: Callable[..., Any]
     tensor_parallel_step: Callable[..., Any]
+    optim: Any
 
 
 PURESTEP = System(
@@ -38,6 +39,7 @@ PURESTEP = System(
     ps.prefetch,
     parallel.context_parallel_step,
     parallel.tensor_parallel_step,
+    ps.optim,
 )
 
 

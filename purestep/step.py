@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from types import FunctionType
 from typing import Any, Literal, NoReturn, cast, get_args
 
 import torch
@@ -21,7 +20,7 @@ from purestep.agreement import Statement, agree
 from purestep.axis import Axis, LocalAxis, check_axis, pvary
 from purestep.grads import Group, accumulate_passes, grad_and_value, microbatch_pass
 from purestep.objective import divisor, evaluate, partial_loss
-from purestep.optim.base import Optimizer, Transform
+from purestep.optim.base import Optimizer, check_optimizer
 from purestep.optim.transition import apart, check_buffers, transition
 from purestep.reduction import reduce
 from purestep.tokens import count_all, label_weights, weigh, weighed
@@ -122,7 +121,7 @@ def make_update_step(
     (tensor(1.8667), tensor(1.8667))
     """
     _check_functions(loss_fn, weight_fn, axis)
-    _check_optimizer(optimizer)
+    check_optimizer("optimizer must be a ps.optim.Optimizer", optimizer)
     _check_callable("grad_and_value", grad_and_value)
     _check_choice("normalize", normalize, Normalize)
     _check_choice("on_nonfinite", on_nonfinite, OnNonfinite)
@@ -241,21 +240,6 @@ def _check_functions(loss_fn: LossFn, weight_fn: WeightFn | None, axis: Axis) ->
     if weight_fn is not None:
         _check_callable("weight_fn", weight_fn)
     check_axis(axis)
-
-
-def _check_optimizer(optimizer: Optimizer) -> None:
-    if isinstance(optimizer, Optimizer):
-        return
-    way_out = {
-        Transform: "end the chain with one: ps.optim.chain(transform, ps.optim.descend(lr))",
-        torch.optim.Optimizer: "it owns its parameters; take a pure one such as ps.optim.adamw(lr)",
-        FunctionType: "call it with its settings first, as in ps.optim.adamw(lr)",
-    }
-    hints = [hint for kind, hint in way_out.items() if isinstance(optimizer, kind)]
-    raise TypeError(
-        f"optimizer must be a ps.optim.Optimizer, got {type(optimizer).__name__}: "
-        + "".join(hints or ["a NamedTuple of init(params) and update(grads, opt_state, params)"])
-    )
 
 
 def _check_callable(name: str, value: object) -> None:

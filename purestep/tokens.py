@@ -13,9 +13,8 @@ from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
-from purestep.tree import accumulation_dtype
+from purestep.tree import accumulation_dtype, at_hand
 from purestep.types import Microbatch, WeightFn
 
 IGNORE_INDEX = -100
@@ -152,7 +151,7 @@ def has_tokens(counted: Count) -> bool:
     """Whether there are any, as far as that can be told: yes, where a transform or a compiler hides it."""
     if torch.compiler.is_dynamo_compiling():
         return True
-    num_tokens = _values_at_hand(counted.num_tokens)
+    num_tokens = at_hand(counted.num_tokens)
     if num_tokens is None and not torch._C._functorch.is_functorch_wrapped_tensor(
         counted.num_tokens
     ):
@@ -174,7 +173,7 @@ def checked_weights(weights: Tensor) -> Tensor:
         )
     if weights.dtype in UNSIGNED:
         weights = weights.to(torch.int64)
-    values = None if weights.dtype == torch.bool else _values_at_hand(weights)
+    values = None if weights.dtype == torch.bool else at_hand(weights)
     if values is not None and values.numel():
         least, most = (end.item() for end in values.aminmax())
         if not (least >= 0 and math.isfinite(most)):
@@ -189,12 +188,3 @@ def checked_weights(weights: Tensor) -> Tensor:
                 f"exactly; the largest is {most}: scale them down, the update does not depend on their scale"
             )
     return weights.detach()
-
-
-def _values_at_hand(tensor: Tensor) -> Tensor | None:
-    """The plain CPU tensor below any functorch wrappers; None where reading it would wait or trace."""
-    if torch.compiler.is_dynamo_compiling() or is_in_torch_dispatch_mode():
-        return None
-    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
-        tensor = torch._C._functorch.get_unwrapped(tensor)
-    return tensor if type(tensor) is Tensor and tensor.device.type == "cpu" else None

@@ -14,6 +14,7 @@ subtree, everything else is a leaf. Your own classes become nodes when they are 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -21,10 +22,14 @@ import optree
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from purestep.types import Tree
 
 NAMESPACE = "purestep"
+
+SUM_DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
+"""Those in which floating point values may be added up."""
 
 Structure: TypeAlias = Any
 
@@ -125,6 +130,36 @@ def paths(tree: Tree, name: str) -> list[str]:
     ["params['layers'][0]", "params['layers'][1]"]
     """
     return [accessor.codify(name) for accessor in optree.tree_accessors(tree, namespace=NAMESPACE)]
+
+
+def difference(found: Tree, wanted: Tree, name: str) -> str | None:
+    """The first leaf in which ``found`` is not like ``wanted``; None where all are alike.
+
+    Floating point dtypes that sums can be kept in are alike.
+
+    >>> difference({"w": torch.ones(2)}, {"v": torch.ones(2)}, "params")
+    "params['w'] stands where params['v'] was expected"
+    >>> difference({"w": torch.ones(2)}, {"w": torch.ones(3)}, "params")
+    "params['w'] is torch.float32 of shape (2,), and torch.float32 of shape (3,) was expected"
+    """
+    ours, theirs = paths(found, name), paths(wanted, name)
+    for mine, other in itertools.zip_longest(ours, theirs):
+        if mine != other:
+            if mine in {None, *theirs}:
+                return f"{other} is missing"
+            if other in {None, *ours}:
+                return f"{mine} has no place"
+            return f"{mine} stands where {other} was expected"
+    for path, mine, other in zip(ours, leaves_of(found), leaves_of(wanted), strict=True):
+        if _form(mine) != _form(other):
+            return f"{path} is {kind(mine)}, and {kind(other)} was expected"
+    return None if flatten(found)[1] == flatten(wanted)[1] else f"{name} has other containers"
+
+
+def _form(leaf: Any) -> Any:
+    if not isinstance(leaf, Tensor):
+        return type(leaf)
+    return leaf.shape, "a sum" if leaf.dtype in SUM_DTYPES else leaf.dtype
 
 
 def describe(structure: Structure) -> str:
@@ -233,6 +268,19 @@ def _below_gradients(leaf: Any) -> Any:
     while isinstance(leaf, Tensor) and torch._C._functorch.is_gradtrackingtensor(leaf):
         leaf = torch._C._functorch.get_unwrapped(leaf)
     return leaf
+
+
+def at_hand(tensor: Tensor) -> Tensor | None:
+    """The values below all wrappers of ``torch.func``; None where the host cannot read them at once.
+
+    >>> torch.vmap(lambda x: x + at_hand(x).sum())(torch.tensor([1.0, 2.0]))
+    tensor([4., 5.])
+    """
+    if torch.compiler.is_dynamo_compiling() or is_in_torch_dispatch_mode():
+        return None
+    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    return tensor if type(tensor) is Tensor and tensor.device.type == "cpu" else None
 
 
 def global_norm(tree: Tree) -> Tensor:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 import purestep as ps
+from proofs.strategies import assert_same
 from purestep import tree
 from purestep.types import UpdateStep
 
@@ -109,6 +110,34 @@ def test_once_for_every_number_of_microbatches(settings: dict[str, Any]) -> None
         step, backend = compiled(optimizer, **settings)
         run(step, optimizer, GROUPS)
         assert len(backend.graphs) == graphs
+
+
+FROM_TORCH: dict[str, ps.optim.Optimizer] = {
+    "alone": ps.optim.from_torch(torch.optim.AdamW, lr=0.125),
+    "clipped": ps.optim.chain(
+        ps.optim.clip_by_global_norm(1.0), ps.optim.from_torch(torch.optim.RMSprop, lr=0.125)
+    ),
+    "parts": ps.optim.partition(
+        lambda params: {"v": "native", "w": "torch"},
+        {
+            "native": ps.optim.adamw(0.125),
+            "torch": ps.optim.from_torch(torch.optim.Muon, lr=0.125),
+        },
+    ),
+    "masters": ps.optim.master_weights(ps.optim.from_torch(torch.optim.SGD, lr=0.125)),
+}
+
+
+@pytest.mark.parametrize("settings", [{}, {"donate": True}, {"normalize": "grads"}], ids=str)
+@pytest.mark.parametrize("name", FROM_TORCH)
+def test_torchs_own_steps_are_left_as_they_are(name: str, settings: dict[str, Any]) -> None:
+    """``from_torch`` runs kernels, which no compiler can follow: one graph, for the microbatch, and the same step."""
+    optimizer = FROM_TORCH[name]
+    step, backend = compiled(optimizer, **settings)
+    state, _ = run(step, optimizer, GROUPS)
+    assert len(backend.graphs) == 1
+    expected, _ = run(make(optimizer, **settings), optimizer, GROUPS)
+    assert_same(state, expected)
 
 
 def test_ragged_shapes_become_dynamic() -> None:

@@ -15,6 +15,7 @@ import purestep as ps
 from purestep import tree
 
 SGD = ps.optim.sgd(0.1)
+SCHEDULER = torch.optim.lr_scheduler.StepLR(torch.optim.SGD([torch.ones(1)], lr=0.1), 3)
 
 
 def loss_fn(params: Any, microbatch: dict[str, Tensor]) -> Tensor:
@@ -129,7 +130,7 @@ def test_none_in_params_comes_back() -> None:
 def test_state_of_other_params() -> None:
     optimizer = ps.optim.adamw(0.1)
     step = ps.make_update_step(loss_fn, optimizer, weight_fn=weight_fn)
-    with pytest.raises(ValueError, match=r"trees differ in structure: .*'v'"):
+    with pytest.raises(ValueError, match=r"opt_state\.mu\['v'\] stands where opt_state\.mu\['w'\]"):
         step(PARAMS, optimizer.init({"v": torch.ones(())}), [MICROBATCH])
 
 
@@ -139,8 +140,15 @@ def test_state_of_other_params() -> None:
         (ps.optim.scale_by_adam(), r"got Transform: end the chain with one: ps\.optim\.chain"),
         (
             torch.optim.SGD([torch.ones(1)], lr=0.1),
-            r"got SGD: it owns its parameters; take a pure one",
+            r"got SGD: its algorithm .* is ps\.optim\.from_torch\(SGD, lr=\.\.\.\)",
         ),
+        (torch.optim.AdamW, r"got AdamW: .*ps\.optim\.from_torch\(AdamW, lr=\.\.\.\)"),
+        (
+            torch.optim.lr_scheduler.StepLR,
+            r"got StepLR: .* a schedule .*ps\.optim\.linear_schedule",
+        ),
+        (SCHEDULER, r"got StepLR: .* a schedule .*ps\.optim\.linear_schedule"),
+        (ps.optim.adamw, r"got function: call it with its settings first"),
         (Optax(None, None), "got Optax: a NamedTuple of init"),
         (None, "got NoneType"),
     ],
@@ -303,10 +311,10 @@ def test_state_keeps_its_shapes_and_dtypes(donate: bool) -> None:
     stale = optimizer.init({"w": torch.ones(2, 1)})
     with pytest.raises(
         ValueError,
-        match=r"opt_state\.mu\['w'\] is torch.float32 of shape \(2, 1\), but.*optimizer\.init of these",
+        match=r"by optimizer\.init of these.*opt_state\.mu\['w'\] is torch.float32 of shape \(2, 1\), and",
     ):
         step(params, stale, [MICROBATCH])
-    with pytest.raises(ValueError, match="opt_state is tuple where AdamWState was expected"):
+    with pytest.raises(ValueError, match=r"it is \(DescentState.*, and AdamWState.* was expected"):
         step(params, SGD.init(params), [MICROBATCH])
     for how in ({"normalize": "grads"}, {"accum_dtype": torch.float64}):
         step = ps.make_update_step(loss_fn, optimizer, weight_fn=weight_fn, donate=donate, **how)

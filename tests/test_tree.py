@@ -8,6 +8,8 @@ from typing import Any
 import optree
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import forward_ad
 
 from purestep import tree
 
@@ -90,3 +92,71 @@ def test_global_norm() -> None:
 def test_accumulation_dtype(dtype: torch.dtype, wide: torch.dtype) -> None:
     assert tree.accumulation_dtype(dtype) == wide
     assert tree.zeros_like([torch.ones(1).to(dtype)])[0].dtype == wide
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_the_norm_of_zero_has_the_derivative_zero(dtype: torch.dtype) -> None:
+    """In both modes, batched, recorded, and of second order; beside leaves that are not zero, too."""
+    zero, rest = torch.zeros(3, dtype=dtype), torch.tensor([3.0, 4.0], dtype=dtype)
+    ones = torch.ones_like(zero)
+
+    def norm(x: torch.Tensor) -> torch.Tensor:
+        return tree.global_norm({"x": x, "y": x[:0]})
+
+    def beside(x: torch.Tensor) -> torch.Tensor:
+        return tree.global_norm({"x": x, "y": rest})
+
+    for function in (norm, beside):
+        slope = torch.func.grad(function)
+        assert torch.equal(slope(zero), zero)
+        assert torch.equal(torch.vmap(slope)(zero[None])[0], zero)
+        assert torch.func.jvp(function, (zero,), (ones,))[1] == 0
+        own = zero.clone().requires_grad_()
+        assert torch.equal(torch.autograd.grad(function(own), own)[0], zero)
+        with forward_ad.dual_level():
+            tangent = forward_ad.unpack_dual(function(forward_ad.make_dual(zero, ones))).tangent
+        assert tangent is None or tangent == 0
+    assert torch.equal(torch.func.hessian(norm)(zero), zero.new_zeros(3, 3))
+
+
+@pytest.mark.parametrize(
+    ("found", "wanted", "difference"),
+    [
+        ({"a": 1, "b": 2}, {"a": 1, "c": 2}, "s['b'] stands where s['c'] was expected"),
+        ({"a": 1}, {"a": 1, "c": 2}, "s['c'] is missing"),
+        ({"c": 1}, {"a": 1, "c": 2}, "s['a'] is missing"),
+        ({"a": 1, "b": 2, "c": 3}, {"a": 1, "c": 3}, "s['b'] has no place"),
+        ({"a": 1, "c": 3}, {"a": 1}, "s['c'] has no place"),
+        ([1], (1,), "s has other containers"),
+        ({"a": 1}, {"a": "x"}, "s['a'] is int, no tensor, and 'x' was expected"),
+        ({"a": 1}, {"a": 2}, None),
+    ],
+)
+def test_the_first_difference(found: Any, wanted: Any, difference: str | None) -> None:
+    assert tree.difference(found, wanted, "s") == difference
+
+
+def test_floating_point_dtypes_are_alike() -> None:
+    one = torch.ones(2)
+    assert tree.difference(one, one.double(), "s") is None
+    for other in (one.to(torch.float8_e4m3fn), one.long(), torch.ones(2, 1)):
+        kinds = f"s is {tree.kind(other)}, and {tree.kind(one)} was expected"
+        assert tree.difference(other, one, "s") == kinds
+
+
+def test_what_the_host_can_read() -> None:
+    """Below wrappers, but not what stands for values that do not exist."""
+    x = torch.tensor([1.0, 2.0])
+    seen: list[Any] = []
+
+    def look(x: torch.Tensor) -> torch.Tensor:
+        seen.append(tree.at_hand(x))
+        return x.sum()
+
+    look(x)
+    torch.vmap(torch.func.grad(look))(x[None])
+    torch.func.jvp(look, (x,), (x,))
+    assert [list(values.flatten()) for values in seen] == [[1.0, 2.0]] * 3
+    with FakeTensorMode():
+        assert tree.at_hand(torch.ones(2)) is None
+    assert tree.at_hand(torch.ones(2, device="meta")) is None

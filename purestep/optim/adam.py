@@ -10,7 +10,7 @@ from torch import Tensor
 from purestep import tree
 from purestep.optim.base import Optimizer
 from purestep.optim.leafwise import leafwise
-from purestep.optim.schedules import LearningRate, rate_at
+from purestep.optim.schedules import LearningRate, check_rate, rate_at
 from purestep.optim.transforms import Mask, decay_flags, number, root, zero_step
 from purestep.types import Params, Tree
 
@@ -69,6 +69,8 @@ def adamw(
     >>> optimizer.update({"w": torch.tensor(7.0)}, optimizer.init(params), params)[0]
     {'w': tensor(0.9000)}
     """
+
+    check_rate(learning_rate)
 
     def init(params: Params) -> AdamWState:
         mu, nu = tree.zeros_like(params), tree.zeros_like(params)

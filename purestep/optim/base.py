@@ -22,16 +22,19 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple, Protocol, TypeVar, cast
+from types import FunctionType
+from typing import Any, NamedTuple, NoReturn, Protocol, TypeVar, cast
 
+import torch
 from torch import Tensor
 
 from purestep import tree
+from purestep.optim.schedules import SCHEDULER_HINT, is_scheduler
 from purestep.types import OptState, Params, Tree
 
 
 class Init(Protocol):
-    """``init(params) -> state``: a tree of tensors, in full from the start, cut off from autograd."""
+    """``init(params) -> state``: a tree of tensors, in full from the start, cut off from params that require grad."""
 
     def __call__(self, params: Params, /) -> OptState: ...
 
@@ -92,6 +95,25 @@ class Optimizer(NamedTuple):
     update_: Callable[..., tuple[Params, OptState]] | None = None
 
 
+def check_optimizer(wanted: str, value: object) -> None:
+    """Refuses what is no Optimizer, and tells how to make one of it."""
+    if not isinstance(value, Optimizer):
+        kind = value if isinstance(value, type) else type(value)
+        raise TypeError(f"{wanted}, got {kind.__name__}: {_way_out(kind)}")
+
+
+def _way_out(kind: type) -> str:
+    if issubclass(kind, Transform):
+        return "end the chain with one: ps.optim.chain(transform, ps.optim.descend(lr))"
+    if issubclass(kind, torch.optim.Optimizer):
+        return f"its algorithm as pure functions is ps.optim.from_torch({kind.__name__}, lr=...)"
+    if is_scheduler(kind):
+        return f"it {SCHEDULER_HINT}"
+    if issubclass(kind, FunctionType):
+        return "call it with its settings first, as in ps.optim.adamw(lr)"
+    return "a NamedTuple of init(params) and update(grads, opt_state, params)"
+
+
 Last = TypeVar("Last", bound=Transform | Optimizer)
 
 
@@ -106,7 +128,7 @@ def chain(*transforms: *tuple[*tuple[Transform, ...], Last]) -> Last:
         raise ValueError("chain() needs at least one transform")
     for position, part in enumerate(transforms):
         if not isinstance(part, Transform | Optimizer):
-            raise TypeError(f"chain: part {position} is a {type(part).__name__}, not a Transform")
+            check_optimizer(f"chain: part {position} must be a Transform or an Optimizer", part)
         if isinstance(part, Optimizer) and position < len(transforms) - 1:
             raise TypeError(
                 f"chain: part {position} of {len(transforms)} is an Optimizer, which turns gradients "
@@ -118,11 +140,16 @@ def chain(*transforms: *tuple[*tuple[Transform, ...], Last]) -> Last:
     def init(params: Params) -> OptState:
         return tuple(part.init(params) for part in (*leading, last))
 
+    def states_of(grads: Tree, state: OptState, params: Params) -> tuple[OptState, ...]:
+        if not isinstance(state, tuple) or len(state) != len(transforms):
+            refuse(init, grads, state, params)
+        return state
+
     def update(
         grads: Tree, state: OptState, params: Params, *, grad_scale: Tensor | None = None
     ) -> tuple[Tree, OptState]:
         states: list[OptState] = []
-        for part, old in zip((*leading, last), _states(state, len(leading) + 1), strict=True):
+        for part, old in zip((*leading, last), states_of(grads, state, params), strict=True):
             grads, new = with_grad_scale(part.update)(grads, old, params, grad_scale=grad_scale)
             states.append(new)
             grad_scale = None  # whoever reads the gradients first has divided them
@@ -137,7 +164,7 @@ def chain(*transforms: *tuple[*tuple[Transform, ...], Last]) -> Last:
         applied: Tensor | None = None,
     ) -> tuple[Tree, OptState]:
         states: list[OptState] = []
-        for part, old in zip(parts_, _states(state, len(parts_)), strict=True):
+        for part, old in zip(parts_, states_of(grads, state, params), strict=True):
             grads, new = part(grads, old, params, grad_scale=grad_scale, applied=applied)
             states.append(new)
             grad_scale = None
@@ -148,14 +175,50 @@ def chain(*transforms: *tuple[*tuple[Transform, ...], Last]) -> Last:
     return cast("Last", type(last)(init, update, update_))
 
 
-def _states(state: OptState, count: int) -> tuple[OptState, ...]:
-    if not isinstance(state, tuple) or len(state) != count:
-        found = tree.describe(tree.flatten(state)[1])
-        raise ValueError(
-            f"this chain of {count} has a tuple of {count} states, but opt_state is {found}: take "
-            "optimizer.init(params) of this very optimizer"
-        )
-    return state
+def leaf_columns(
+    init: Init, state_type: type, slots: Sequence[str], grads: Tree, state: Any, params: Params
+) -> tuple[list[list[Tensor]], tree.Structure]:
+    """The leaves of params, of gradients and of those fields of the state that are trees like them.
+
+    Refuses what does not belong together: kernels would not ask, and plain arithmetic would broadcast or
+    round.
+    """
+    if not isinstance(state, state_type):
+        refuse(init, grads, state, params)
+    ours, structure = tree.flatten(params)
+    shapes = [leaf.shape for leaf in ours]
+    columns = [ours]
+    for value in (grads, *(getattr(state, slot) for slot in slots)):
+        column, own = tree.flatten(value)
+        if own != structure or [leaf.shape for leaf in column] != shapes:
+            refuse(init, grads, state, params)
+        columns.append(column)
+    if any(leaf.dtype not in tree.SUM_DTYPES for column in columns[2:] for leaf in column):
+        refuse(init, grads, state, params)
+    if len(getattr(state, "decays", ())) not in (0, len(ours)):
+        refuse(init, grads, state, params)
+    return columns, structure
+
+
+def refuse(init: Init, grads: Tree, state: OptState, params: Params) -> NoReturn:
+    """Says which of them is not like the others."""
+    raise ValueError(
+        foreign(init, state, params)
+        or f"grads are not like params: {tree.difference(grads, params, 'grads')}"
+    )
+
+
+def foreign(init: Init, state: OptState, params: Params) -> str | None:
+    """In what a state is none that ``init`` makes of these params; None where it is one."""
+    wanted = init(params)
+    difference = tree.difference(state, wanted, "opt_state")
+    if difference is None:
+        return None
+    found, expected = (tree.describe(tree.flatten(one)[1]) for one in (state, wanted))
+    return (
+        f"opt_state was not made by optimizer.init of these params: it is {found}, and {expected} was "
+        f"expected; {difference}. Take optimizer.init(params) of this very optimizer"
+    )
 
 
 def takes(function: Callable[..., Any], keyword: str) -> bool:
@@ -184,7 +247,9 @@ def with_grad_scale(update: Callable[..., Any], *, consumes: bool = False) -> Ca
         **extra: Any,
     ) -> Any:
         def divide(grad: Tensor, scale: Tensor) -> Any:
-            quotient = (grad / scale).to(grad.dtype)
+            # A count does not fit into half precision, and what it would be there divides no better.
+            wide = tree.accumulation_dtype(grad.dtype)
+            quotient = (grad.to(wide) / scale.to(wide)).to(grad.dtype)
             return tree.overwrite(grad, quotient, None) if consumes else quotient
 
         if grad_scale is not None:
@@ -206,6 +271,8 @@ def guarded(part: Transform | Optimizer) -> Callable[..., tuple[Tree, OptState]]
         def overwriting(
             grads: Tree, state: OptState, params: Params, *, applied: Tensor | None, **extra: Any
         ) -> tuple[Tree, OptState]:
+            if applied is not None:
+                grads = held_back(grads, applied)
             new, after = update(grads, state, params, **extra)
             if isinstance(part, Transform):
                 return new, tree.overwrite(state, after, applied)
@@ -227,6 +294,15 @@ def guarded(part: Transform | Optimizer) -> Callable[..., tuple[Tree, OptState]]
         return (grads if isinstance(part, Transform) else params), state
 
     return on_host
+
+
+def held_back(grads: Tree, applied: Tensor) -> Tree:
+    """The gradients where the step is taken, and zeros where it is not.
+
+    What is computed from them is finite then, whether it is chosen or not. A derivative needs that: a selection
+    sends zeros into the branch that it does not choose, and zero times infinity is NaN.
+    """
+    return tree.map(lambda grad: torch.where(applied, grad, 0), grads)
 
 
 def runs_kernels(*values: Tree, devices: Sequence[str] = ("cpu",)) -> bool:
@@ -253,7 +329,7 @@ def has_kernels(part: Transform | Optimizer) -> bool:
 
 def in_place(
     update: Callable[..., tuple[Tree, OptState]],
-    trees: Callable[[Tree, OptState, Params], Sequence[Tree]],
+    columns_of: Callable[[Tree, OptState, Params], tuple[list[list[Tensor]], tree.Structure]],
     kernel: Callable[..., list[Tensor]],
     *captured: Tree,
 ) -> Callable[..., tuple[Tree, OptState]]:
@@ -261,8 +337,9 @@ def in_place(
 
     Args:
         update: the same in plain arithmetic.
-        trees: those that the kernel reads and writes, from gradients, state and params.
-        kernel: ``kernel(state, grad_scale, *columns)``, with the leaves of each tree, returns those of the updates.
+        columns_of: from gradients, state and params, the leaves of those trees that the kernel reads and writes,
+            found to fit, and their structure.
+        kernel: ``kernel(state, grad_scale, *columns)`` returns the leaves of the updates.
         captured: tensors that the transform was made with, which somebody may differentiate.
     """
 
@@ -274,16 +351,13 @@ def in_place(
         grad_scale: Tensor | None = None,
         applied: Tensor | None = None,
     ) -> tuple[Tree, OptState]:
-        columns, structure = tree.columns(*trees(grads, state, params))
-        if applied is None and _fit(columns) and runs_kernels(grads, state, params, captured):
+        columns, structure = columns_of(grads, state, params)
+        if applied is None and runs_kernels(grads, state, params, captured):
             return tree.unflatten(structure, kernel(state, grad_scale, *columns)), state
+        if applied is not None and not tree.untransformed(grads, state, params, captured):
+            grads = held_back(grads, applied)
         updates, new = update(grads, state, params, grad_scale=grad_scale)
         return updates, tree.overwrite(state, new, applied)
 
     mark_kernels(update_)
     return update_
-
-
-def _fit(columns: Sequence[Sequence[Tensor]]) -> bool:
-    """Whether leaves that belong together have one shape. Kernels do not ask; plain arithmetic is refused."""
-    return all(leaf.shape == row[0].shape for row in zip(*columns, strict=True) for leaf in row)

@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from purestep import tree
-from purestep.optim.base import Init, Optimizer, mark_kernels, runs_kernels, takes
+from purestep.optim.base import (
+    Init,
+    Optimizer,
+    held_back,
+    leaf_columns,
+    mark_kernels,
+    runs_kernels,
+    takes,
+)
 from purestep.types import OptState, Params, Tree
 
 
@@ -37,24 +46,7 @@ def leafwise(
         devices: where the kernel is at home.
     """
 
-    def columns_of(
-        grads: Tree, state: Any, params: Params
-    ) -> tuple[list[list[Tensor]], tree.Structure]:
-        if not isinstance(state, state_type):
-            raise ValueError(
-                f"opt_state is {type(state).__name__} where {state_type.__name__} was expected: take "
-                "optimizer.init(params) of this very optimizer"
-            )
-        named = {
-            "grads": grads,
-            **{f"opt_state.{slot}": getattr(state, slot) for slot in slots},
-        }
-        (ours, *others), structure = tree.columns(params, *named.values())
-        shapes = [param.shape for param in ours]
-        for name, column in zip(named, others, strict=True):
-            if [leaf.shape for leaf in column] != shapes:
-                _refuse_shapes(name, named[name], column, ours)
-        return [ours, *others], structure
+    columns_of = partial(leaf_columns, init, state_type, slots)
 
     def update(
         grads: Tree, opt_state: Any, params: Params, *, grad_scale: Tensor | None = None
@@ -78,11 +70,13 @@ def leafwise(
     ) -> tuple[Params, OptState]:
         columns, structure = columns_of(grads, opt_state, params)
         given = numbers(opt_state, grad_scale)
-        held_back = {} if applied is None else {"applied": applied}
+        keywords = {} if applied is None else {"applied": applied}
         step = tree.overwrite(opt_state.step, opt_state.step + 1, applied)
-        if kernel_runs(given, grads, opt_state, params, *held_back):
-            kernel_(given, *columns, **held_back)
+        if kernel_runs(given, grads, opt_state, params, *keywords):
+            kernel_(given, *columns, **keywords)
             return params, opt_state
+        if applied is not None and not tree.untransformed(grads, opt_state, params, given):
+            columns[1] = held_back(columns[1], applied)
         rows = []
         for index, (param, grad, *old) in enumerate(zip(*columns, strict=True)):
             new = formula(given, index, param, grad, *old)
@@ -111,15 +105,3 @@ def leafwise(
 
     mark_kernels(update_, kernel is not None)
     return Optimizer(init, update, update_)
-
-
-def _refuse_shapes(name: str, value: Tree, leaves: list[Tensor], params: list[Tensor]) -> NoReturn:
-    path, leaf, param = next(
-        (path, leaf, param)
-        for path, leaf, param in zip(tree.paths(value, name), leaves, params, strict=True)
-        if leaf.shape != param.shape
-    )
-    raise ValueError(
-        f"{path} is {tree.kind(leaf)}, but its parameter {tree.kind(param)}: was opt_state made by "
-        "optimizer.init of these params?"
-    )

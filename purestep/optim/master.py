@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple, cast
 
 from torch import Tensor
 
 from purestep import tree
-from purestep.optim.base import Optimizer, guarded, has_kernels, mark_kernels, with_grad_scale
+from purestep.optim.base import (
+    Optimizer,
+    check_optimizer,
+    guarded,
+    has_kernels,
+    leaf_columns,
+    mark_kernels,
+    with_grad_scale,
+)
 from purestep.tree import accumulation_dtype
 from purestep.types import OptState, Params, Tree
 
@@ -26,6 +34,10 @@ def master_weights(optimizer: Optimizer) -> Optimizer:
 
     bfloat16 has eight bits: a step of less than 1/256 of a parameter is lost in it, however often it comes.
 
+    The copy is what moves, and θ only what the gradient is taken at. So a derivative with respect to the params
+    at the start goes by way of ``init``, which keeps it under the transforms of ``torch.func``, but cuts it off
+    from params that merely require grad, as all optimizers do: differentiate ``opt_state.master`` there.
+
     >>> import torch
     >>> from purestep.optim import sgd
     >>> params = torch.ones((), dtype=torch.bfloat16)
@@ -37,22 +49,22 @@ def master_weights(optimizer: Optimizer) -> Optimizer:
     tensor(1., dtype=torch.bfloat16)
     tensor(0.9922, dtype=torch.bfloat16)
     """
-    if not isinstance(optimizer, Optimizer):
-        raise TypeError(
-            f"master_weights wraps an Optimizer, got {type(optimizer).__name__}: end a chain of "
-            "transforms with one, such as ps.optim.descend(lr)"
-        )
+    check_optimizer("master_weights wraps an Optimizer", optimizer)
 
     def init(params: Params) -> MasterState:
-        master = tree.map(
-            lambda param: param.detach().to(accumulation_dtype(param.dtype), copy=True), params
-        )
+        differentiable = not tree.untransformed()
+
+        def copied(param: Tensor) -> Tensor:
+            param = param if differentiable else param.detach()
+            return param.to(accumulation_dtype(param.dtype), copy=True)
+
+        master = tree.map(copied, params)
         return MasterState(master, optimizer.init(master))
 
     def update(
         grads: Tree, opt_state: OptState, params: Params, *, grad_scale: Tensor | None = None
     ) -> tuple[Params, OptState]:
-        master, inner = _checked(opt_state)
+        master, inner = checked(grads, opt_state, params)
         moved, inner = with_grad_scale(optimizer.update)(
             wide(grads, master), inner, master, grad_scale=grad_scale
         )
@@ -67,7 +79,7 @@ def master_weights(optimizer: Optimizer) -> Optimizer:
         grad_scale: Tensor | None = None,
         applied: Tensor | None = None,
     ) -> tuple[Params, OptState]:
-        master, inner = _checked(opt_state)
+        master, inner = checked(grads, opt_state, params)
         moved, inner = guarded(optimizer)(
             wide(grads, master), inner, master, grad_scale=grad_scale, applied=applied
         )
@@ -76,17 +88,12 @@ def master_weights(optimizer: Optimizer) -> Optimizer:
         )
         return rounded, MasterState(moved, inner)
 
+    def checked(grads: Tree, opt_state: OptState, params: Params) -> MasterState:
+        leaf_columns(init, MasterState, ["master"], grads, opt_state, params)
+        return cast("MasterState", opt_state)
+
     def wide(grads: Tree, master: Params) -> Tree:
         return tree.map(lambda grad, m: grad.to(m.dtype), grads, master)
 
     mark_kernels(update_, has_kernels(optimizer))
     return Optimizer(init, update, update_)
-
-
-def _checked(opt_state: Any) -> MasterState:
-    if not isinstance(opt_state, MasterState):
-        raise ValueError(
-            f"opt_state is {type(opt_state).__name__} where MasterState was expected: take "
-            "optimizer.init(params) of this very optimizer"
-        )
-    return opt_state

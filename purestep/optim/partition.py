@@ -8,7 +8,15 @@ from typing import Any
 from torch import Tensor
 
 from purestep import tree
-from purestep.optim.base import Optimizer, guarded, has_kernels, mark_kernels, with_grad_scale
+from purestep.optim.base import (
+    Optimizer,
+    check_optimizer,
+    guarded,
+    has_kernels,
+    mark_kernels,
+    refuse,
+    with_grad_scale,
+)
 from purestep.types import OptState, Params, Tree
 
 
@@ -17,8 +25,9 @@ def partition(
 ) -> Optimizer:
     """Each parameter to the optimizer that its label names.
 
-    Each optimizer sees a tree of its own parameters, with None where the others are: a norm taken there
-    (``clip_by_global_norm``) is that of its own gradients. The state is a dict of their states.
+    Each optimizer sees a tree of its own parameters, with an empty tuple where the others are: a norm taken
+    there (``clip_by_global_norm``) is that of its own gradients. The state is a dict of their states.
+    (Not None, which is a leaf to ``torch.vmap``.)
 
     Args:
         label_fn: ``label_fn(params)`` gives a tree of labels like the params, or a prefix of it, where a label
@@ -37,11 +46,7 @@ def partition(
     tensor([True, True])
     """
     for label, optimizer in optimizers.items():
-        if not isinstance(optimizer, Optimizer):
-            raise TypeError(
-                f"partition: {label!r} is a {type(optimizer).__name__}, not an Optimizer: end a chain of "
-                "transforms with one, such as ps.optim.descend(lr)"
-            )
+        check_optimizer(f"partition: {label!r} must be an Optimizer", optimizer)
 
     def places(params: Params) -> Iterator[tuple[str, list[int]]]:
         labels = label_fn(params) if callable(label_fn) else label_fn
@@ -59,7 +64,7 @@ def partition(
 
     def only(where: list[int], whole: Tree) -> Tree:
         leaves, structure = tree.flatten(whole)
-        kept: list[Any] = [None] * len(leaves)
+        kept: list[Any] = [()] * len(leaves)
         for position in where:
             kept[position] = leaves[position]
         return tree.unflatten(structure, kept)
@@ -78,11 +83,7 @@ def partition(
     ) -> tuple[Params, OptState]:
         parts = list(places(params))
         if not isinstance(opt_state, dict) or set(opt_state) != {label for label, _ in parts}:
-            found = tree.describe(tree.flatten(opt_state)[1])
-            raise ValueError(
-                f"partition has states for {[label for label, _ in parts]}, but opt_state is {found}: take "
-                "optimizer.init(params) of this very optimizer"
-            )
+            refuse(init, grads, opt_state, params)
         new, structure = tree.flatten(params)
         states = {}
         for label, where in parts:

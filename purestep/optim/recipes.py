@@ -10,7 +10,7 @@ from torch import Tensor
 from purestep import tree
 from purestep.optim.base import Optimizer, Transform, chain
 from purestep.optim.leafwise import leafwise
-from purestep.optim.schedules import LearningRate, rate_at
+from purestep.optim.schedules import LearningRate, check_rate, rate_at
 from purestep.optim.transforms import (
     Mask,
     add_decayed_weights,
@@ -18,6 +18,7 @@ from purestep.optim.transforms import (
     momentum as momentum_transform,
     number,
     plus,
+    widened,
     zero_step,
 )
 from purestep.types import Params, Tree
@@ -39,18 +40,20 @@ def descend(learning_rate: LearningRate) -> Optimizer:
     {'w': tensor(0.9000)}
     """
 
+    check_rate(learning_rate)
+
     def init(params: Params) -> DescentState:
         return DescentState(zero_step(params))
 
     def rate_of(opt_state: DescentState, grad_scale: Tensor | None) -> float | Tensor:
         rate = rate_at(learning_rate, opt_state.step)
-        return rate if grad_scale is None else rate / grad_scale
+        return rate if grad_scale is None else rate / grad_scale.to(torch.float64)
 
     def formula(rate: float | Tensor, _: int, param: Tensor, u: Tensor) -> tuple[Tensor]:
-        return (plus(param, -rate, u),)
+        return (plus(param, -rate, widened(u)),)
 
     def kernel(rate: float | Tensor, params: list[Tensor], updates: list[Tensor]) -> None:
-        torch._foreach_add_(params, updates, alpha=-float(rate))
+        torch._foreach_add_(params, [widened(u) for u in updates], alpha=-float(rate))
 
     return leafwise(init, DescentState, (), rate_of, formula, kernel)
 
@@ -124,6 +127,8 @@ def lion(
     {'w': tensor([0.9000, 1.1000])}
     """
 
+    check_rate(learning_rate)
+
     def init(params: Params) -> LionState:
         return LionState(zero_step(params), tree.zeros_like(params), decay_flags(mask, params))
 
@@ -137,7 +142,9 @@ def lion(
         decay = weight_decay * decays[index].to(torch.float64) if decays else weight_decay
         grad = grad.to(mu.dtype)
         grad = grad if grad_scale is None else grad / number(grad_scale, grad)
-        sign = torch.lerp(mu, grad, 1 - b1).sign()
+        direction = torch.lerp(mu, grad, 1 - b1)
+        # torch's sign of NaN is 0: training would stand still, and nobody would see why. So 0 times it is added.
+        sign = torch.add(direction.sign(), direction, alpha=0)
         moved = plus(param.to(mu.dtype) * number(1 - rate * decay, mu), -rate, sign)
         return moved.to(param.dtype), torch.lerp(mu, grad, 1 - b2)
 

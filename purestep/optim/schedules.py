@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
-from typing import TypeAlias
+from numbers import Real
+from typing import TypeAlias, cast
 
 import torch
 from torch import Tensor
@@ -19,6 +21,30 @@ LearningRate: TypeAlias = float | Tensor | Schedule
 def rate_at(learning_rate: LearningRate, step: Tensor) -> float | Tensor:
     """The learning rate of this step."""
     return learning_rate(step) if callable(learning_rate) else learning_rate
+
+
+def check_rate(learning_rate: object) -> None:
+    """Refuses what is neither a number, nor a scalar tensor, nor a schedule."""
+    if is_scheduler(learning_rate):
+        raise TypeError(f"learning_rate is a scheduler of torch.optim, which {SCHEDULER_HINT}")
+    plain = callable(learning_rate) or isinstance(learning_rate, Real | Tensor)
+    if isinstance(learning_rate, type) or not plain:
+        raise TypeError(
+            "learning_rate must be a number, a scalar tensor or a schedule, which is a function of the step, "
+            f"got {type(learning_rate).__name__}"
+        )
+
+
+def is_scheduler(value: object) -> bool:
+    """Whether this is a learning rate scheduler of torch, or the class of one."""
+    kind = value if isinstance(value, type) else type(value)
+    return issubclass(kind, torch.optim.lr_scheduler.LRScheduler)
+
+
+SCHEDULER_HINT = (
+    "writes into an optimizer object. Pass a schedule as the learning rate, a function of the step: "
+    "ps.optim.adamw(ps.optim.linear_schedule(1e-3, 0.0, 1000)), or lambda step: 1e-3 * 0.9**step"
+)
 
 
 def linear_schedule(init_value: float, end_value: float, transition_steps: int) -> Schedule:
@@ -87,11 +113,17 @@ def join_schedules(schedules: Sequence[Schedule], boundaries: Sequence[int]) -> 
             f"but {len(boundaries)} were given"
         )
 
+    begins = [0, *boundaries]
+    # The last step that each is asked for: also where it is not chosen, one of its own. Its value is finite
+    # there, and so is its derivative, which a selection multiplies by zero.
+    lasts = [max(0, end - begin - 1) for begin, end in itertools.pairwise(begins)]
+
     def schedule(step: Tensor) -> Tensor:
-        rate = schedules[0](step)
-        for later, boundary in zip(schedules[1:], boundaries, strict=True):
-            rate = torch.where(step < boundary, rate, later((step - boundary).clamp(min=0)))
-        return rate
+        rate: Tensor | None = None
+        for one, begin, last in zip(schedules, begins, [*lasts, None], strict=True):
+            own = one((step - begin).clamp(min=0, max=last))
+            rate = own if rate is None else torch.where(step < begin, rate, own)
+        return cast("Tensor", rate)
 
     return schedule
 

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from purestep import tree
-from purestep.optim.base import Optimizer, mark_kernels
-from purestep.optim.schedules import LearningRate, rate_at
+from purestep.optim.base import Optimizer, foreign, mark_kernels, refuse
+from purestep.optim.schedules import LearningRate, check_rate, rate_at
 from purestep.types import OptState, Params, Tree
 
 PURE = {"AdamW": "adamw(lr)", "Adam": "adamw(lr, weight_decay=0)", "SGD": "sgd(lr)"}
@@ -48,6 +48,8 @@ def from_torch(
             f"from_torch takes a class, such as torch.optim.AdamW, got {type(algorithm).__name__}: "
             "its settings follow as keywords"
         )
+    if lr is not None:
+        check_rate(lr)
     if settings.get("differentiable"):
         raise ValueError(
             "from_torch(differentiable=True): torch's in-place steps are not differentiated here; "
@@ -88,26 +90,43 @@ def from_torch(
         return TorchState(step, tree.unflatten(structure, states))
 
     def update(grads: Tree, opt_state: OptState, params: Params) -> tuple[Params, OptState]:
+        # Some algorithms write to the gradients too: SGD looks ahead in them, with ``foreach``.
+        own = tree.map(lambda grad, param: grad.to(param.dtype, copy=True), grads, params)
         params, opt_state = tree.map(torch.clone, (params, opt_state))
-        return update_(grads, opt_state, params)
+        return update_(own, opt_state, params)
 
     def update_(grads: Tree, opt_state: Any, params: Params) -> tuple[Params, OptState]:
         if not isinstance(opt_state, TorchState):
-            raise ValueError(
-                f"opt_state is {type(opt_state).__name__} where TorchState was expected: take "
-                "optimizer.init(params) of this very optimizer"
-            )
+            refuse(init, grads, opt_state, params)
         if not tree.eager(grads, opt_state, params, lr):
             raise ValueError(
                 f"torch.optim.{name} steps in place, which a transform (vmap, grad, jvp, torch.compile) cannot "
                 "follow: its derivatives would be wrong without a word. " + _way_out(algorithm)
             )
         (ours, theirs), structure = tree.columns(params, grads)
-        states = tree.flatten_up_to(structure, opt_state.leaves)
         own = [leaf.detach() for leaf in ours]
         optimizer = built(own, rate_of(opt_state.step))
+        try:
+            step(optimizer, own, theirs, structure, opt_state)
+        except Exception as error:
+            if mismatch := foreign(init, opt_state, params):
+                raise ValueError(mismatch) from error
+            raise
+        return params, opt_state
+
+    def step(
+        optimizer: torch.optim.Optimizer,
+        own: list[Tensor],
+        grads: list[Tensor],
+        structure: tree.Structure,
+        opt_state: TorchState,
+    ) -> None:
+        states = tree.flatten_up_to(structure, opt_state.leaves)
+        if settings.get("fused") and not _fit(own, states):
+            # These kernels do not look: they would read and write beyond the end.
+            raise ValueError(f"torch.optim.{name}: state and parameters differ in shape")
         first = not opt_state.step
-        for leaf, grad, state in zip(own, theirs, states, strict=True):
+        for leaf, grad, state in zip(own, grads, states, strict=True):
             leaf.grad = grad.to(leaf.dtype)
             if not first:
                 optimizer.state[leaf].update(state)
@@ -115,10 +134,18 @@ def from_torch(
         for leaf, state in zip(own, states, strict=True):
             tree.overwrite(state, {key: optimizer.state[leaf][key] for key in state}, None)
         opt_state.step.add_(1)
-        return params, opt_state
 
     mark_kernels(update_)
     return Optimizer(init, update, update_)
+
+
+def _fit(leaves: list[Tensor], states: list[Tree]) -> bool:
+    """Whether what is kept for a parameter is as large as it, or a single number."""
+    return all(
+        not kept.ndim or kept.shape == leaf.shape
+        for leaf, state in zip(leaves, states, strict=True)
+        for kept in tree.leaves_of(state)
+    )
 
 
 def _zeros(name: str, key: str, value: Any) -> Tensor | None:

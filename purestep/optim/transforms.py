@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from itertools import compress
 from typing import Any, NamedTuple, TypeAlias, cast
 
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 from purestep import tree
-from purestep.optim.base import Transform, in_place
+from purestep.optim.base import Transform, in_place, leaf_columns
 from purestep.types import OptState, Params, Tree
 
 Mask: TypeAlias = Tree | Callable[[Params], Tree]
@@ -28,21 +29,27 @@ def clip_by_global_norm(max_norm: float | Tensor) -> Transform:
         grads: Tree, state: OptState, params: Params, *, grad_scale: Tensor | None = None
     ) -> tuple[Tree, OptState]:
         factor = factor_of(grads, grad_scale)
-        return tree.map(lambda grad: grad * number(factor, grad), grads), state
+        return tree.map(lambda grad: scaled(grad, factor), grads), state
 
     def kernel(_: OptState, grad_scale: Tensor | None, grads: list[Tensor]) -> list[Tensor]:
         factor = factor_of(grads, grad_scale)
+        wide = [widened(grad) for grad in grads]
         if factor != 1:
-            torch._foreach_mul_(grads, float(factor))
-        return grads
+            torch._foreach_mul_(wide, float(factor))
+        return wide
 
     def factor_of(grads: Tree, grad_scale: Tensor | None) -> Tensor:
         scale = _inverse(grad_scale)
         norm = tree.global_norm(grads) * scale
-        return cast("Tensor", scale * torch.where(norm > max_norm, max_norm / norm, 1))
+        longer = norm > max_norm
+        # Divided by what is not 0 also where nothing is clipped: a derivative reaches both branches.
+        factor = torch.where(longer, max_norm / torch.where(longer, norm, 1), 1)
+        return cast("Tensor", scale * factor)
 
     return Transform(
-        _stateless, update, in_place(update, lambda grads, *_: [grads], kernel, max_norm)
+        _stateless,
+        update,
+        in_place(update, lambda grads, *_: tree.columns(grads), kernel, max_norm),
     )
 
 
@@ -67,9 +74,9 @@ def momentum(decay: float | Tensor, *, nesterov: bool = False) -> Transform:
     def update(
         grads: Tree, state: MomentumState, params: Params, *, grad_scale: Tensor | None = None
     ) -> tuple[Tree, MomentumState]:
-        scale = _inverse(grad_scale)
-        if grad_scale is not None:
-            grads = tree.map(lambda grad: grad * number(scale, grad), grads)
+        columns_of(grads, state, params)
+        factor = None if grad_scale is None else _inverse(grad_scale)
+        grads = tree.map(lambda grad: scaled(grad, factor), grads)
         trace = tree.map(lambda t, g: (t * number(decay, t) + g).to(t.dtype), state.trace, grads)
         updates = tree.map(lambda g, t: plus(g, decay, t), grads, trace) if nesterov else trace
         return updates, MomentumState(trace)
@@ -77,6 +84,7 @@ def momentum(decay: float | Tensor, *, nesterov: bool = False) -> Transform:
     def kernel(
         _: MomentumState, grad_scale: Tensor | None, grads: list[Tensor], trace: list[Tensor]
     ) -> list[Tensor]:
+        grads = [widened(grad) for grad in grads]
         if grad_scale is not None:
             torch._foreach_mul_(grads, float(_inverse(grad_scale)))
         torch._foreach_mul_(trace, float(decay))
@@ -85,10 +93,14 @@ def momentum(decay: float | Tensor, *, nesterov: bool = False) -> Transform:
             torch._foreach_add_(grads, trace, alpha=float(decay))
         return grads if nesterov else trace
 
-    def trees(grads: Tree, state: MomentumState, _: Params) -> list[Tree]:
-        return [grads, state.trace]
+    def columns_of(
+        grads: Tree, state: MomentumState, params: Params
+    ) -> tuple[list[list[Tensor]], tree.Structure]:
+        params = grads if params is None else params
+        columns, structure = leaf_columns(init, MomentumState, ["trace"], grads, state, params)
+        return columns[1:], structure
 
-    return Transform(init, update, in_place(update, trees, kernel, decay))
+    return Transform(init, update, in_place(update, columns_of, kernel, decay))
 
 
 class AdamState(NamedTuple):
@@ -119,7 +131,10 @@ def scale_by_adam(b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8) -> Tran
     def update(
         grads: Tree, state: AdamState, params: Params, *, grad_scale: Tensor | None = None
     ) -> tuple[Tree, AdamState]:
+        like = grads if params is None else params
+        leaf_columns(init, AdamState, ["mu", "nu"], grads, state, like)
         scale = _inverse(grad_scale)
+        grads = tree.map(widened, grads)
         step = state.step + 1
         c1, c2 = (1 - b1) * scale, (1 - b2) * scale * scale
         mu = tree.map(lambda m, g: (b1 * m + c1 * g).to(m.dtype), state.mu, grads)
@@ -158,23 +173,25 @@ def add_decayed_weights(weight_decay: float | Tensor, mask: Mask | None = None) 
     def update(
         grads: Tree, state: DecayState, params: Params, *, grad_scale: Tensor | None = None
     ) -> tuple[Tree, DecayState]:
-        scale = _inverse(grad_scale)
+        columns_of(grads, state, params)
+        factor = None if grad_scale is None else _inverse(grad_scale)
         rates = []
         if state.decays.numel():
             flags = (weight_decay * state.decays.to(torch.float64)).unbind()
             rates.append(tree.unflatten(tree.flatten(params)[1], flags))
 
         def decayed(grad: Tensor, param: Tensor, rate: float | Tensor = weight_decay) -> Tensor:
-            return plus(grad if grad_scale is None else grad * number(scale, grad), rate, param)
+            return plus(scaled(grad, factor), rate, param)
 
         return tree.map(decayed, grads, params, *rates), state
 
     def kernel(
         state: DecayState,
         grad_scale: Tensor | None,
-        grads: list[Tensor],
         params: list[Tensor],
+        grads: list[Tensor],
     ) -> list[Tensor]:
+        grads = [widened(grad) for grad in grads]
         if grad_scale is not None:
             torch._foreach_mul_(grads, float(_inverse(grad_scale)))
         decays = state.decays.tolist() or [True] * len(params)
@@ -183,10 +200,8 @@ def add_decayed_weights(weight_decay: float | Tensor, mask: Mask | None = None) 
             torch._foreach_add_(decayed, theirs, alpha=float(weight_decay))
         return grads
 
-    def trees(grads: Tree, _: DecayState, params: Params) -> list[Tree]:
-        return [grads, params]
-
-    return Transform(init, update, in_place(update, trees, kernel, weight_decay))
+    columns_of = partial(leaf_columns, init, DecayState, [])
+    return Transform(init, update, in_place(update, columns_of, kernel, weight_decay))
 
 
 def plus(x: Tensor, factor: float | Tensor, y: Tensor) -> Tensor:
@@ -195,6 +210,17 @@ def plus(x: Tensor, factor: float | Tensor, y: Tensor) -> Tensor:
         wide = torch.promote_types(x.dtype, y.dtype)
         return torch.addcmul(x, y, factor.to(wide)).to(x.dtype)
     return torch.add(x, y, alpha=factor).to(x.dtype)
+
+
+def widened(grad: Tensor) -> Tensor:
+    """A gradient in float32 at least, before it is scaled or squared: both leave the range of float16."""
+    return grad if grad.dtype.itemsize >= 4 else grad.to(tree.accumulation_dtype(grad.dtype))
+
+
+def scaled(grad: Tensor, factor: float | Tensor | None) -> Tensor:
+    """factor · grad, in float32 at least (None: the gradient itself)."""
+    grad = widened(grad)
+    return grad if factor is None else grad * number(factor, grad)
 
 
 def number(value: float | Tensor, x: Tensor) -> float | Tensor:

@@ -6,13 +6,13 @@ from bisect import bisect_left
 from collections.abc import Iterable, Iterator
 from functools import partial
 from itertools import pairwise
-from typing import NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor
 
 from purestep import tree
-from purestep.optim.base import Optimizer, guarded, has_kernels, with_grad_scale
+from purestep.optim.base import Optimizer, foreign, guarded, has_kernels, held_back, with_grad_scale
 from purestep.tokens import Weighed
 from purestep.types import OptState, Params, Tree
 
@@ -36,9 +36,10 @@ def transition(optimizer: Optimizer, *, donate: bool, compile: bool = False) -> 
     """The optimizer's update where ``applied`` holds, and the identity, to the bit, where it does not.
 
     Where nobody transforms, ``update_`` does it in place: on the buffers that come in, with ``donate``, and
-    else on one copy of them. Under a transform the old state is still needed, and the choice is a
-    selection, never a multiplication, so that nothing non-finite passes through it. A compiler gets an
-    ``update_`` without kernels of its own.
+    else on one copy of them. Under a transform the old state is still needed. A step that the host knows not
+    to be taken is then never computed; else the choice is a selection, never a multiplication, of what was
+    computed from finite gradients, so that nothing non-finite passes through it or through its derivative.
+    A compiler gets an ``update_`` without kernels of its own.
     """
     update = with_grad_scale(optimizer.update)
     update_ = guarded(optimizer)
@@ -58,6 +59,11 @@ def transition(optimizer: Optimizer, *, donate: bool, compile: bool = False) -> 
         compiling = torch.compiler.is_dynamo_compiling()
         in_place = donate or (copies and not compiling)
         if not in_place or not tree.untransformed(grads, opt_state, params):
+            known = tree.at_hand(applied)
+            if known is not None and not known.any():
+                return cast("tuple[Params, OptState]", tree.map(torch.clone, (params, opt_state)))
+            if known is None or not known.all():
+                grads = held_back(grads, applied)
             moved = partial(update, grads, opt_state, params, grad_scale=grad_scale)
             selected = tree.select(applied, moved(), (params, opt_state))
             return cast("tuple[Params, OptState]", selected)
@@ -70,7 +76,23 @@ def transition(optimizer: Optimizer, *, donate: bool, compile: bool = False) -> 
             return params, opt_state
         return update_(grads, opt_state, params, grad_scale=grad_scale, applied=None)
 
-    return transit
+    def explained(grads: Tree, opt_state: OptState, params: Params, /, **how: Any) -> Any:
+        try:
+            return transit(grads, opt_state, params, **how)
+        except Exception as error:
+            if mismatch := _mismatch(optimizer, opt_state, params):
+                raise ValueError(mismatch) from error
+            raise
+
+    return explained
+
+
+def _mismatch(optimizer: Optimizer, opt_state: OptState, params: Params) -> str | None:
+    """In what this state is not the optimizer's own, where that can be told."""
+    try:
+        return foreign(optimizer.init, opt_state, params)
+    except Exception:
+        return None  # What went wrong first is what matters.
 
 
 class Extent(NamedTuple):
