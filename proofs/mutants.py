@@ -651,8 +651,8 @@ MUTANTS = [
         "a donated leaf that shares memory with the data",
         [
             step(
-                "group = Group(apart(pairs, donated), len(microbatches))",
-                "group = Group(pairs, len(microbatches))",
+                "group = Group(apart(pairs, donated), agreement.microbatches)",
+                "group = Group(pairs, agreement.microbatches)",
             )
         ],
     ),

@@ -39,8 +39,6 @@ from purestep.types import (
 
 Normalize = Literal["loss", "grads"]
 OnNonfinite = Literal["propagate", "skip"]
-SUM_DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
-"""Those in which gradients may be added up."""
 
 
 def make_update_step(
@@ -130,10 +128,10 @@ def make_update_step(
             'weight_fn=None means that the forward pass brings the weights, but normalize="loss" counts '
             'them before it: pass normalize="grads", or a weight_fn'
         )
-    if accum_dtype is not None and accum_dtype not in SUM_DTYPES:
+    if accum_dtype is not None and accum_dtype not in tree.SUM_DTYPES:
         raise ValueError(
             f"{accum_dtype=} must be a floating point dtype for sums: one of "
-            + ", ".join(map(str, SUM_DTYPES))
+            + ", ".join(map(str, tree.SUM_DTYPES))
         )
     run = microbatch_pass(partial_loss(loss_fn), grad_and_value, weight_fn, compile=compile)
     counted_first = weight_fn if normalize == "loss" else None
@@ -157,7 +155,7 @@ def make_update_step(
 
         theta = pvary(params, axis)
         pairs = weighed(microbatches, weight_fn, agreement.weights if counted_first else None)
-        group = Group(apart(pairs, donated), len(microbatches))
+        group = Group(apart(pairs, donated), agreement.microbatches)
         compute = partial(accumulate_passes, run, theta, group, known, accum_dtype=accum_dtype)
         grads, loss, counted, aux = reduce(axis, agreement, compute, params, accum_dtype)
         total = agreement.counted if counted_first else counted
@@ -265,12 +263,13 @@ def _statement(
     device = _check_arguments(params, microbatches)
     check_buffers(donated)
     weights = weigh(microbatches, weight_fn) if weight_fn else ()
-    return Statement(count_all(weights, device), len(microbatches), shared, weights)
+    number = len(weights) if weight_fn else len(microbatches)
+    return Statement(count_all(weights, device), number, shared, weights)
 
 
 def _refuse_kind(path: str, leaf: Tensor) -> NoReturn:
     """Floating point tensors that look like any other, and are not."""
-    if leaf.dtype not in SUM_DTYPES:
+    if leaf.dtype not in tree.SUM_DTYPES:
         raise TypeError(
             f"{path} is {leaf.dtype}, in which neither gradients nor updates can be computed: keep params in "
             "bfloat16 or wider, and cast inside loss_fn"
@@ -293,7 +292,7 @@ def _check_arguments(params: Params, microbatches: Sequence[Microbatch]) -> torc
         )
     for position, leaf in enumerate(leaves):
         if isinstance(leaf, Tensor) and leaf.is_floating_point():
-            if leaf.dtype not in SUM_DTYPES or is_traceable_wrapper_subclass(leaf):
+            if leaf.dtype not in tree.SUM_DTYPES or is_traceable_wrapper_subclass(leaf):
                 _refuse_kind(tree.paths(params, "params")[position], leaf)
         else:
             found = leaf.dtype if isinstance(leaf, Tensor) else type(leaf).__name__

@@ -102,21 +102,26 @@ def weighed(
     weight_fn: WeightFn | None,
     known: Sequence[Tensor] | None = None,
 ) -> Iterator[Weighed]:
-    """Each microbatch with its weights: those that are known already, else those of ``weight_fn``, asked now."""
+    """Each microbatch with its weights: those that are known already, else those of ``weight_fn``, asked now.
+
+    Where weights are known, there are as many microbatches; else as many as the length says.
+    """
     if known is None and weight_fn is not None and isinstance(microbatches, WeighedGroup):
         known = microbatches.weights(weight_fn)
-    length, found = len(microbatches), 0
+    expected = len(microbatches) if known is None else len(known)
+    found = 0
     for found, microbatch in enumerate(microbatches, 1):
-        if found > length or (known is not None and found > len(known)):
+        if found > expected:
             break
         if known is not None:
             yield microbatch, known[found - 1]
         else:
             yield microbatch, None if weight_fn is None else checked_weights(weight_fn(microbatch))
-    if found != length or (known is not None and found != len(known)):
+    if found != expected:
         raise ValueError(
-            f"microbatches is a {type(microbatches).__name__} whose length is {length}, but it does not yield "
-            "that many, each time it is iterated: hand over a list"
+            f"microbatches is a {type(microbatches).__name__} of which {expected} microbatches were expected, but it "
+            f"yields {'more' if found > expected else found}: its length, or an earlier iteration, says otherwise. "
+            "Hand over a list"
         )
 
 
