@@ -43,24 +43,28 @@ class Statement(NamedTuple):
     """What a rank brings to a step: its count, its microbatches, and by name what all ranks must share.
 
     ``weights`` are those that it has counted, one tensor for each microbatch; no other rank hears of them.
+    ``given`` is what the gradients may be differentiated by in turn.
     """
 
     counted: Count
     microbatches: int
     shared: Mapping[str, Tree]
-    weights: Sequence[Tensor] = ()
+    weights: Sequence[Tensor]
+    given: Tree
 
 
 class Agreement(NamedTuple):
     """The global count, this rank's microbatches, and what all ranks said, which raises where they disagree.
 
-    ``weights`` are this rank's own, which it has counted.
+    ``weights`` are this rank's own, which it has counted. ``recorded`` says whether gradients are differentiated in
+    turn, or batched, on all ranks alike; where ranks are of one program, nobody asks.
     """
 
     counted: Count
     microbatches: int
     confirm: Callable[[], list[Said]]
     weights: Sequence[Tensor]
+    recorded: bool
 
 
 def agree(axis: Axis, state: Callable[[], Statement]) -> Agreement:
@@ -71,10 +75,10 @@ def agree(axis: Axis, state: Callable[[], Statement]) -> Agreement:
     host that is at once; on a device, where reading would wait, it is when ``confirm`` is called.
     """
     if not isinstance(axis, Ranks) or torch.compiler.is_dynamo_compiling():
-        count, microbatches, _, weights = state()
+        count, microbatches, _, weights, _ = state()
         total = psum(count, axis)
         check_total_at_hand(total)
-        return Agreement(total, microbatches, list, weights)
+        return Agreement(total, microbatches, list, weights, recorded=False)
 
     brought, errors = attempt(lambda: _brought(axis, state()))
     row = brought.row if brought else failed_row(axis)
@@ -98,7 +102,8 @@ def agree(axis: Axis, state: Callable[[], Statement]) -> Agreement:
     transformed = brought.transformed
     total = summed(transformed, axis) if transformed else total_count(rows, brought.said, heard)
     confirmed = confirm if heard is None else lambda: heard
-    return Agreement(total, brought.said.microbatches, confirmed, brought.weights)
+    number = brought.said.microbatches
+    return Agreement(total, number, confirmed, brought.weights, brought.recorded)
 
 
 class _Brought(NamedTuple):
@@ -106,23 +111,22 @@ class _Brought(NamedTuple):
 
     shared: Mapping[str, Tree]
     weights: Sequence[Tensor]
+    recorded: bool
     said: Said
     row: Tensor
     transformed: Packed | None
 
 
 def _brought(axis: Ranks, statement: Statement) -> _Brought:
-    count, microbatches, shared, weights = statement
-    how = {
-        "bucket_bytes": str(axis.bucket_bytes),
-        "differentiated": str(not tree.untransformed(shared["params"], count)),
-    }
+    count, microbatches, shared, weights, given = statement
+    recorded = not tree.untransformed(given, count)
+    how = {"bucket_bytes": str(axis.bucket_bytes), "differentiated": str(recorded)}
     shared = {**shared, "settings": {**shared["settings"], **how}}
     said = says(microbatches, count, *map(fingerprint, shared.values()))
     if tree.untransformed(count):
-        return _Brought(shared, weights, said, row_of(axis, said, count), None)
+        return _Brought(shared, weights, recorded, said, row_of(axis, said, count), None)
     uncounted = row_of(axis, said, no_count(axis.device))
-    return _Brought(shared, weights, said, uncounted, packed(count))
+    return _Brought(shared, weights, recorded, said, uncounted, packed(count))
 
 
 def attempt(function: Callable[[], Result]) -> tuple[Result | None, list[BaseException]]:

@@ -77,10 +77,10 @@ def reduce(
     One that fails in ``compute`` says so, and the step ends with its message on every rank; on a device, where
     hearing would wait, it raises alone, and its launcher ends the others.
     """
-    if isinstance(axis, Ranks) and tree.eager(params, agreement.counted):
+    compiling = torch.compiler.is_dynamo_compiling()
+    if isinstance(axis, Ranks) and not (agreement.recorded or compiling):
         return _reduce_in_buckets(axis, agreement, compute, params, accum_dtype)
 
-    compiling = torch.compiler.is_dynamo_compiling()
     held = [rank.microbatches > 0 for rank in agreement.confirm()]
     if isinstance(axis, Ranks) and compiling:
         held = [agreement.microbatches > 0, True]  # nobody has heard of the others

@@ -263,8 +263,11 @@ def _statement(
     device = _check_arguments(params, microbatches)
     check_buffers(donated)
     weights = weigh(microbatches, weight_fn) if weight_fn else ()
+    counted = count_all(weights, device)
     number = len(weights) if weight_fn else len(microbatches)
-    return Statement(count_all(weights, device), number, shared, weights)
+    # Only what is at hand: a sequence that makes its microbatches anew makes them without a graph.
+    data = microbatches if isinstance(microbatches, list | tuple) else ()
+    return Statement(counted, number, shared, weights, (params, data))
 
 
 def _refuse_kind(path: str, leaf: Tensor) -> NoReturn:

@@ -60,11 +60,13 @@ from tests.test_testing import (
     blocks,
     check_aux_without_zeros,
     check_counted,
+    check_differentiated_by_data,
     check_history,
     check_laid_out,
     check_launched,
     check_law,
     counted_in,
+    differentiated_by_data,
     evaluated,
     forward_and_pulled,
     groups_of_two_steps,
@@ -489,6 +491,11 @@ def test_backward_through_steps(world: World) -> None:
     expected = backward_through_two_steps(ps.LocalAxis(), [[batch(8)], [batch(8, 1)]])
     for result in processes(world, backward_through_two_steps, groups_of_two_steps()):
         assert same(result, expected)
+
+
+def test_derivatives_by_the_data(world: World) -> None:
+    groups = cut(batch(8), [[2, 1], [1], [2], [1, 1]])
+    check_differentiated_by_data(processes(world, differentiated_by_data, groups))
 
 
 def moved(axis: ps.Axis, group: list[Batch], theta: Any) -> Any:

@@ -739,6 +739,27 @@ def test_backward_through_steps() -> None:
         assert same(result, expected)
 
 
+def differentiated_by_data(axis: ps.Axis, group: list[Batch]) -> list[Tensor]:
+    """The derivative of the parameters after a step by each microbatch: dataset distillation, say."""
+    data = [{**m, "x": m["x"].clone().requires_grad_()} for m in group]
+    end, _, _ = step(axis, {**sound(0), "microbatches": data})
+    ((end["w"] ** 2).sum() * 3 + end["b"]).backward()
+    grads = [m["x"].grad for m in data]
+    return [grad for grad in grads if grad is not None]
+
+
+def check_differentiated_by_data(results: Sequence[list[Tensor]]) -> None:
+    """Each rank has the derivative by its own data, of the step of one rank that holds them all."""
+    (expected,) = differentiated_by_data(ps.LocalAxis(), [batch(8)])
+    assert expected.any()
+    assert torch.equal(torch.cat([grad for grads in results for grad in grads]), expected)
+
+
+def test_derivatives_by_the_data() -> None:
+    groups = cut(batch(8), [[2, 1], [1], [2], [1, 1]])
+    check_differentiated_by_data(threads(4, differentiated_by_data, groups))
+
+
 @pytest.mark.parametrize("differing", ["bucket_bytes", "requires_grad"])
 def test_what_decides_the_path_is_agreed_on(differing: str) -> None:
     """Another size of buckets, or one rank that is being differentiated, would take other collectives."""
