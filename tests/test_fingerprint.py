@@ -94,6 +94,13 @@ class Unprintable(Value):
         raise ArithmeticError("not me")
 
 
+class Touchy(Value):
+    """Compared with its own kind alone."""
+
+    def __eq__(self, other: Any) -> bool:
+        return bool(self.names == other.names)
+
+
 class Point(NamedTuple):
     """A tuple with names."""
 
@@ -134,6 +141,8 @@ BESIDE: list[Callable[[], Any]] = [
     lambda: Config(0.5, set(WORDS)),
     lambda: Value(*WORDS),
     lambda: Unprintable(*WORDS),
+    lambda: Touchy(*WORDS),
+    lambda: {Point(1, 2): Touchy()},
     lambda: Path("a") / "b",
     lambda: re.compile("a|b"),
     lambda: Point(torch.ones(2), None),
