@@ -1041,3 +1041,25 @@ def test_rows_of_a_hugging_face_dataset() -> None:
     assert sum(map(len, ps.balance(list(rows), 2))) == len(SOURCE_LENGTHS)
     loader = DataLoader(rows, batch_size=2, collate_fn=collate)
     assert counts_of(loader) == [9, 14]
+
+
+def test_prefetch_asks_for_weights_once() -> None:
+    """Of a bound method too, which is a new object wherever it is named."""
+
+    class Counting:
+        asked = 0
+
+        def weights(self, microbatch: Any) -> Tensor:
+            self.asked += 1
+            return torch.ones_like(microbatch["x"])
+
+    counting = Counting()
+    groups = [[{"x": torch.ones(2)}] * 3]
+    sgd = ps.optim.sgd(0.1)
+    step = ps.make_update_step(lambda w, m: w * m["x"], sgd, weight_fn=counting.weights)
+    w = torch.ones(())
+    ahead = ps.prefetch(groups, "cpu", weight_fn=counting.weights)
+    moved, _, metrics = step(w, sgd.init(w), next(ahead))
+    assert counting.asked == 3
+    assert metrics.num_tokens == 6
+    assert moved == w - torch.tensor(0.1)

@@ -99,7 +99,7 @@ class PrefetchedGroup(WeighedGroup):
     def weights(self, weight_fn: WeightFn) -> Sequence[Tensor]:
         """Those of each microbatch, on the host: asked for beforehand, where this is ``prefetch``'s ``weight_fn``."""
         return (
-            self._weights if weight_fn is self._lane.weight_fn else weigh(self._on_host, weight_fn)
+            self._weights if weight_fn == self._lane.weight_fn else weigh(self._on_host, weight_fn)
         )
 
     def __len__(self) -> int:
