@@ -153,6 +153,7 @@ HELD_BACK = "held_back(grads, applied)"
 NOT_APPLIED = "if not applied:\n            return params, opt_state\n"
 PER_STEP = "    transit = transition(optimizer, donate=donate, compile=compile)\n"
 ENTRY = "        theta = pvary(params, axis)\n"
+FIRST = '        shared = {"params": params, "opt_state": opt_state, "settings": settings}\n'
 
 MUTANTS = [
     Mutant(
@@ -414,8 +415,8 @@ MUTANTS = [
         [
             step(PER_STEP, PER_STEP + "    taken: list[bool] = []\n"),
             step(
-                ENTRY,
-                ENTRY
+                FIRST,
+                FIRST
                 + "        microbatches = microbatches if taken else microbatches[:1]\n"
                 + "        taken.append(True)\n",
             ),
@@ -454,8 +455,8 @@ MUTANTS = [
         [
             step(PER_STEP, PER_STEP + "    left: list[Any] = []\n"),
             step(
-                ENTRY,
-                ENTRY
+                FIRST,
+                FIRST
                 + "        microbatches = [*left, *microbatches]\n"
                 + "        left[:] = microbatches[-1:]\n",
             ),
@@ -597,6 +598,22 @@ MUTANTS = [
         [backward("grad.clone() if owners > 2 else grad", "grad")],
     ),
     Mutant(
+        "44",
+        "flat buckets laid out in each rank's own memory order",
+        [
+            buckets(
+                "flat[start:stop].view(leaf.shape)",
+                "flat[start:stop].as_strided("
+                "leaf.shape, torch.empty_like(leaf).stride(), flat[start:stop].storage_offset())",
+            )
+        ],
+    ),
+    Mutant(
+        "45",
+        "lr / N in the default dtype",
+        [optim("recipes", "rate / grad_scale.to(torch.float64)", "rate / grad_scale")],
+    ),
+    Mutant(
         "46",
         "weights asked for twice: what multiplies is not what was counted",
         [
@@ -657,17 +674,6 @@ MUTANTS = [
         ],
     ),
     Mutant(
-        "44",
-        "flat buckets laid out in each rank's own memory order",
-        [
-            buckets(
-                "flat[start:stop].view(leaf.shape)",
-                "flat[start:stop].as_strided("
-                "leaf.shape, torch.empty_like(leaf).stride(), flat[start:stop].storage_offset())",
-            )
-        ],
-    ),
-    Mutant(
         "53",
         "a stream resumed at what was read ahead, not at what was used",
         [
@@ -722,11 +728,6 @@ MUTANTS = [
                 "return None",
             )
         ],
-    ),
-    Mutant(
-        "45",
-        "lr / N in the default dtype",
-        [optim("recipes", "rate / grad_scale.to(torch.float64)", "rate / grad_scale")],
     ),
 ]
 

@@ -128,8 +128,11 @@ def ensembles(system: System, drawn: tuple[Case, dict[str, Any], float]) -> None
     idle = {**good, name: good[name] * bad if bad else torch.zeros_like(good[name])}
     state = (case.params, case.opt_state)
     both = tree.map(lambda leaf: torch.stack([leaf, leaf]), state)
-    *together, metrics = torch.vmap(step)(*both, [stack([good, idle])])
-    *alone, metrics_alone = step(*state, [good])
+    try:
+        *together, metrics = torch.vmap(step)(*both, [stack([good, idle])])
+        *alone, metrics_alone = step(*state, [good])
+    except RuntimeError as error:
+        raise AssertionError("the step keeps something of an earlier call") from error
     assert_same(tree.map(lambda leaf: leaf[0], tuple(together)), tuple(alone))
     assert_same(tree.map(lambda leaf: leaf[1], tuple(together)), state)
     assert metrics.applied.tolist() == [bool(metrics_alone.applied), False]
