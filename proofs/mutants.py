@@ -611,7 +611,13 @@ MUTANTS = [
     Mutant(
         "45",
         "lr / N in the default dtype",
-        [optim("recipes", "rate / grad_scale.to(torch.float64)", "rate / grad_scale")],
+        [
+            step(
+                "grad_scale = None if counted_first else divisor(total.num_tokens).to(torch.float64)",
+                "grad_scale = None if counted_first else divisor(total.num_tokens)",
+            ),
+            optim("recipes", "rate / grad_scale.to(torch.float64)", "rate / grad_scale"),
+        ],
     ),
     Mutant(
         "46",
@@ -651,7 +657,7 @@ MUTANTS = [
     Mutant(
         "49",
         "recomputed activations with other parameters than the forward pass had",
-        [backward("with _Recomputation(leaves):", "if True:")],
+        [backward("with _Recomputation(loss, leaves):", "if True:")],
     ),
     Mutant(
         "50",

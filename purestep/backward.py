@@ -96,7 +96,7 @@ def backward(
 
     wanted = tuple([leaf for leaf in leaves if leaf.requires_grad])
     try:
-        with _Recomputation(leaves):
+        with _Recomputation(loss, leaves):
             # ``torch.autograd.backward`` would leave the mode above before it begins.
             _engine_run_backward(
                 (loss,),
@@ -124,42 +124,58 @@ class _Recomputation(TorchFunctionMode):
     """Refuses a checkpoint that recomputes with other parameters than the forward pass had.
 
     ``torch.func.functional_call`` gives a module its own parameters back before the backward pass begins, so
-    a checkpoint inside of it computes with those again. Python calls of torch with gradients enabled are rare
-    in a backward pass: nothing but recomputation makes them, and nothing else pays for this.
+    a checkpoint inside of it computes with those again. A parameter that the loss depends on was there before,
+    and so was one that is a leaf of ours. Of frozen ones the graph knows nothing: where the shape is that of
+    a leaf, they are taken for its double.
+
+    Python calls of torch with gradients enabled are rare in a backward pass: nothing but recomputation makes
+    them, and nothing else pays for this.
     """
 
-    def __init__(self, leaves: Sequence[Tensor]) -> None:
+    def __init__(self, loss: Tensor, leaves: Sequence[Tensor]) -> None:
         super().__init__()
-        self._leaves = leaves
-        self._known: tuple[set[int], set[int], set[torch.Size]] | None = None
+        self._loss, self._leaves = loss, leaves
+        self._known: set[int] | None = None
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if torch.is_grad_enabled():
             for value in tree.leaves_of((args, kwargs)):
-                if isinstance(value, Tensor) and self._is_anothers(value):
+                if isinstance(value, torch.nn.Parameter) and self._is_anothers(value):
                     raise ValueError(
                         f"a checkpoint inside loss_fn recomputes with a parameter of shape {tuple(value.shape)} that is "
                         "not the one it was given: torch.func.functional_call has put the module's own parameters "
                         "back by then. Call it inside of the function that is checkpointed, as in checkpoint(lambda "
-                        "p, x: functional_call(module, p, (x,)), params, x, use_reentrant=False), or train "
-                        "without activation checkpointing"
+                        "p, x: functional_call(module, p, (x,)), params, x, use_reentrant=False). Give it the "
+                        "module's frozen parameters, too, as plain tensors: p.detach()"
                     )
         return func(*args, **(kwargs or {}))
 
-    def _is_anothers(self, value: Tensor) -> bool:
-        """Whether this is a module's parameter in whose place a leaf of ours may have stood."""
-        if not isinstance(value, torch.nn.Parameter):
+    def _is_anothers(self, value: torch.nn.Parameter) -> bool:
+        """Whether a leaf of ours, or what was made of one, stood in the place of a module's own parameter."""
+        if any(value.data_ptr() == leaf.data_ptr() for leaf in self._leaves):
             return False
+        if not value.requires_grad:
+            return any(value.shape == leaf.shape for leaf in self._leaves)
         if self._known is None:
-            self._known = (
-                {id(leaf) for leaf in self._leaves},
-                {leaf.data_ptr() for leaf in self._leaves},
-                {leaf.shape for leaf in self._leaves},
-            )
-        ids, pointers, shapes = self._known
-        return id(value) not in ids and value.shape in shapes and value.data_ptr() not in pointers
+            self._known = _variables(self._loss)
+        return id(value) not in self._known
+
+
+def _variables(loss: Tensor) -> set[int]:
+    """The tensors at the ends of the loss's graph."""
+    found: set[int] = set()
+    seen: set[Any] = set()
+    nodes = [loss.grad_fn]
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        found.add(id(getattr(node, "variable", None)))
+        nodes += [behind for behind, _ in node.next_functions]
+    return found
 
 
 def _unshared(grad: Tensor) -> Tensor:

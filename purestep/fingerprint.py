@@ -41,9 +41,8 @@ def fingerprint(value: Tree) -> int:
     kinds = tuple(tree.kind(leaf) for leaf in leaves)
     try:
         return _remembered(structure, kinds)
-    except (
-        Exception
-    ):  # What stands in the structure need not be hashable, nor comparable with others.
+    except Exception:
+        # What stands in the structure need not be hashable, nor comparable with others.
         return _digest(structure, kinds)
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from purestep import tree
 from purestep.backward import GradientSums, backward
-from purestep.objective import Part, no_loss, partial_loss, plus
+from purestep.objective import GroupTotal, Part, add_part, of_group, partial_loss
 from purestep.tokens import Weighed, checked_weights, has_tokens, label_weights, weighed
 from purestep.tree import accumulation_dtype
 from purestep.types import GradAndValue, LossFn, Microbatch, Params, Tree, WeightFn
@@ -234,15 +234,15 @@ def accumulate_passes(
     leaves, structure = tree.flatten(params)
     dtypes = sum_dtypes(leaves, accum_dtype) if out is None else [buffer.dtype for buffer in out]
     sums = GradientSums(leaves, dtypes, out)
-    # Whoever transforms or differentiates the step needs gradients that are returned, and recorded.
-    in_place = run.in_place and tree.eager(params, totals) and not _inference(leaves)
-    versions = [leaf._version for leaf in leaves] if in_place else None
-    total: tuple[Tensor, Tree] | None = None
-    dtype, reached = None, False
+    recorded = not tree.eager(params, totals)
+    versions = _versions(leaves)
+    total: GroupTotal | None = None
+    reached = False
 
     for position, (microbatch, weights) in enumerate(_casts_forgotten(group.weighed, leaves), 1):
-        in_place = in_place and not tree.requires_grad(microbatch)
-        if in_place:
+        # Whoever transforms or differentiates the step needs gradients that are returned, with their graph.
+        recorded = recorded or tree.requires_grad(microbatch)
+        if run.in_place and not recorded and not _inference(leaves):
             own = [leaf.detach().requires_grad_() for leaf in leaves]
             with torch.enable_grad():
                 loss, carried = run.part(
@@ -255,14 +255,15 @@ def accumulate_passes(
             del own
         else:
             grads, loss, carried, here = run.differentiated(params, microbatch, weights, *totals)
+            if not recorded:  # What the loss closes over is a constant.
+                grads, loss, carried = tree.map(Tensor.detach, (grads, loss, carried))
             _add_returned(sums, grads, copy=not run.in_place)
-        dtype, reached = loss.dtype, reached or here
-        total = plus(total, (loss.to(torch.float64), carried))
+        reached = reached or here
+        total = add_part(total, loss, carried)
         del loss, carried, microbatch, weights
 
-    if versions is not None:
-        _check_untouched(params, leaves, versions)
-    loss, carried = (total[0].to(dtype), total[1]) if total else (no_loss(params), ())
+    _check_untouched(params, leaves, versions)
+    loss, carried = of_group(total, params)
     if carried and not reached and has_tokens(carried[0]):
         raise ValueError(
             "loss_fn gives losses that do not depend on params: no gradient reaches any of their leaves. Perhaps "
@@ -306,10 +307,17 @@ def _filled(sums: GradientSums, leaves: Sequence[Tensor]) -> list[Tensor]:
     return filled
 
 
+def _versions(leaves: Sequence[Tensor]) -> list[int]:
+    """How often each leaf was written to; nothing where that is not counted, under transforms and compilers."""
+    if torch.compiler.is_dynamo_compiling() or torch._C._are_functorch_transforms_active():
+        return []
+    return [] if _inference(leaves) else [leaf._version for leaf in leaves]
+
+
 def _check_untouched(params: Params, leaves: Sequence[Tensor], versions: Sequence[int]) -> None:
     """Refuses a loss that has written to what it was given."""
-    for index, (leaf, version) in enumerate(zip(leaves, versions, strict=True)):
-        if leaf._version != version:
+    for index, version in enumerate(versions):
+        if leaves[index]._version != version:
             raise ValueError(
                 f"loss_fn wrote to {tree.paths(params, 'params')[index]} in place, which is the caller's: compute a "
                 "new tensor, or give a module that updates its buffers a clone of them"

@@ -9,7 +9,7 @@ denominator cannot disagree.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -140,10 +140,29 @@ def divisor(total: Tensor) -> Tensor:
     return torch.where(total > 0, total, 1)
 
 
-def no_loss(params: Params) -> Tensor:
-    """The loss of no microbatch at all."""
-    leaf: Tensor = tree.leaves_of(params)[0]
-    return leaf.new_zeros((), dtype=accumulation_dtype(leaf.dtype))
+class GroupTotal(NamedTuple):
+    """The sum over microbatches of their parts of L, in float64, and of what they carry; and the losses' dtype."""
+
+    loss: Tensor
+    carried: Tree
+    dtype: torch.dtype
+
+
+def add_part(total: GroupTotal | None, loss: Tensor, carried: Tree) -> GroupTotal:
+    """The total with one microbatch more; a ``total`` of None is nothing yet."""
+    dtype = accumulation_dtype(loss.dtype)
+    if total is None:
+        return GroupTotal(loss.to(torch.float64), plus(None, carried), dtype)
+    dtype = torch.promote_types(total.dtype, dtype)
+    return GroupTotal(total.loss + loss, plus(total.carried, carried), dtype)
+
+
+def of_group(total: GroupTotal | None, params: Params) -> tuple[Tensor, Tree]:
+    """The loss of a group in the losses' own dtype, and what it carries: ``()`` where there is no microbatch."""
+    if total is None:
+        leaf: Tensor = tree.leaves_of(params)[0]
+        return leaf.new_zeros((), dtype=accumulation_dtype(leaf.dtype)), ()
+    return total.loss.to(total.dtype), total.carried
 
 
 def plus(total: Tree, term: Tree) -> Tree:
@@ -171,8 +190,8 @@ def evaluate(
     num_microbatches: Tensor | None = None,
 ) -> tuple[Tensor, Tree]:
     """The loss of a group, and what it carries, without gradients."""
-    total: tuple[Tensor, Tree] | None = None
+    total: GroupTotal | None = None
     for microbatch, weights in group:
         here = part(params, microbatch, weights, num_tokens, num_microbatches)
-        total = plus(total, tree.map(Tensor.detach, here))
-    return total or (no_loss(params), ())
+        total = add_part(total, *tree.map(Tensor.detach, here))
+    return of_group(total, params)

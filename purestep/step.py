@@ -62,7 +62,7 @@ def make_update_step(
 
     Args:
         loss_fn: ``loss_fn(params, microbatch)`` gives one loss per token, or ``LossTerms``.
-        optimizer: an ``ps.optim.Optimizer``.
+        optimizer: a ``ps.optim.Optimizer``.
         weight_fn: ``weight_fn(microbatch)`` gives each token's weight, in the losses' shape; the default
             counts ``microbatch["labels"] != -100``. It is asked once for each microbatch, so the weights that
             multiply are those that were counted. None: the loss returns ``LossTerms(weights=)``.
@@ -89,10 +89,10 @@ def make_update_step(
         the new parameters, not the metrics.
 
     **What is recorded.** A step is recorded for autograd where params, state, a microbatch or a learning rate require
-    grad, or under a transform. Then the new parameters require grad, and the graph grows with every step:
-    detach parameters where you make them, unless that is what you want. What the loss closes over is a constant,
-    whether it requires grad or not: nothing of it is recorded, and its ``.grad`` is not written. To
-    differentiate by it, put it into the microbatch, or use ``torch.func``.
+    grad, or under a transform. Then the new parameters require grad, and the graph grows from step to step:
+    start from detached parameters if you do not want that. Otherwise nothing is recorded: what the loss closes over
+    is a constant, whether it requires grad or not, and its ``.grad`` is not written. To differentiate by it, put
+    it into the microbatch, or use ``torch.func``.
 
     **What a loss may do.** The tensors that it is given live for one microbatch: hooks on them, or a
     ``.backward()`` inside, act there and never on the sums. It may differentiate by its own inputs, with

@@ -104,7 +104,8 @@ def weighed(
 ) -> Iterator[Weighed]:
     """Each microbatch with its weights: those that are known already, else those of ``weight_fn``, asked now.
 
-    Where weights are known, there are as many microbatches; else as many as the length says.
+    Refused where the sequence yields more or fewer microbatches than there are known weights or, without those,
+    than its length says.
     """
     if known is None and weight_fn is not None and isinstance(microbatches, WeighedGroup):
         known = microbatches.weights(weight_fn)
@@ -187,7 +188,11 @@ def checked_weights(weights: Tensor) -> Tensor:
                 f"weights must be finite and not negative, but one is {worst}: a loss is taken away by "
                 "weight 0, and its sign belongs into loss_fn"
             )
-        if isinstance(most, int) and most * values.numel() > EXACT < int(values.double().sum()):
+        if (
+            isinstance(most, int)
+            and most * values.numel() > EXACT
+            and values.double().sum() > EXACT
+        ):
             raise ValueError(
                 f"integer weights of one microbatch sum to more than {EXACT=}, up to which they are divided "
                 f"exactly; the largest is {most}: scale them down, the update does not depend on their scale"

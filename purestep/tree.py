@@ -242,8 +242,13 @@ def untransformed(*trees: Tree) -> bool:
 
 
 def requires_grad(tree: Tree) -> bool:
-    """Whether autograd follows any of these leaves."""
-    return any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves_of(tree))
+    """Whether autograd follows any of these leaves, those in mappings that optree takes for a leaf included."""
+    return any(
+        leaf.requires_grad
+        if isinstance(leaf, Tensor)
+        else isinstance(leaf, Mapping) and requires_grad(plain(leaf))
+        for leaf in leaves_of(tree)
+    )
 
 
 def eager(*trees: Tree) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
+from collections import UserDict
 from typing import Any
 
 import optree
@@ -610,3 +611,112 @@ def test_autocast_keeps_nothing_of_ours() -> None:
             assert casts
             assert all(cast() is None for cast in casts)
             casts.clear()
+
+
+WAYS: list[dict[str, Any]] = [{}, {"grad_and_value": torch.func.grad_and_value}]
+
+
+@pytest.mark.parametrize("how", WAYS, ids=["own", "torch.func"])
+def test_nothing_of_a_closure_is_recorded_by_any_reverse_mode(how: dict[str, Any]) -> None:
+    """On one rank and on several; the graph does not grow from step to step."""
+    teacher = torch.nn.Parameter(torch.tensor([3.0]))
+    sgd, w, group = ps.optim.sgd(0.5), torch.ones(1), [{"x": torch.ones(1)}, {"x": torch.ones(1)}]
+
+    def loss_fn(w: Tensor, m: dict[str, Tensor]) -> ps.LossTerms:
+        losses = (w * m["x"] - teacher).square()
+        return ps.LossTerms(losses, aux=losses.sum())
+
+    axis = ps.testing.ThreadAxis(2)
+    alone = ps.make_update_step(loss_fn, sgd, weight_fn=x_ones, **how)
+    ranks = axis.map(ps.make_update_step(loss_fn, sgd, weight_fn=x_ones, axis=axis, **how))
+    one = alone(w, sgd.init(w), group)
+    two = ranks([w] * 2, [sgd.init(w)] * 2, [group[:1], group[1:]])
+    for new, _, metrics in (one, *two):
+        assert new == 3
+        assert not new.requires_grad
+        assert not metrics.aux.requires_grad
+    assert teacher.grad is None
+
+
+@pytest.mark.parametrize("how", WAYS, ids=["own", "torch.func"])
+@pytest.mark.parametrize("recorded", [True, False])
+def test_params_are_not_written_to_in_any_way(how: dict[str, Any], recorded: bool) -> None:
+    def loss_fn(w: Tensor, m: dict[str, Tensor]) -> Tensor:
+        with torch.no_grad():
+            w.mul_(2)
+        return w * m["x"]
+
+    w = torch.ones(1, requires_grad=recorded)
+    with pytest.raises(ValueError, match="loss_fn wrote to params in place"):
+        ps.accumulate(loss_fn, w, [{"x": torch.ones(1)}], weight_fn=x_ones, **how)
+
+
+class Encoding(UserDict[str, Tensor]):
+    """A mapping that optree takes for a leaf, as a tokenizer's BatchEncoding is."""
+
+
+def test_mappings_are_seen_into() -> None:
+    """By derivatives, and by donation."""
+    sgd, w, x = ps.optim.sgd(0.5), torch.ones(1), torch.tensor([2.0], requires_grad=True)
+    step = ps.make_update_step(lambda w, m: w * m["x"].square(), sgd, weight_fn=x_ones)
+    step(w, sgd.init(w), [Encoding(x=torch.ones(1)), Encoding(x=x)])[0].backward()
+    assert x.grad == -0.5 * 2 * 2 / 2
+    donating = ps.make_update_step(lambda w, m: w * m["x"], sgd, weight_fn=x_ones, donate=True)
+    with pytest.raises(ValueError, match=r"but microbatches\[1\]\['x'\] shares its memory"):
+        donating(w, sgd.init(w), [Encoding(x=torch.ones(1)), Encoding(x=w)])
+
+
+def test_the_losses_dtype_does_not_depend_on_the_order() -> None:
+    """Nor does their sum: float32 loses a one beside 2 ** 24, and float64 does not."""
+    group = [{"x": torch.tensor([1.0])}, {"x": torch.tensor([2.0**24 + 1], dtype=torch.float64)}]
+    w = torch.ones(1)
+    evaluate = ps.make_eval_step(lambda w, m: w * m["x"], weight_fn=x_ones)
+    for parts in (group, group[::-1]):
+        _, loss, _ = ps.accumulate(lambda w, m: w * m["x"], w, parts, weight_fn=x_ones)
+        assert loss.dtype == torch.float64
+        assert loss == 2**24 + 2
+        assert evaluate(w, parts).loss == 2**23 + 1
+    many = [{"x": torch.tensor([2.0**24])}, *[{"x": torch.tensor([1.0])}] * 1023]
+    total = evaluate(w, many).loss
+    assert total.dtype == torch.float32
+    assert total == torch.tensor((2**24 + 1023) / 1024)
+
+
+class Block(torch.nn.Module):
+    """A layer that is computed again in the backward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = torch.nn.Parameter(torch.ones(3, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = checkpoint(lambda x: (x @ self.w).square(), x, use_reentrant=False)
+        return out
+
+
+def test_a_checkpoint_in_a_module_that_is_given_parts_of_a_leaf() -> None:
+    """Layers in one leaf: no leaf has the shape of the module's own parameter, which is not taken for ours."""
+    block = Block()
+
+    def loss_fn(p: dict[str, Tensor], m: dict[str, Tensor]) -> Tensor:
+        x = m["x"]
+        for w in p["layers"]:
+            x = torch.func.functional_call(block, {"w": w}, (x,))
+        return x.sum(1)
+
+    params = {"layers": torch.rand(2, 3, 3, generator=torch.Generator().manual_seed(0))}
+    with pytest.raises(ValueError, match=r"parameter of shape \(3, 3\) that is not the one"):
+        ps.accumulate(loss_fn, params, [{"x": torch.ones(2, 3)}], weight_fn=lambda m: torch.ones(2))
+
+
+@pytest.mark.parametrize("frozen", [True, False])
+def test_a_checkpoint_that_closes_over_a_module(frozen: bool) -> None:
+    """Its parameters are there in the forward pass too: constants, trained elsewhere or frozen."""
+    block = Block().requires_grad_(not frozen)
+    group, weights = [{"x": torch.ones(2, 3)}] * 2, lambda m: torch.ones(2)
+    grads, _, _ = ps.accumulate(
+        lambda w, m: block(m["x"] * w).sum(1), torch.full((3,), 2.0), group, weight_fn=weights
+    )
+    # 2 microbatches of 2 rows, 3 outputs of (6)² each, by every one of the 3 factors.
+    assert torch.equal(grads, torch.full((3,), 2.0 * 2 * 3 * 2 * 6))
+    assert block.w.grad is None

@@ -126,7 +126,8 @@ def apart(group: Iterable[Weighed], donated: Tree) -> Iterator[Weighed]:
             for ours in given[max(0, place - 1) : place + 1]:
                 if _overlap(ours, theirs) or _overlap(theirs, ours):
                     name = tree.paths(donated, "(params, opt_state)")[ours.position]
-                    data = tree.paths(microbatch, f"microbatches[{number}]")[theirs.position]
+                    paths = tree.paths(tree.plain(microbatch), f"microbatches[{number}]")
+                    data = paths[theirs.position]
                     raise ValueError(
                         f"donate=True lets the update write over {name}, but {data} shares its memory: clone one "
                         "of them"
@@ -141,7 +142,7 @@ def _overlap(before: Extent, after: Extent) -> bool:
 def _extents(leaves: Tree) -> list[Extent]:
     """Where each leaf lies, in the order of memory; a leaf without memory that could be told lies nowhere."""
     extents = []
-    for position, leaf in enumerate(tree.leaves_of(leaves)):
+    for position, leaf in enumerate(tree.leaves_of(tree.plain(leaves))):
         if not isinstance(leaf, Tensor) or leaf.layout != torch.strided or not leaf.numel():
             continue
         start = leaf.data_ptr()

@@ -204,7 +204,8 @@ class _World:
 class _Meeting:
     """One collective: what each rank has brought to it, and what each takes away."""
 
-    def __init__(self) -> None:
+    def __init__(self, place: Hashable) -> None:
+        self.place = place
         self.calls: dict[int, _Call] = {}
         self.brought: dict[int, Tensor] = {}
         self.results: dict[int, Tensor] = {}
@@ -217,7 +218,7 @@ class _Run:
     def __init__(self, size: int) -> None:
         self._size = size
         self._changed = threading.Condition()
-        self._meetings: dict[Hashable, list[_Meeting]] = {}
+        self._meetings: dict[Hashable, _Meeting] = {}
         self._begun: dict[Hashable, int] = {}
         self._waiting: dict[int, _Meeting] = {}
         self._ended: dict[int, str] = {}
@@ -232,9 +233,8 @@ class _Run:
         with self._changed:
             number = self.begun(rank, group)
             self._begun[rank, group] = number + 1
-            meetings = self._meetings.setdefault(group, [])
-            meetings += [_Meeting()] * (number == len(meetings))
-            meeting = meetings[number]
+            place = group, number
+            meeting = self._meetings.setdefault(place, _Meeting(place))
             meeting.calls[rank], meeting.brought[rank] = call, x
             if meeting.errors or len(set(meeting.calls.values())) > 1:
                 self._refuse([meeting])
@@ -255,7 +255,10 @@ class _Run:
             del self._waiting[rank]
             if rank in meeting.errors:
                 raise RankError(meeting.errors[rank])
-            return meeting.results.pop(rank)
+            result = meeting.results.pop(rank)
+            if not meeting.results:
+                del self._meetings[meeting.place]
+            return result
 
     def end(self, rank: int, how: str) -> None:
         """The rank comes to no meeting any more."""
