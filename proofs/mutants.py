@@ -624,8 +624,8 @@ MUTANTS = [
         "weights asked for twice: what multiplies is not what was counted",
         [
             step(
-                "pairs = weighed(microbatches, weight_fn, agreement.weights if counted_first else None)",
-                "pairs = weighed(microbatches, weight_fn)",
+                "pairs = weighed(agreement.group, weight_fn, agreement.weights if counted_first else None)",
+                "pairs = weighed(agreement.group, weight_fn)",
             )
         ],
     ),
@@ -657,7 +657,7 @@ MUTANTS = [
     Mutant(
         "49",
         "recomputed activations with other parameters than the forward pass had",
-        [backward("with _Recomputation(loss, leaves):", "if True:")],
+        [backward("with _Recomputation(leaves):", "if True:")],
     ),
     Mutant(
         "50",

@@ -21,7 +21,7 @@ from purestep.axis import Axis, RankError, Ranks, psum
 from purestep.axis.buckets import Packed, packed, summed
 from purestep.fingerprint import describe, fingerprint, without_addresses
 from purestep.tokens import Count, no_count
-from purestep.types import Tree
+from purestep.types import Microbatch, Tree
 
 Result = TypeVar("Result")
 
@@ -42,7 +42,7 @@ WIDTH = 6 + 4
 class Statement(NamedTuple):
     """What a rank brings to a step: its count, its microbatches, and by name what all ranks must share.
 
-    ``weights`` are those that it has counted, one tensor for each microbatch; no other rank hears of them.
+    ``weights`` are those that it has counted, one tensor for each microbatch of ``group``; no other rank hears of them.
     ``given`` is what the gradients may be differentiated by in turn.
     """
 
@@ -50,13 +50,14 @@ class Statement(NamedTuple):
     microbatches: int
     shared: Mapping[str, Tree]
     weights: Sequence[Tensor]
+    group: Sequence[Microbatch]
     given: Tree
 
 
 class Agreement(NamedTuple):
     """The global count, this rank's microbatches, and what all ranks said, which raises where they disagree.
 
-    ``weights`` are this rank's own, which it has counted. ``recorded`` says whether gradients are differentiated in
+    ``weights`` and ``group`` are this rank's own, which it has counted. ``recorded`` says whether gradients are differentiated in
     turn, or batched, on all ranks alike; where ranks are of one program, nobody asks.
     """
 
@@ -64,6 +65,7 @@ class Agreement(NamedTuple):
     microbatches: int
     confirm: Callable[[], list[Said]]
     weights: Sequence[Tensor]
+    group: Sequence[Microbatch]
     recorded: bool
 
 
@@ -75,10 +77,10 @@ def agree(axis: Axis, state: Callable[[], Statement]) -> Agreement:
     host that is at once; on a device, where reading would wait, it is when ``confirm`` is called.
     """
     if not isinstance(axis, Ranks) or torch.compiler.is_dynamo_compiling():
-        count, microbatches, _, weights, _ = state()
+        count, microbatches, _, weights, group, _ = state()
         total = psum(count, axis)
         check_total_at_hand(total)
-        return Agreement(total, microbatches, list, weights, recorded=False)
+        return Agreement(total, microbatches, list, weights, group, recorded=False)
 
     brought, errors = attempt(lambda: _brought(axis, state()))
     row = brought.row if brought else failed_row(axis)
@@ -103,7 +105,7 @@ def agree(axis: Axis, state: Callable[[], Statement]) -> Agreement:
     total = summed(transformed, axis) if transformed else total_count(rows, brought.said, heard)
     confirmed = confirm if heard is None else lambda: heard
     number = brought.said.microbatches
-    return Agreement(total, number, confirmed, brought.weights, brought.recorded)
+    return Agreement(total, number, confirmed, brought.weights, brought.group, brought.recorded)
 
 
 class _Brought(NamedTuple):
@@ -111,6 +113,7 @@ class _Brought(NamedTuple):
 
     shared: Mapping[str, Tree]
     weights: Sequence[Tensor]
+    group: Sequence[Microbatch]
     recorded: bool
     said: Said
     row: Tensor
@@ -118,15 +121,15 @@ class _Brought(NamedTuple):
 
 
 def _brought(axis: Ranks, statement: Statement) -> _Brought:
-    count, microbatches, shared, weights, given = statement
+    count, microbatches, shared, weights, group, given = statement
     recorded = not tree.untransformed(given, count)
     how = {"bucket_bytes": str(axis.bucket_bytes), "differentiated": str(recorded)}
     shared = {**shared, "settings": {**shared["settings"], **how}}
     said = says(microbatches, count, *map(fingerprint, shared.values()))
     if tree.untransformed(count):
-        return _Brought(shared, weights, recorded, said, row_of(axis, said, count), None)
+        return _Brought(shared, weights, group, recorded, said, row_of(axis, said, count), None)
     uncounted = row_of(axis, said, no_count(axis.device))
-    return _Brought(shared, weights, recorded, said, uncounted, packed(count))
+    return _Brought(shared, weights, group, recorded, said, uncounted, packed(count))
 
 
 def attempt(function: Callable[[], Result]) -> tuple[Result | None, list[BaseException]]:

@@ -96,7 +96,7 @@ def backward(
 
     wanted = tuple([leaf for leaf in leaves if leaf.requires_grad])
     try:
-        with _Recomputation(loss, leaves):
+        with _Recomputation(leaves):
             # ``torch.autograd.backward`` would leave the mode above before it begins.
             _engine_run_backward(
                 (loss,),
@@ -121,61 +121,39 @@ def backward(
 
 
 class _Recomputation(TorchFunctionMode):
-    """Refuses a checkpoint that recomputes with other parameters than the forward pass had.
+    """Refuses a checkpoint that recomputes with a module's own parameters.
 
     ``torch.func.functional_call`` gives a module its own parameters back before the backward pass begins, so
-    a checkpoint inside of it computes with those again. A parameter that the loss depends on was there before,
-    and so was one that is a leaf of ours. Of frozen ones the graph knows nothing: where the shape is that of
-    a leaf, they are taken for its double.
+    a checkpoint inside of it computes with those again. Whether the forward pass had them, too, cannot be told
+    from here, so no ``torch.nn.Parameter`` takes part in recomputation, but for one that shares a leaf's memory.
 
-    Python calls of torch with gradients enabled are rare in a backward pass: nothing but recomputation makes
-    them, and nothing else pays for this.
+    Recomputation is what calls torch with gradients enabled, or with hooks on what is saved. In a backward pass
+    that is rare, and nothing else pays for this.
     """
 
-    def __init__(self, loss: Tensor, leaves: Sequence[Tensor]) -> None:
+    def __init__(self, leaves: Sequence[Tensor]) -> None:
         super().__init__()
-        self._loss, self._leaves = loss, leaves
-        self._known: set[int] | None = None
+        self._leaves = leaves
+        self._hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if torch.is_grad_enabled():
+        hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        if torch.is_grad_enabled() or hooks != self._hooks:
             for value in tree.leaves_of((args, kwargs)):
-                if isinstance(value, torch.nn.Parameter) and self._is_anothers(value):
+                if isinstance(value, torch.nn.Parameter) and not self._is_ours(value):
                     raise ValueError(
-                        f"a checkpoint inside loss_fn recomputes with a parameter of shape {tuple(value.shape)} that is "
-                        "not the one it was given: torch.func.functional_call has put the module's own parameters "
-                        "back by then. Call it inside of the function that is checkpointed, as in checkpoint(lambda "
-                        "p, x: functional_call(module, p, (x,)), params, x, use_reentrant=False). Give it the "
-                        "module's frozen parameters, too, as plain tensors: p.detach()"
+                        f"a checkpoint inside loss_fn recomputes with a module's own parameter, of shape "
+                        f"{tuple(value.shape)}: inside of torch.func.functional_call that is not the one that the forward "
+                        "pass had. Make the call inside of the function that is checkpointed, with all of the module's "
+                        "parameters, frozen ones as p.detach(): checkpoint(lambda p, x: functional_call(module, p, "
+                        "(x,)), params, x, use_reentrant=False)"
                     )
         return func(*args, **(kwargs or {}))
 
-    def _is_anothers(self, value: torch.nn.Parameter) -> bool:
-        """Whether a leaf of ours, or what was made of one, stood in the place of a module's own parameter."""
-        if any(value.data_ptr() == leaf.data_ptr() for leaf in self._leaves):
-            return False
-        if not value.requires_grad:
-            return any(value.shape == leaf.shape for leaf in self._leaves)
-        if self._known is None:
-            self._known = _variables(self._loss)
-        return id(value) not in self._known
-
-
-def _variables(loss: Tensor) -> set[int]:
-    """The tensors at the ends of the loss's graph."""
-    found: set[int] = set()
-    seen: set[Any] = set()
-    nodes = [loss.grad_fn]
-    while nodes:
-        node = nodes.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        found.add(id(getattr(node, "variable", None)))
-        nodes += [behind for behind, _ in node.next_functions]
-    return found
+    def _is_ours(self, value: Tensor) -> bool:
+        return any(value.data_ptr() == leaf.data_ptr() for leaf in self._leaves)
 
 
 def _unshared(grad: Tensor) -> Tensor:

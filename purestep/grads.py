@@ -17,7 +17,15 @@ from torch import Tensor
 
 from purestep import tree
 from purestep.backward import GradientSums, backward
-from purestep.objective import GroupTotal, Part, add_part, of_group, partial_loss
+from purestep.objective import (
+    GroupTotal,
+    Part,
+    add_part,
+    check_untouched,
+    of_group,
+    partial_loss,
+    versions_of,
+)
 from purestep.tokens import Weighed, checked_weights, has_tokens, label_weights, weighed
 from purestep.tree import accumulation_dtype
 from purestep.types import GradAndValue, LossFn, Microbatch, Params, Tree, WeightFn
@@ -235,7 +243,7 @@ def accumulate_passes(
     dtypes = sum_dtypes(leaves, accum_dtype) if out is None else [buffer.dtype for buffer in out]
     sums = GradientSums(leaves, dtypes, out)
     recorded = not tree.eager(params, totals)
-    versions = _versions(leaves)
+    versions = versions_of(params)
     total: GroupTotal | None = None
     reached = False
 
@@ -244,25 +252,25 @@ def accumulate_passes(
         recorded = recorded or tree.requires_grad(microbatch)
         if run.in_place and not recorded and not _inference(leaves):
             own = [leaf.detach().requires_grad_() for leaf in leaves]
+            given = tree.unflatten(structure, own), tree.detached(microbatch), weights
             with torch.enable_grad():
-                loss, carried = run.part(
-                    tree.unflatten(structure, own), microbatch, weights, *totals
-                )
+                loss, carried = run.part(*given, *totals)
             if loss.requires_grad:
                 backward(loss, own, sums, ready if position == group.length else None)
             here = any(value is not None for value in sums.values)
             loss, carried = tree.map(Tensor.detach, (loss, carried))
-            del own
+            del own, given
         else:
             grads, loss, carried, here = run.differentiated(params, microbatch, weights, *totals)
-            if not recorded:  # What the loss closes over is a constant.
+            if not tree.differentiated(params, totals, microbatch):
+                # What the loss closes over is a constant, whether it requires grad or not.
                 grads, loss, carried = tree.map(Tensor.detach, (grads, loss, carried))
             _add_returned(sums, grads, copy=not run.in_place)
         reached = reached or here
         total = add_part(total, loss, carried)
         del loss, carried, microbatch, weights
 
-    _check_untouched(params, leaves, versions)
+    check_untouched(params, versions)
     loss, carried = of_group(total, params)
     if carried and not reached and has_tokens(carried[0]):
         raise ValueError(
@@ -279,6 +287,7 @@ def _add_returned(sums: GradientSums, grads: list[Tensor], *, copy: bool) -> Non
         grad, index = grads.pop(), len(grads)
         so_far = sums.values[index]
         # What a reverse mode of the user's returns may be a buffer of theirs, and sums are written to.
+        grad = grad.to_dense() if grad.is_sparse else grad
         grad = grad.to(sums.dtypes[index], copy=so_far is None and copy)
         sums.values[index] = grad if so_far is None else so_far + grad
         del so_far, grad
@@ -307,29 +316,16 @@ def _filled(sums: GradientSums, leaves: Sequence[Tensor]) -> list[Tensor]:
     return filled
 
 
-def _versions(leaves: Sequence[Tensor]) -> list[int]:
-    """How often each leaf was written to; nothing where that is not counted, under transforms and compilers."""
-    if torch.compiler.is_dynamo_compiling() or torch._C._are_functorch_transforms_active():
-        return []
-    return [] if _inference(leaves) else [leaf._version for leaf in leaves]
-
-
-def _check_untouched(params: Params, leaves: Sequence[Tensor], versions: Sequence[int]) -> None:
-    """Refuses a loss that has written to what it was given."""
-    for index, version in enumerate(versions):
-        if leaves[index]._version != version:
-            raise ValueError(
-                f"loss_fn wrote to {tree.paths(params, 'params')[index]} in place, which is the caller's: compute a "
-                "new tensor, or give a module that updates its buffers a clone of them"
-            )
-
-
 def _casts_forgotten(group: Iterable[Weighed], leaves: Sequence[Tensor]) -> Iterator[Weighed]:
     """The same group. Autocast keeps what it casts of leaves until its own end: of ours, nothing is asked for again."""
     compiling = torch.compiler.is_dynamo_compiling()
     casts = not compiling and torch.is_autocast_enabled(leaves[0].device.type)
-    for each in group:
-        yield each
+    try:
+        for each in group:
+            yield each
+            if casts:
+                torch.clear_autocast_cache()
+    finally:
         if casts:
             torch.clear_autocast_cache()
 

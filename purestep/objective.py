@@ -8,7 +8,7 @@ denominator cannot disagree.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple, TypeAlias
 
 import torch
@@ -58,7 +58,10 @@ def partial_loss(loss_fn: LossFn) -> Part:
                 )
             term = terms.microbatch.to(losses.dtype)
             present = counted.num_tokens > 0
-            loss = loss + torch.where(present, term, 0) / divisor(num_microbatches).to(losses)
+            known = tree.at_hand(present)
+            # Left out where that can be told, so that nothing that is not finite comes back from it.
+            if known is None or known.any():
+                loss = loss + torch.where(present, term, 0) / divisor(num_microbatches).to(losses)
         return loss, (counted, terms.aux)
 
     return part
@@ -182,6 +185,25 @@ def plus(total: Tree, term: Tree) -> Tree:
     return tree.map(add, total, term)
 
 
+def versions_of(params: Params) -> list[int]:
+    """How often each leaf was written to; nothing where that is not counted, under transforms and compilers."""
+    if torch.compiler.is_dynamo_compiling() or torch._C._are_functorch_transforms_active():
+        return []
+    leaves = tree.leaves_of(params)
+    return [] if any(leaf.is_inference() for leaf in leaves) else [leaf._version for leaf in leaves]
+
+
+def check_untouched(params: Params, versions: Sequence[int]) -> None:
+    """Refuses a loss that has written to what it was given."""
+    if versions != versions_of(params):
+        pairs = zip(versions, versions_of(params), strict=True)
+        index = next(index for index, (before, after) in enumerate(pairs) if before != after)
+        raise ValueError(
+            f"loss_fn wrote to {tree.paths(params, 'params')[index]} in place, which is the caller's: compute a "
+            "new tensor, or give a module that updates its buffers a clone of them"
+        )
+
+
 def evaluate(
     part: Part,
     params: Params,
@@ -191,7 +213,9 @@ def evaluate(
 ) -> tuple[Tensor, Tree]:
     """The loss of a group, and what it carries, without gradients."""
     total: GroupTotal | None = None
+    versions = versions_of(params)
     for microbatch, weights in group:
         here = part(params, microbatch, weights, num_tokens, num_microbatches)
         total = add_part(total, *tree.map(Tensor.detach, here))
+    check_untouched(params, versions)
     return of_group(total, params)

@@ -23,7 +23,7 @@ from purestep.objective import divisor, evaluate, partial_loss
 from purestep.optim.base import Optimizer, check_optimizer
 from purestep.optim.transition import apart, check_buffers, transition
 from purestep.reduction import reduce
-from purestep.tokens import count_all, label_weights, weigh, weighed
+from purestep.tokens import count_all, held, label_weights, weigh, weighed
 from purestep.types import (
     EvalMetrics,
     GradAndValue,
@@ -154,7 +154,7 @@ def make_update_step(
         known = agreement.counted if counted_first else (None, None)
 
         theta = pvary(params, axis)
-        pairs = weighed(microbatches, weight_fn, agreement.weights if counted_first else None)
+        pairs = weighed(agreement.group, weight_fn, agreement.weights if counted_first else None)
         group = Group(apart(pairs, donated), agreement.microbatches)
         compute = partial(accumulate_passes, run, theta, group, known, accum_dtype=accum_dtype)
         grads, loss, counted, aux = reduce(axis, agreement, compute, params, accum_dtype)
@@ -212,7 +212,7 @@ def make_eval_step(
         known = agreement.counted if weight_fn else None
 
         def compute(**_: Any) -> tuple[Tree, Tensor, Tree]:
-            group = weighed(microbatches, weight_fn, agreement.weights if weight_fn else None)
+            group = weighed(agreement.group, weight_fn, agreement.weights if weight_fn else None)
             return (), *evaluate(part, params, group, *known or ())
 
         _, loss, counted, aux = reduce(axis, agreement, compute)
@@ -262,12 +262,13 @@ def _statement(
     """What a rank brings to a step; its count too, where the weights are known before the loss."""
     device = _check_arguments(params, microbatches)
     check_buffers(donated)
-    weights = weigh(microbatches, weight_fn) if weight_fn else ()
+    group = held(microbatches) if weight_fn else microbatches
+    weights = weigh(group, weight_fn) if weight_fn else ()
     counted = count_all(weights, device)
-    number = len(weights) if weight_fn else len(microbatches)
-    # Only what is at hand: a sequence that makes its microbatches anew makes them without a graph.
-    data = microbatches if isinstance(microbatches, list | tuple) else ()
-    return Statement(counted, number, shared, weights, (params, data))
+    # Only what is at hand: a group that is on its way has no graph.
+    data = group if isinstance(group, list | tuple) else ()
+    number = len(weights) if weight_fn else len(group)
+    return Statement(counted, number, shared, weights, group, (params, data))
 
 
 def _refuse_kind(path: str, leaf: Tensor) -> NoReturn:

@@ -89,12 +89,23 @@ def count(
     return count_all(weigh(microbatches, weight_fn), device)
 
 
+def held(microbatches: Sequence[Microbatch]) -> Sequence[Microbatch]:
+    """The group to iterate more than once: a sequence that makes its microbatches anew may make others."""
+    return (
+        microbatches if isinstance(microbatches, list | tuple | WeighedGroup) else [*microbatches]
+    )
+
+
 def weigh(microbatches: Sequence[Microbatch], weight_fn: WeightFn) -> Sequence[Tensor]:
     """The weights of each microbatch, asked for once: they are counted, and they multiply the losses."""
     if isinstance(microbatches, WeighedGroup):
         return microbatches.weights(weight_fn)
-    # Copies, since they are kept: a weight_fn may return the same buffer each time.
-    return [checked_weights(weight_fn(microbatch)).clone() for microbatch in microbatches]
+    return [_asked(weight_fn, microbatch) for microbatch in microbatches]
+
+
+def _asked(weight_fn: WeightFn, microbatch: Microbatch) -> Tensor:
+    """A copy: a weight_fn may return the same buffer each time, and a loss may write to its microbatch."""
+    return checked_weights(weight_fn(microbatch)).clone()
 
 
 def weighed(
@@ -117,7 +128,7 @@ def weighed(
         if known is not None:
             yield microbatch, known[found - 1]
         else:
-            yield microbatch, None if weight_fn is None else checked_weights(weight_fn(microbatch))
+            yield microbatch, None if weight_fn is None else _asked(weight_fn, microbatch)
     if found != expected:
         raise ValueError(
             f"microbatches is a {type(microbatches).__name__} of which {expected} microbatches were expected, but it "

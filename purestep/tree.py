@@ -21,6 +21,7 @@ from typing import Any, TypeAlias
 import optree
 import torch
 from torch import Tensor
+from torch._C._functorch import TransformType
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
@@ -241,6 +242,11 @@ def untransformed(*trees: Tree) -> bool:
     return not requires_grad(trees)
 
 
+def detached(tree: Tree) -> Tree:
+    """The same tensors, of which nothing is recorded; other leaves as they are."""
+    return map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, tree)
+
+
 def requires_grad(tree: Tree) -> bool:
     """Whether autograd follows any of these leaves, those in mappings that optree takes for a leaf included."""
     return any(
@@ -249,6 +255,22 @@ def requires_grad(tree: Tree) -> bool:
         else isinstance(leaf, Mapping) and requires_grad(plain(leaf))
         for leaf in leaves_of(tree)
     )
+
+
+def differentiated(*trees: Tree) -> bool:
+    """Whether derivatives of what is computed from these leaves may be asked for: a ``vmap`` alone asks for none."""
+    if torch.compiler.is_dynamo_compiling() or forward_ad._current_level >= 0:
+        return True
+    levels = torch._C._functorch.get_interpreter_stack() or []
+    if any(level.key() != TransformType.Vmap for level in levels):
+        return True
+    return requires_grad([_below_transforms(leaf) for leaf in leaves_of(trees)])
+
+
+def _below_transforms(leaf: Any) -> Any:
+    while isinstance(leaf, Tensor) and torch._C._functorch.is_functorch_wrapped_tensor(leaf):
+        leaf = torch._C._functorch.get_unwrapped(leaf)
+    return leaf
 
 
 def eager(*trees: Tree) -> bool:
@@ -283,8 +305,7 @@ def at_hand(tensor: Tensor) -> Tensor | None:
     """
     if torch.compiler.is_dynamo_compiling() or is_in_torch_dispatch_mode():
         return None
-    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
-        tensor = torch._C._functorch.get_unwrapped(tensor)
+    tensor = _below_transforms(tensor)
     return tensor if type(tensor) is Tensor and tensor.device.type == "cpu" else None
 
 

@@ -96,19 +96,28 @@ def _mismatch(optimizer: Optimizer, opt_state: OptState, params: Params) -> str 
 
 
 class Extent(NamedTuple):
-    """From which byte of a device's memory to which a leaf reaches."""
+    """From which byte of a device's memory to which a leaf reaches, and whether it has more elements than that."""
 
     device: int
     start: int
     stop: int
     position: int
+    folded: bool
 
 
 def check_buffers(donated: Tree) -> None:
     """Refuses leaves that overlap in memory and are given away: one would find the other's values in its own."""
     if not tree.eager(donated):
         return  # Nothing is written over then.
-    for before, after in pairwise(_extents(donated)):
+    extents = _extents(donated)
+    for extent in extents:
+        if extent.folded:
+            raise ValueError(
+                f"donate=True needs memory of its own for each element, but "
+                f"{tree.paths(donated, '(params, opt_state)')[extent.position]} overlaps itself, as expand and unfold make "
+                "it: clone it"
+            )
+    for before, after in pairwise(extents):
         if _overlap(before, after):
             names = tree.paths(donated, "(params, opt_state)")
             raise ValueError(
@@ -153,5 +162,5 @@ def _extents(leaves: Tree) -> list[Extent]:
             length = 1 + sum((size - 1) * stride for size, stride in steps)
         if start:
             stop = start + length * leaf.element_size()
-            extents.append(Extent(leaf.get_device(), start, stop, position))
+            extents.append(Extent(leaf.get_device(), start, stop, position, leaf.numel() > length))
     return sorted(extents)
