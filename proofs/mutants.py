@@ -335,8 +335,8 @@ MUTANTS = [
         "the last microbatch's state overwrites the earlier ones",
         [
             grads(
-                "total = plus(total, (loss.to(torch.float64), carried))",
-                "total = (plus(total and total[0], loss.to(torch.float64)), tree.map(torch.clone, carried))",
+                "total = add_part(total, loss, carried)",
+                "total = add_part(total, loss, carried)._replace(carried=tree.map(torch.clone, carried))",
             )
         ],
     ),
