@@ -667,17 +667,12 @@ MUTANTS = [
     Mutant(
         "51a",
         "donated leaves that overlap at different offsets",
-        [transition("before.start <= after.start < before.stop", "before.start == after.start")],
+        [transition("if after.start < before.stop:", "if after.start == before.start:")],
     ),
     Mutant(
         "51b",
         "a donated leaf that shares memory with the data",
-        [
-            step(
-                "group = Group(apart(pairs, donated), agreement.microbatches)",
-                "group = Group(pairs, agreement.microbatches)",
-            )
-        ],
+        [step("check_buffers(donated, data)", "check_buffers(donated, ())")],
     ),
     Mutant(
         "53",

@@ -242,15 +242,15 @@ def accumulate_passes(
     leaves, structure = tree.flatten(params)
     dtypes = sum_dtypes(leaves, accum_dtype) if out is None else [buffer.dtype for buffer in out]
     sums = GradientSums(leaves, dtypes, out)
-    recorded = not tree.eager(params, totals)
+    in_place = run.in_place and tree.eager(params, totals) and not _inference(leaves)
     versions = versions_of(params)
     total: GroupTotal | None = None
     reached = False
 
     for position, (microbatch, weights) in enumerate(_casts_forgotten(group.weighed, leaves), 1):
         # Whoever transforms or differentiates the step needs gradients that are returned, with their graph.
-        recorded = recorded or tree.requires_grad(microbatch)
-        if run.in_place and not recorded and not _inference(leaves):
+        in_place = in_place and not tree.requires_grad(microbatch)
+        if in_place:
             own = [leaf.detach().requires_grad_() for leaf in leaves]
             given = tree.unflatten(structure, own), tree.detached(microbatch), weights
             with torch.enable_grad():

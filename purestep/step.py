@@ -21,7 +21,7 @@ from purestep.axis import Axis, LocalAxis, check_axis, pvary
 from purestep.grads import Group, accumulate_passes, grad_and_value, microbatch_pass
 from purestep.objective import divisor, evaluate, partial_loss
 from purestep.optim.base import Optimizer, check_optimizer
-from purestep.optim.transition import apart, check_buffers, transition
+from purestep.optim.transition import check_buffers, transition
 from purestep.reduction import reduce
 from purestep.tokens import count_all, held, label_weights, weigh, weighed
 from purestep.types import (
@@ -155,7 +155,7 @@ def make_update_step(
 
         theta = pvary(params, axis)
         pairs = weighed(agreement.group, weight_fn, agreement.weights if counted_first else None)
-        group = Group(apart(pairs, donated), agreement.microbatches)
+        group = Group(pairs, agreement.microbatches)
         compute = partial(accumulate_passes, run, theta, group, known, accum_dtype=accum_dtype)
         grads, loss, counted, aux = reduce(axis, agreement, compute, params, accum_dtype)
         total = agreement.counted if counted_first else counted
@@ -261,12 +261,12 @@ def _statement(
 ) -> Statement:
     """What a rank brings to a step; its count too, where the weights are known before the loss."""
     device = _check_arguments(params, microbatches)
-    check_buffers(donated)
     group = held(microbatches) if weight_fn else microbatches
+    # Only what is at hand: of a group that is on its way, the thread that brings it makes copies.
+    data = group if isinstance(group, list | tuple) else ()
+    check_buffers(donated, data)
     weights = weigh(group, weight_fn) if weight_fn else ()
     counted = count_all(weights, device)
-    # Only what is at hand: a group that is on its way has no graph.
-    data = group if isinstance(group, list | tuple) else ()
     number = len(weights) if weight_fn else len(group)
     return Statement(counted, number, shared, weights, group, (params, data))
 

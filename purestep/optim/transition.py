@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator
+from collections.abc import Sequence
 from functools import partial
-from itertools import pairwise
+from itertools import pairwise, starmap
 from typing import Any, NamedTuple, Protocol, cast
 
 import torch
@@ -13,8 +13,7 @@ from torch import Tensor
 
 from purestep import tree
 from purestep.optim.base import Optimizer, foreign, guarded, has_kernels, held_back, with_grad_scale
-from purestep.tokens import Weighed
-from purestep.types import OptState, Params, Tree
+from purestep.types import Microbatch, OptState, Params, Tree
 
 
 class Transition(Protocol):
@@ -96,71 +95,61 @@ def _mismatch(optimizer: Optimizer, opt_state: OptState, params: Params) -> str 
 
 
 class Extent(NamedTuple):
-    """From which byte of a device's memory to which a leaf reaches, and whether it has more elements than that."""
+    """From which byte to which a leaf reaches, its position, and whether its elements overlap each other."""
 
-    device: int
     start: int
     stop: int
     position: int
     folded: bool
 
 
-def check_buffers(donated: Tree) -> None:
-    """Refuses leaves that overlap in memory and are given away: one would find the other's values in its own."""
+def check_buffers(donated: Tree, data: Sequence[Microbatch]) -> None:
+    """Refuses leaves that are given away and overlap, each other or the data: the update would write there, too."""
     if not tree.eager(donated):
         return  # Nothing is written over then.
-    extents = _extents(donated)
-    for extent in extents:
+    given = _extents(tree.leaves_of(donated))
+
+    def name(extent: Extent) -> str:
+        return tree.paths(donated, "(params, opt_state)")[extent.position]
+
+    for extent in given:
         if extent.folded:
             raise ValueError(
-                f"donate=True needs memory of its own for each element, but "
-                f"{tree.paths(donated, '(params, opt_state)')[extent.position]} overlaps itself, as expand and unfold make "
-                "it: clone it"
+                f"donate=True needs memory of its own for each element, but {name(extent)} overlaps itself, as "
+                "expand and unfold make it: clone it"
             )
-    for before, after in pairwise(extents):
-        if _overlap(before, after):
-            names = tree.paths(donated, "(params, opt_state)")
+    for before, after in pairwise(given):
+        if after.start < before.stop:
             raise ValueError(
-                f"donate=True needs a buffer for each leaf, but {names[before.position]} and "
-                f"{names[after.position]} share memory: clone one of them, or tie them inside loss_fn"
+                f"donate=True needs a buffer for each leaf, but {name(before)} and {name(after)} share memory: "
+                "clone one of them, or tie them inside loss_fn"
             )
-
-
-def apart(group: Iterable[Weighed], donated: Tree) -> Iterator[Weighed]:
-    """The same group, refused where a microbatch lies in memory that is given away: the update would write there."""
-    given = _extents(donated) if tree.eager(donated) else []
-    for number, (microbatch, weights) in enumerate(group):
-        for theirs in _extents(microbatch) if given else ():
+    for number, microbatch in enumerate(data if given else ()):
+        plain = tree.plain(microbatch)
+        for theirs in _extents(tree.leaves_of(plain)):
             place = bisect_left(given, theirs)
             for ours in given[max(0, place - 1) : place + 1]:
-                if _overlap(ours, theirs) or _overlap(theirs, ours):
-                    name = tree.paths(donated, "(params, opt_state)")[ours.position]
-                    paths = tree.paths(tree.plain(microbatch), f"microbatches[{number}]")
-                    data = paths[theirs.position]
+                if max(ours.start, theirs.start) < min(ours.stop, theirs.stop):
+                    path = tree.paths(plain, f"microbatches[{number}]")[theirs.position]
                     raise ValueError(
-                        f"donate=True lets the update write over {name}, but {data} shares its memory: clone one "
-                        "of them"
+                        f"donate=True lets the update write over {name(ours)}, but {path} shares its memory: clone "
+                        "one of them"
                     )
-        yield microbatch, weights
 
 
-def _overlap(before: Extent, after: Extent) -> bool:
-    return before.device == after.device and before.start <= after.start < before.stop
-
-
-def _extents(leaves: Tree) -> list[Extent]:
+def _extents(leaves: Sequence[Any]) -> list[Extent]:
     """Where each leaf lies, in the order of memory; a leaf without memory that could be told lies nowhere."""
     extents = []
-    for position, leaf in enumerate(tree.leaves_of(tree.plain(leaves))):
-        if not isinstance(leaf, Tensor) or leaf.layout != torch.strided or not leaf.numel():
+    for position, leaf in enumerate(leaves):
+        if not isinstance(leaf, Tensor) or leaf.layout is not torch.strided:
             continue
-        start = leaf.data_ptr()
-        if leaf.is_contiguous():
-            length = leaf.numel()
-        else:
-            steps = zip(leaf.shape, leaf.stride(), strict=True)
-            length = 1 + sum((size - 1) * stride for size, stride in steps)
-        if start:
-            stop = start + length * leaf.element_size()
-            extents.append(Extent(leaf.get_device(), start, stop, position, leaf.numel() > length))
-    return sorted(extents)
+        start, size = leaf.data_ptr(), leaf.nbytes
+        if start and size:
+            length = size
+            if not leaf.is_contiguous():
+                steps = zip(leaf.shape, leaf.stride(), strict=True)
+                last = sum((count - 1) * stride for count, stride in steps)
+                length = (1 + last) * leaf.element_size()
+            extents.append((start, start + length, position, length < size))
+    extents.sort()
+    return [*starmap(Extent, extents)]
