@@ -38,6 +38,7 @@ class GradientSums:
         if out is not None:
             for index, (leaf, place) in enumerate(zip(leaves, out, strict=True)):
                 self.direct[index] &= place.is_contiguous() and leaf.is_contiguous()
+        self.all_direct = all(self.direct)
 
     def add_(self, index: int, grad: Tensor, *, copy: bool = False) -> Tensor:
         """Adds a gradient that autograd has handed over; ``copy`` where a hook of the loss's may have kept it."""
@@ -83,18 +84,22 @@ def backward(
             announced.add(index)
             announce(index)
 
-    for index, (leaf, so_far, direct) in enumerate(
-        zip(leaves, sums.values, sums.direct, strict=True)
-    ):
-        if leaf._post_accumulate_grad_hooks:
-            direct = False  # They are the loss's, and see this microbatch's gradient alone.
-        # This also drops what a backward pass of the loss's own has left there.
-        leaf.grad = so_far if direct else None
-        begins_in_buffer = so_far is None and sums.out is not None
-        if (not direct or begins_in_buffer or announce is not None) and leaf.requires_grad:
-            leaf.register_post_accumulate_grad_hook(partial(arrived, index, direct))
-
+    # Hooks are the loss's, and see this microbatch's gradient alone; a leaf that requires none is frozen by it.
+    hooked = [index for index, leaf in enumerate(leaves) if leaf._post_accumulate_grad_hooks]
     wanted = tuple([leaf for leaf in leaves if leaf.requires_grad])
+    plain = announce is None and sums.out is None and not hooked and len(wanted) == len(leaves)
+    if plain and sums.all_direct:
+        for leaf, so_far in zip(leaves, sums.values, strict=True):
+            leaf.grad = so_far
+    else:
+        for index, (leaf, so_far) in enumerate(zip(leaves, sums.values, strict=True)):
+            direct = sums.direct[index] and index not in hooked
+            # This also drops what a backward pass of the loss's own has left there.
+            leaf.grad = so_far if direct else None
+            begins_in_buffer = so_far is None and sums.out is not None
+            if (not direct or begins_in_buffer or announce is not None) and leaf.requires_grad:
+                leaf.register_post_accumulate_grad_hook(partial(arrived, index, direct))
+
     try:
         with _Recomputation(leaves):
             # ``torch.autograd.backward`` would leave the mode above before it begins.
@@ -114,9 +119,10 @@ def backward(
             "a checkpoint inside loss_fn runs a backward pass of its own, which writes to whatever requires grad: "
             "call torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
         ) from error
-    for index, leaf in enumerate(leaves):
-        if sums.values[index] is None and leaf.grad is not None:
-            sums.add_(index, leaf.grad)
+    for index, so_far in enumerate(sums.values):
+        if so_far is None and (grad := leaves[index].grad) is not None:
+            sums.add_(index, grad)
+    for leaf in leaves:
         leaf.grad = None  # A loss that keeps its leaves does not get hold of the sums.
 
 
