@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from operator import attrgetter, methodcaller
+from sys import getrefcount
 from typing import Any
 
 import torch
@@ -55,6 +57,44 @@ class GradientSums:
         elif so_far is not grad:
             so_far.add_(grad)
         return so_far
+
+
+class OwnLeaves:
+    """Tensors with the values of ``leaves``, for one microbatch after the other: new ones where a loss has left a trace.
+
+    Making two thousand costs a millisecond, so those that nobody has touched serve the next microbatch, too.
+    """
+
+    def __init__(self, leaves: Sequence[Tensor]) -> None:
+        self._leaves = leaves
+        self._own: list[Tensor] = []
+        self._state: Any = None
+
+    def __call__(self) -> list[Tensor]:
+        """Leaves without gradients and hooks, of which nobody else has a hold."""
+        if self._state is None or _state(self._own) != self._state:
+            self._own = [leaf.detach().requires_grad_() for leaf in self._leaves]
+            self._state = _state(self._own)
+        return self._own
+
+
+def _state(own: list[Tensor]) -> Any:
+    """Who has a hold of each leaf, in Python and in graphs, where its values lie, and what hangs on it."""
+    return (
+        set(map(getrefcount, own)),
+        set(map(_use_count, own)),
+        list(map(Tensor.data_ptr, own)),
+        any(map(_hooks, own)),
+        all(map(_requires_grad, own)),
+    )
+
+
+def _hooks(leaf: Tensor) -> bool:
+    return bool(leaf._backward_hooks or leaf._post_accumulate_grad_hooks)
+
+
+_requires_grad = attrgetter("requires_grad")
+_use_count = methodcaller("_use_count")
 
 
 def backward(

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from purestep import tree
-from purestep.backward import GradientSums, backward
+from purestep.backward import GradientSums, OwnLeaves, backward
 from purestep.objective import (
     GroupTotal,
     Part,
@@ -243,6 +243,7 @@ def accumulate_passes(
     dtypes = sum_dtypes(leaves, accum_dtype) if out is None else [buffer.dtype for buffer in out]
     sums = GradientSums(leaves, dtypes, out)
     in_place = run.in_place and tree.eager(params, totals) and not _inference(leaves)
+    own_leaves = OwnLeaves(leaves)
     versions = versions_of(params)
     total: GroupTotal | None = None
     reached = False
@@ -251,7 +252,7 @@ def accumulate_passes(
         # Whoever transforms or differentiates the step needs gradients that are returned, with their graph.
         in_place = in_place and not tree.requires_grad(microbatch)
         if in_place:
-            own = [leaf.detach().requires_grad_() for leaf in leaves]
+            own = own_leaves()
             given = tree.unflatten(structure, own), tree.detached(microbatch), weights
             with torch.enable_grad():
                 loss, carried = run.part(*given, *totals)
