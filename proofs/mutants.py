@@ -662,7 +662,10 @@ MUTANTS = [
     Mutant(
         "51a",
         "donated leaves that overlap at different offsets",
-        [transition("if after.start < before.stop:", "if after.start == before.start:")],
+        [
+            transition("for (_, stop, before, _), (start", "for (first, stop, before, _), (start"),
+            transition("if start < stop:", "if start == first:"),
+        ],
     ),
     Mutant(
         "51b",

@@ -5,8 +5,8 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Sequence
 from functools import partial
-from itertools import pairwise, starmap
-from typing import Any, NamedTuple, Protocol, cast
+from itertools import pairwise
+from typing import Any, Protocol, TypeAlias, cast
 
 import torch
 from torch import Tensor
@@ -94,13 +94,8 @@ def _mismatch(optimizer: Optimizer, opt_state: OptState, params: Params) -> str 
         return None  # What went wrong first is what matters.
 
 
-class Extent(NamedTuple):
-    """From which byte to which a leaf reaches, its position, and whether its elements overlap each other."""
-
-    start: int
-    stop: int
-    position: int
-    folded: bool
+Extent: TypeAlias = tuple[int, int, int, bool]
+"""From which byte to which a leaf reaches, its position, and whether its elements overlap each other."""
 
 
 def check_buffers(donated: Tree, data: Sequence[Microbatch]) -> None:
@@ -109,17 +104,17 @@ def check_buffers(donated: Tree, data: Sequence[Microbatch]) -> None:
         return  # Nothing is written over then.
     given = _extents(tree.leaves_of(donated))
 
-    def name(extent: Extent) -> str:
-        return tree.paths(donated, "(params, opt_state)")[extent.position]
+    def name(position: int) -> str:
+        return tree.paths(donated, "(params, opt_state)")[position]
 
-    for extent in given:
-        if extent.folded:
+    for _, _, position, folded in given:
+        if folded:
             raise ValueError(
-                f"donate=True needs memory of its own for each element, but {name(extent)} overlaps itself, as "
+                f"donate=True needs memory of its own for each element, but {name(position)} overlaps itself, as "
                 "expand and unfold make it: clone it"
             )
-    for before, after in pairwise(given):
-        if after.start < before.stop:
+    for (_, stop, before, _), (start, _, after, _) in pairwise(given):
+        if start < stop:
             raise ValueError(
                 f"donate=True needs a buffer for each leaf, but {name(before)} and {name(after)} share memory: "
                 "clone one of them, or tie them inside loss_fn"
@@ -129,19 +124,20 @@ def check_buffers(donated: Tree, data: Sequence[Microbatch]) -> None:
         for theirs in _extents(tree.leaves_of(plain)):
             place = bisect_left(given, theirs)
             for ours in given[max(0, place - 1) : place + 1]:
-                if max(ours.start, theirs.start) < min(ours.stop, theirs.stop):
-                    path = tree.paths(plain, f"microbatches[{number}]")[theirs.position]
+                if max(ours[0], theirs[0]) < min(ours[1], theirs[1]):
+                    path = tree.paths(plain, f"microbatches[{number}]")[theirs[2]]
                     raise ValueError(
-                        f"donate=True lets the update write over {name(ours)}, but {path} shares its memory: clone "
-                        "one of them"
+                        f"donate=True lets the update write over {name(ours[2])}, but {path} shares its memory: "
+                        "clone one of them"
                     )
 
 
 def _extents(leaves: Sequence[Any]) -> list[Extent]:
     """Where each leaf lies, in the order of memory; a leaf without memory that could be told lies nowhere."""
     extents = []
+    strided = torch.strided
     for position, leaf in enumerate(leaves):
-        if not isinstance(leaf, Tensor) or leaf.layout is not torch.strided:
+        if not isinstance(leaf, Tensor) or leaf.layout is not strided:
             continue
         start, size = leaf.data_ptr(), leaf.nbytes
         if start and size:
@@ -152,4 +148,4 @@ def _extents(leaves: Sequence[Any]) -> list[Extent]:
                 length = (1 + last) * leaf.element_size()
             extents.append((start, start + length, position, length < size))
     extents.sort()
-    return [*starmap(Extent, extents)]
+    return extents
