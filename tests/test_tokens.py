@@ -69,3 +69,14 @@ def test_refuses_what_is_no_tensor() -> None:
 def test_label_weights_says_what_it_needs(microbatch: object) -> None:
     with pytest.raises(ValueError, match=r"reads microbatch\['labels'\], but .* pass weight_fn="):
         ps.label_weights(microbatch)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint16, torch.uint32, torch.uint64])
+def test_unsigned_weights_count_and_multiply(dtype: torch.dtype) -> None:
+    """Few of torch's functions take them; a step does."""
+    sgd, w = ps.optim.sgd(0.5), torch.zeros(())
+    step = ps.make_update_step(lambda w, x: w * x, sgd, weight_fn=lambda x: x.to(dtype))
+    new, _, metrics = step(w, sgd.init(w), [torch.tensor([1.0, 3.0])])
+    assert metrics.num_tokens == 4
+    assert metrics.num_tokens.dtype == torch.int64
+    assert new == -0.5 * (1 + 9) / 4
