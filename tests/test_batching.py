@@ -1063,3 +1063,14 @@ def test_prefetch_asks_for_weights_once() -> None:
     assert counting.asked == 3
     assert metrics.num_tokens == 6
     assert moved == w - torch.tensor(0.1)
+
+
+def test_one_document_alone() -> None:
+    """A row of its own, filled up."""
+    one = {"tokens": torch.tensor([5, 6, 7]), "labels": torch.tensor([6, 7, 8])}
+    packed = ps.pack_documents([one], row_tokens=4, pad=0)
+    assert packed["tokens"].tolist() == [[5, 6, 7, 0]]
+    assert packed["labels"].tolist() == [[6, 7, 8, 0]]
+    assert packed["positions"].tolist()[0][:3] == [0, 1, 2]
+    assert len(set(packed["segments"].tolist()[0][:3])) == 1
+    assert packed["segments"][0, 3] != packed["segments"][0, 0]
