@@ -17,6 +17,7 @@ from torch import Tensor
 
 from purestep import tree
 from purestep.backward import GradientSums, OwnLeaves, backward
+from purestep.compiler import Compiler, compiled
 from purestep.objective import (
     GroupTotal,
     Part,
@@ -180,7 +181,7 @@ def microbatch_pass(
     grad_and_value: GradAndValue,
     weight_fn: WeightFn | None,
     *,
-    compile: bool = False,
+    compile: bool | Compiler = False,
 ) -> MicrobatchPass:
     """Made once, so that a compiler compiles it once: for every number of microbatches, and all of their shapes."""
 
@@ -209,12 +210,9 @@ def microbatch_pass(
         return list(grads), loss, tree.unflatten(aux_structure, aux_leaves), reached
 
     own = grad_and_value is _own_grad_and_value
-    if not compile:
-        return MicrobatchPass(part, differentiated, own)
-    from purestep.products import compiled
-
     # Our own reverse mode returns gradients only under transforms, which compile what they like themselves.
-    return MicrobatchPass(compiled(part), differentiated if own else compiled(differentiated), own)
+    returned = differentiated if own else compiled(differentiated, compile)
+    return MicrobatchPass(compiled(part, compile), returned, own)
 
 
 class Group(NamedTuple):

@@ -3,7 +3,7 @@
 The compiler leaves them to MKL, which keeps to vectors of half the width on processors of other makers than
 its own. oneDNN, to which torch gives products in half precision, asks the processor what it has.
 
-The compiler's import takes a second, so this module is imported where something is compiled.
+This imports the compiler, which takes a second, so ``compiler.py`` imports it where something is compiled.
 """
 
 from __future__ import annotations
@@ -87,11 +87,11 @@ def _repays(a: Tensor, b: Tensor) -> bool:
     )
 
 
-def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """``torch.compile(function)``, with these products.
+def products(function: Callable[..., Any], **settings: Any) -> Callable[..., Any]:
+    """``torch.compile(function, **settings)``, with these products where torch has both libraries.
 
-    >>> double = compiled(lambda x: 2 * x)
+    >>> double = products(lambda x: 2 * x)
     """
     both = torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()
     options: dict[str, Any] = {"post_grad_custom_post_pass": Products()} if both else {}
-    return torch.compile(function, options=options)
+    return torch.compile(function, options=options, **settings)

@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from purestep import tree
 from purestep.agreement import Statement, agree
 from purestep.axis import Axis, LocalAxis, check_axis, pvary
+from purestep.compiler import Compiler
 from purestep.grads import Group, accumulate_passes, grad_and_value, microbatch_pass
 from purestep.objective import divisor, evaluate, partial_loss
 from purestep.optim.base import Optimizer, check_optimizer
@@ -52,7 +53,7 @@ def make_update_step(
     accum_dtype: torch.dtype | None = None,
     on_nonfinite: OnNonfinite = "propagate",
     donate: bool = False,
-    compile: bool = False,
+    compile: bool | Compiler = False,
 ) -> UpdateStep:
     """A pure function ``update_step(params, opt_state, microbatches) -> (params, opt_state, metrics)``.
 
@@ -77,9 +78,10 @@ def make_update_step(
         donate: whether ``params`` and ``opt_state`` are given away: their buffers hold the results, and the
             old values must not be used again. No two leaves may overlap in memory, nor a leaf and a
             microbatch. Ignored where the step is recorded.
-        compile: whether ``torch.compile`` takes what a microbatch runs, once for any number of them, and an
-            optimizer that has no kernels of its own. Ragged shapes become dynamic at the second one; large
-            float32 products on a CPU go to oneDNN. Ignored under a transform.
+        compile: whether ``torch.compile`` takes what a microbatch runs, once for any number of them, and what the
+            optimizer runs beside kernels. Ragged shapes become dynamic at the second one; large float32 products on
+            a CPU go to oneDNN. Where it cannot make one graph, a warning says why. Or a function of yours instead, such
+            as ``functools.partial(torch.compile, mode="max-autotune")``. Ignored under a transform.
 
     Returns:
         ``update_step``. ``params`` is a tree of floating point tensors (``None`` is an empty subtree and comes

@@ -15,7 +15,7 @@ subtree, everything else is a leaf. Your own classes become nodes when they are 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import optree
@@ -43,7 +43,47 @@ def flatten(tree: Tree) -> tuple[list[Any], Structure]:
 
 def unflatten(structure: Structure, leaves: Sequence[Any]) -> Tree:
     """The tree of this structure over these leaves: the inverse of ``flatten``."""
+    if torch.compiler.is_dynamo_compiling() and not any(
+        isinstance(leaf, Tensor) for leaf in leaves
+    ):
+        return _constants(structure, iter(leaves))
     return optree.tree_unflatten(structure, leaves)
+
+
+def _constants(structure: Structure, leaves: Iterator[Any]) -> Tree:
+    """``unflatten`` for a compiler, which takes a dict without tensors, as labels and masks are, for one of optree's own."""
+    if structure.is_leaf():
+        return next(leaves)
+    return _node(structure, [_constants(child, leaves) for child in structure.children()])
+
+
+def _node(structure: Structure, children: list[Tree]) -> Tree:
+    """The container at the top of this structure, over these children."""
+    if not torch.compiler.is_dynamo_compiling():
+        return structure.one_level().unflatten(children)
+    if structure.type is dict:
+        unsorted, _ = structure._metadata
+        return dict.fromkeys(unsorted) | dict(zip(structure.entries(), children, strict=True))
+    return structure._unflatten_func(structure._metadata, children)
+
+
+def part(structure: Structure, leaves: Sequence[Any], where: Collection[int]) -> Tree:
+    """The tree of some of its leaves, by position; ``()`` stands where a container or a leaf is left out.
+
+    >>> whole = {"a": [1, 2], "b": {"c": 3}}
+    >>> part(flatten(whole)[1], leaves_of(whole), {1})
+    {'a': [(), 2], 'b': ()}
+    """
+    kept = (leaf if position in where else () for position, leaf in enumerate(leaves))
+    return _pruned(structure, iter([*kept]))
+
+
+def _pruned(structure: Structure, leaves: Iterator[Any]) -> Tree:
+    if structure.is_leaf():
+        return next(leaves)
+    children = [_pruned(child, leaves) for child in structure.children()]
+    empty = all(isinstance(child, tuple) and len(child) == 0 for child in children)
+    return () if empty else _node(structure, children)
 
 
 def flatten_up_to(structure: Structure, tree: Tree) -> list[Tree]:
@@ -58,8 +98,22 @@ def broadcast_prefix(prefix: Tree, tree: Tree) -> list[Any]:
     >>> broadcast_prefix({"a": "all of it", "b": "one"}, {"a": [1, 2], "b": 3})
     ['all of it', 'all of it', 'one']
     """
+    if torch.compiler.is_dynamo_compiling():
+        return _spread(prefix, flatten(tree)[1])
     leaves: list[Any] = optree.broadcast_prefix(prefix, tree, namespace=NAMESPACE)
     return leaves
+
+
+def _spread(prefix: Tree, structure: Structure) -> list[Any]:
+    """``broadcast_prefix`` for a compiler: see ``_constants``."""
+    if isinstance(prefix, dict):
+        parts = [prefix[key] for key in structure.entries()]
+    elif optree.tree_is_leaf(prefix, namespace=NAMESPACE):
+        return [prefix] * structure.num_leaves
+    else:
+        parts = list(optree.tree_flatten_one_level(prefix, namespace=NAMESPACE)[0])
+    pairs = zip(parts, structure.children(), strict=True)
+    return [leaf for part, child in pairs for leaf in _spread(part, child)]
 
 
 def plain(tree: Tree) -> Tree:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import threading
+import warnings
+from collections import OrderedDict
 from collections.abc import Iterator
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
 import purestep as ps
 from proofs.strategies import assert_same
@@ -25,13 +29,15 @@ def fresh() -> Iterator[None]:
 
 
 class Compilations:
-    """A backend that runs graphs as they are, and counts them."""
+    """A backend that runs graphs as they are, and keeps their code, and whether any of their sizes may vary."""
 
     def __init__(self) -> None:
         self.graphs: list[str] = []
+        self.varying: list[bool] = []
 
-    def __call__(self, graph: torch.fx.GraphModule, _: list[Any]) -> Any:
+    def __call__(self, graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
         self.graphs.append(graph.code)
+        self.varying.append(any(isinstance(each, torch.SymInt) for each in inputs))
         return graph.forward
 
 
@@ -76,14 +82,7 @@ def make(optimizer: ps.optim.Optimizer, **settings: Any) -> UpdateStep:
 def compiled(optimizer: ps.optim.Optimizer, **settings: Any) -> tuple[UpdateStep, Compilations]:
     """A compiled step, and what was compiled for it."""
     backend = Compilations()
-    compile = torch.compile
-
-    def counted(function: Any, **_: Any) -> Any:
-        return compile(function, backend=backend)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch, "compile", counted)
-        return make(optimizer, compile=True, **settings), backend
+    return make(optimizer, compile=partial(torch.compile, backend=backend), **settings), backend
 
 
 def close(a: Tensor, b: Tensor) -> bool:
@@ -171,6 +170,184 @@ def test_compiled_is_the_step(settings: dict[str, Any], groups: list[Any]) -> No
             assert a.num_tokens == b.num_tokens
             assert a.num_microbatches == b.num_microbatches
             assert a.applied == b.applied
+
+
+def test_every_step_of_a_process_is_compiled_like_the_first() -> None:
+    """However many there are, and of whatever sizes: one graph for each, in which no size varies."""
+    for size in range(2, 14):
+        backend = Compilations()
+        step = ps.make_update_step(
+            lambda params, m: (m["x"] @ params).square(),
+            PLAIN,
+            weight_fn=lambda m: m["x"][:, 0] > -9,
+            compile=partial(torch.compile, backend=backend),
+        )
+        params = torch.ones(size).double()
+        group = [{"x": torch.ones(3, size).double()} for _ in range(3)]
+        step(params, PLAIN.init(params), group)
+        assert backend.varying == [False, False]
+
+
+@pytest.mark.parametrize("where", ["loss", "optimizer"])
+def test_where_the_compiler_gives_up(where: str) -> None:
+    """It is told once, with the reason and the line; the step stays what it was."""
+
+    def branches(x: Tensor) -> Tensor:
+        return x * 2 if x.sum() > 0 else x
+
+    def branching_loss(params: Any, m: Any) -> Tensor:
+        return branches(loss_fn(params, m))
+
+    branching = ps.optim.Transform(
+        init=lambda params: (),
+        update=lambda grads, state, params: (tree.map(branches, grads), state),
+    )
+    loss = branching_loss if where == "loss" else loss_fn
+    optimizer = PLAIN if where == "loss" else ps.optim.chain(branching, PLAIN)
+    step, plain = (
+        ps.make_update_step(loss, optimizer, weight_fn=weight_fn, compile=compile)
+        for compile in (True, False)
+    )
+    with pytest.warns(UserWarning, match="cannot make one graph of") as told:
+        ours, _ = run(step, optimizer, GROUPS)
+    assert len(told) == 1
+    assert "Data-dependent branching" in str(told[0].message)
+    assert "in branches: return x * 2 if x.sum() > 0 else x" in str(told[0].message)
+    theirs, _ = run(plain, optimizer, GROUPS)
+    for a, b in zip(tree.leaves_of(ours), tree.leaves_of(theirs), strict=True):
+        assert close(a, b)
+
+
+def test_what_varies_without_end_is_told() -> None:
+    """A microbatch with a new text each time is a new graph each time, until the compiler has had enough."""
+    optimizer = ps.optim.adamw(0.125)
+
+    def scaled(params: Any, m: Any) -> Tensor:
+        return loss_fn(params, m) * len(m["name"])
+
+    step, plain = (
+        ps.make_update_step(scaled, optimizer, weight_fn=weight_fn, compile=compile)
+        for compile in (True, False)
+    )
+    groups = [[batch(2, 4) | {"name": "a" * length}] for length in range(1, 13)]
+    with pytest.warns(UserWarning, match="recompile_limit") as told:
+        ours, _ = run(step, optimizer, groups)
+    assert len(told) == 1
+    theirs, _ = run(plain, optimizer, groups)
+    for a, b in zip(tree.leaves_of(ours), tree.leaves_of(theirs), strict=True):
+        assert close(a, b)
+
+
+def test_a_loss_that_raises_is_no_matter_of_the_compiler() -> None:
+    """The error is the loss's own, and the next step is compiled."""
+    step = make(ps.optim.adamw(0.125), compile=True)
+    state = ps.optim.adamw(0.125).init(start())
+    with warnings.catch_warnings():
+        # Dynamo looks at the loss's ``.grad`` when it gives up at the raise.
+        warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
+        for _ in range(2):
+            with pytest.raises(KeyError, match="y") as raised:
+                step(
+                    start(),
+                    state,
+                    [{"x": batch(2, 4)["x"]} | {"y": batch(2, 4)["y"]}, {"x": batch(2, 4)["x"]}],
+                )
+            assert raised.value.__context__ is None
+    step(start(), state, [batch(2, 4)])
+
+
+MATRICES_APART = ps.optim.partition(
+    lambda params: tree.map(lambda leaf: "matrix" if leaf.ndim == 2 else "rest", params),
+    {
+        "matrix": ps.optim.from_torch(torch.optim.Muon, lr=0.125),
+        "rest": PLAIN,
+    },
+)
+MIXTURES: dict[str, tuple[ps.optim.Optimizer, int]] = {
+    "partition": (MATRICES_APART, 2),
+    "chain": (
+        ps.optim.chain(
+            ps.optim.scale_by_adam(),
+            ps.optim.from_torch(torch.optim.RMSprop, lr=0.125),
+        ),
+        2,
+    ),
+    "masters": (ps.optim.master_weights(MATRICES_APART), 2),
+    "clipped": (ps.optim.chain(ps.optim.clip_by_global_norm(1.0), MATRICES_APART), 2),
+}
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_parts_beside_torchs_own_steps_are_compiled(name: str) -> None:
+    """What torch steps is left alone, and what is beside it makes one graph: with the microbatch, two."""
+    optimizer, graphs = MIXTURES[name]
+    step, backend = compiled(optimizer)
+    ours, _ = run(step, optimizer, GROUPS)
+    assert len(backend.graphs) == graphs
+    theirs, _ = run(make(optimizer), optimizer, GROUPS)
+    for a, b in zip(tree.leaves_of(ours), tree.leaves_of(theirs), strict=True):
+        assert close(a, b)
+
+
+class Layer(NamedTuple):
+    w: Any
+    v: Any
+
+
+NESTED = {
+    "flat": lambda params: params,
+    "lists": lambda params: {"all": [{"w": params["w"]}, ({"v": params["v"]}, None)]},
+    "records": lambda params: Layer(params["w"], {"deep": OrderedDict(v=params["v"])}),
+}
+
+
+@pytest.mark.parametrize("nest", NESTED)
+def test_labels_and_masks_under_the_compiler(nest: str) -> None:
+    """Made of the params as docstrings make them, in ``init`` and in the step, in one graph."""
+
+    def matrices(params: Any) -> Any:
+        return tree.map(lambda leaf: leaf.ndim == 2, params)
+
+    optimizer = ps.optim.partition(
+        lambda params: tree.map(lambda leaf: "w" if leaf.ndim == 2 else "v", params),
+        {
+            "w": ps.optim.adamw(0.125, weight_decay=0.5, mask=matrices),
+            "v": ps.optim.lion(0.125, weight_decay=0.5, mask=matrices),
+        },
+    )
+
+    def loss(params: Any, m: Any) -> Tensor:
+        w, v = sorted(tree.leaves_of(params), key=lambda leaf: -leaf.ndim)
+        return loss_fn({"w": w, "v": v}, m)
+
+    step = ps.make_update_step(loss, optimizer, weight_fn=weight_fn)
+    once: Any = partial(torch.compile, fullgraph=True, backend="eager")
+    params = NESTED[nest](start())
+    state = once(optimizer.init)(params)
+    assert_same(state, optimizer.init(params))
+    compiled_ = once(step)
+    ours = theirs = (params, state)
+    for group in GROUPS[:2]:
+        ours, theirs = compiled_(*ours, group)[:2], step(*theirs, group)[:2]
+    for a, b in zip(tree.leaves_of(ours), tree.leaves_of(theirs), strict=True):
+        assert close(a, b)
+
+
+@pytest.mark.parametrize("settings", [{}, {"donate": True}])
+def test_who_looks_at_every_operation(settings: dict[str, Any]) -> None:
+    """A dispatch mode, as a counter of operations is, keeps the compiler away: the step is taken once, without a word."""
+    step = make(PLAIN, compile=True, **settings)
+    with FlopCounterMode(display=False) as counter:
+        ours, _ = run(step, PLAIN, GROUPS)
+    assert counter.get_total_flops() > 0
+    theirs, _ = run(make(PLAIN), PLAIN, GROUPS)
+    assert_same(ours, theirs)
+
+
+@pytest.mark.parametrize("value", ["yes", None, 1])
+def test_what_is_no_compiler(value: Any) -> None:
+    with pytest.raises(TypeError, match="compile must be True, False or a function such as"):
+        make(PLAIN, compile=value)
 
 
 # Dynamo looks at the loss's ``.grad`` when it gives up at the raise.

@@ -76,6 +76,7 @@ def test_imports_run_downward() -> None:
         "objective",
         "backward",
         "products",
+        "compiler",
         "grads",
         "axis",
         "agreement",

@@ -11,7 +11,7 @@ import torch._dynamo
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from purestep.products import LEAST, Products, compiled, product
+from purestep.products import LEAST, Products, product, products
 
 SIDE = 192  # SIDE ** 3 > LEAST
 
@@ -100,7 +100,7 @@ def test_what_repays_is_replaced() -> None:
 def test_compiled_with_gradients() -> None:
     """Forward and backward, of sizes that are known and of sizes that are not."""
     params = parameters()
-    step = compiled(mlp)
+    step = products(mlp)
     for rows in (SIDE, SIDE + 5, 3, SIDE + 9):
         x = integers(rows, SIDE, seed=rows)
         outputs = [function(params, x) for function in (step, mlp)]
@@ -117,7 +117,7 @@ def test_compiled_with_sizes_that_only_the_data_knows() -> None:
     x, w = (integers(SIDE, SIDE, seed=seed).requires_grad_() for seed in range(2))
     chosen = torch.arange(SIDE) % 3 > 0
     with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
-        output = compiled(picked)(x, chosen, w)
+        output = products(picked)(x, chosen, w)
     for one, other in zip(
         torch.autograd.grad(output.sum(), (x, w)),
         torch.autograd.grad(picked(x, chosen, w).sum(), (x, w)),
@@ -129,5 +129,5 @@ def test_compiled_with_sizes_that_only_the_data_knows() -> None:
 def test_options_of_the_compiler_stay_as_they_are() -> None:
     import torch._inductor.config as config
 
-    compiled(mlp)(parameters(), integers(SIDE, SIDE))
+    products(mlp)(parameters(), integers(SIDE, SIDE))
     assert config.post_grad_custom_post_pass is None

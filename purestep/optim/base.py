@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 
 from purestep import tree
+from purestep.compiler import Compiler, compiled
 from purestep.optim.schedules import SCHEDULER_HINT, is_scheduler
 from purestep.types import OptState, Params, Tree
 
@@ -59,7 +60,7 @@ class Transform(NamedTuple):
     """Pure functions from gradients to updates. ``updates`` point the way of the gradients: uphill.
 
     ``update_``, where there is one, is the same to the bit in the buffers of gradients and state, both of
-    which it consumes. It runs where kernels may.
+    which it consumes. It runs where kernels may. ``kernels`` and ``compiled`` are those of ``Optimizer``.
 
     >>> import torch
     >>> halve = Transform(
@@ -73,6 +74,8 @@ class Transform(NamedTuple):
     init: Init
     update: Callable[..., tuple[Tree, OptState]]
     update_: Callable[..., tuple[Tree, OptState]] | None = None
+    kernels: bool = False
+    compiled: Callable[[Compiler], Callable[..., tuple[Tree, OptState]]] | None = None
 
 
 class Optimizer(NamedTuple):
@@ -80,6 +83,9 @@ class Optimizer(NamedTuple):
 
     ``update_``, where there is one, is the same step done in place. It consumes all that it is given: state and
     parameters come back in the same buffers, and the gradients may hold anything. ``donate=True`` uses it.
+
+    ``kernels`` says that ``update_`` runs kernels of its own, from which a compiler had better stay away.
+    ``compiled(compiler)``, where a part of ``update_`` cannot be compiled, is ``update_`` with its other parts compiled.
 
     >>> import torch
     >>> descend = Optimizer(
@@ -93,6 +99,8 @@ class Optimizer(NamedTuple):
     init: Init
     update: Callable[..., tuple[Params, OptState]]
     update_: Callable[..., tuple[Params, OptState]] | None = None
+    kernels: bool = False
+    compiled: Callable[[Compiler], Callable[..., tuple[Params, OptState]]] | None = None
 
 
 def check_optimizer(wanted: str, value: object) -> None:
@@ -134,11 +142,10 @@ def chain(*transforms: *tuple[*tuple[Transform, ...], Last]) -> Last:
                 f"chain: part {position} of {len(transforms)} is an Optimizer, which turns gradients "
                 "into parameters; nothing can follow it, so put it last"
             )
-    leading: tuple[Transform, ...] = transforms[:-1]
-    last: Transform | Optimizer = transforms[-1]
+    parts = cast("tuple[Transform | Optimizer, ...]", transforms)
 
     def init(params: Params) -> OptState:
-        return tuple(part.init(params) for part in (*leading, last))
+        return tuple(part.init(params) for part in parts)
 
     def states_of(grads: Tree, state: OptState, params: Params) -> tuple[OptState, ...]:
         if not isinstance(state, tuple) or len(state) != len(transforms):
@@ -149,30 +156,66 @@ def chain(*transforms: *tuple[*tuple[Transform, ...], Last]) -> Last:
         grads: Tree, state: OptState, params: Params, *, grad_scale: Tensor | None = None
     ) -> tuple[Tree, OptState]:
         states: list[OptState] = []
-        for part, old in zip((*leading, last), states_of(grads, state, params), strict=True):
+        for part, old in zip(parts, states_of(grads, state, params), strict=True):
             grads, new = with_grad_scale(part.update)(grads, old, params, grad_scale=grad_scale)
             states.append(new)
             grad_scale = None  # whoever reads the gradients first has divided them
         return grads, tuple(states)
 
-    def update_(
-        grads: Tree,
-        state: OptState,
-        params: Params,
-        *,
-        grad_scale: Tensor | None = None,
-        applied: Tensor | None = None,
-    ) -> tuple[Tree, OptState]:
-        states: list[OptState] = []
-        for part, old in zip(parts_, states_of(grads, state, params), strict=True):
-            grads, new = part(grads, old, params, grad_scale=grad_scale, applied=applied)
-            states.append(new)
-            grad_scale = None
-        return grads, tuple(states)
+    def in_turn(updates_: Sequence[Callable[..., Any]]) -> Callable[..., tuple[Tree, OptState]]:
+        def update_(
+            grads: Tree,
+            state: OptState,
+            params: Params,
+            *,
+            grad_scale: Tensor | None = None,
+            applied: Tensor | None = None,
+        ) -> tuple[Tree, OptState]:
+            states: list[OptState] = []
+            for part_, old in zip(updates_, states_of(grads, state, params), strict=True):
+                grads, new = part_(grads, old, params, grad_scale=grad_scale, applied=applied)
+                states.append(new)
+                grad_scale = None
+            return grads, tuple(states)
 
-    parts_ = [guarded(part) for part in (*leading, last)]
-    mark_kernels(update_, all(has_kernels(part) for part in (*leading, last)))
-    return cast("Last", type(last)(init, update, update_))
+        return update_
+
+    return composed(type(transforms[-1]), init, update, parts, in_turn)
+
+
+def composed(
+    kind: type[Last],
+    init: Init,
+    update: Callable[..., tuple[Tree, OptState]],
+    parts: Sequence[Transform | Optimizer],
+    combine: Callable[[Sequence[Callable[..., Any]]], Callable[..., tuple[Tree, OptState]]],
+) -> Last:
+    """An Optimizer or Transform made of parts, whose ``update_`` is ``combine`` of theirs.
+
+    A compiler gets it whole, and part by part where one of the parts cannot be compiled.
+    """
+
+    def compiled(compiler: Compiler) -> Callable[..., tuple[Tree, OptState]]:
+        return combine([compiled_(part, compiler) for part in parts])
+
+    return kind(
+        init,
+        update,
+        combine([guarded(part) for part in parts]),
+        all(part.kernels for part in parts),
+        compiled if any(part.compiled for part in parts) else None,
+    )
+
+
+def compiled_(
+    part: Transform | Optimizer, compile: bool | Compiler
+) -> Callable[..., tuple[Tree, OptState]]:
+    """The part's ``guarded`` ``update_``, compiled but for kernels."""
+    if compile is False or part.kernels:
+        return guarded(part)
+    if part.compiled is None:
+        return compiled(guarded(part), compile)
+    return part.compiled(lambda function: compiled(function, compile))
 
 
 def leaf_columns(
@@ -317,16 +360,6 @@ def runs_kernels(*values: Tree, devices: Sequence[str] = ("cpu",)) -> bool:
     return {leaf.device.type for leaf in leaves if isinstance(leaf, Tensor)} <= {*devices}
 
 
-def mark_kernels(update_: Callable[..., Any], present: bool = True) -> None:
-    """Says that this ``update_`` runs kernels of its own, from which a compiler had better stay away."""
-    vars(update_)["has_kernels"] = present
-
-
-def has_kernels(part: Transform | Optimizer) -> bool:
-    """Whether somebody said so."""
-    return bool(getattr(part.update_, "has_kernels", False))
-
-
 def in_place(
     update: Callable[..., tuple[Tree, OptState]],
     columns_of: Callable[[Tree, OptState, Params], tuple[list[list[Tensor]], tree.Structure]],
@@ -359,5 +392,4 @@ def in_place(
         updates, new = update(grads, state, params, grad_scale=grad_scale)
         return updates, tree.overwrite(state, new, applied)
 
-    mark_kernels(update_)
     return update_

@@ -15,7 +15,6 @@ from purestep.optim.base import (
     Optimizer,
     held_back,
     leaf_columns,
-    mark_kernels,
     runs_kernels,
     takes,
 )
@@ -103,5 +102,4 @@ def leafwise(
             and runs_kernels(grads, state, params, given, devices=devices)
         )
 
-    mark_kernels(update_, kernel is not None)
-    return Optimizer(init, update, update_)
+    return Optimizer(init, update, update_, kernels=kernel is not None)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, cast
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, cast
 
 from torch import Tensor
 
@@ -10,10 +11,8 @@ from purestep import tree
 from purestep.optim.base import (
     Optimizer,
     check_optimizer,
-    guarded,
-    has_kernels,
+    composed,
     leaf_columns,
-    mark_kernels,
     with_grad_scale,
 )
 from purestep.tree import accumulation_dtype
@@ -71,22 +70,27 @@ def master_weights(optimizer: Optimizer) -> Optimizer:
         rounded = tree.map(lambda param, m: m.to(param.dtype, copy=True), params, moved)
         return rounded, MasterState(moved, inner)
 
-    def update_(
-        grads: Tree,
-        opt_state: OptState,
-        params: Params,
-        *,
-        grad_scale: Tensor | None = None,
-        applied: Tensor | None = None,
-    ) -> tuple[Params, OptState]:
-        master, inner = checked(grads, opt_state, params)
-        moved, inner = guarded(optimizer)(
-            wide(grads, master), inner, master, grad_scale=grad_scale, applied=applied
-        )
-        rounded = tree.map(
-            lambda param, m: tree.overwrite(param, m.to(param.dtype), applied), params, moved
-        )
-        return rounded, MasterState(moved, inner)
+    def rounding(updates_: Sequence[Callable[..., Any]]) -> Callable[..., Any]:
+        (inner_,) = updates_
+
+        def update_(
+            grads: Tree,
+            opt_state: OptState,
+            params: Params,
+            *,
+            grad_scale: Tensor | None = None,
+            applied: Tensor | None = None,
+        ) -> tuple[Params, OptState]:
+            master, inner = checked(grads, opt_state, params)
+            moved, inner = inner_(
+                wide(grads, master), inner, master, grad_scale=grad_scale, applied=applied
+            )
+            rounded = tree.map(
+                lambda param, m: tree.overwrite(param, m.to(param.dtype), applied), params, moved
+            )
+            return rounded, MasterState(moved, inner)
+
+        return update_
 
     def checked(grads: Tree, opt_state: OptState, params: Params) -> MasterState:
         leaf_columns(init, MasterState, ["master"], grads, opt_state, params)
@@ -95,5 +99,4 @@ def master_weights(optimizer: Optimizer) -> Optimizer:
     def wide(grads: Tree, master: Params) -> Tree:
         return tree.map(lambda grad, m: grad.to(m.dtype), grads, master)
 
-    mark_kernels(update_, has_kernels(optimizer))
-    return Optimizer(init, update, update_)
+    return composed(Optimizer, init, update, [optimizer], rounding)

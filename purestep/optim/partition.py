@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -11,9 +11,7 @@ from purestep import tree
 from purestep.optim.base import (
     Optimizer,
     check_optimizer,
-    guarded,
-    has_kernels,
-    mark_kernels,
+    composed,
     refuse,
     with_grad_scale,
 )
@@ -25,8 +23,8 @@ def partition(
 ) -> Optimizer:
     """Each parameter to the optimizer that its label names.
 
-    Each optimizer sees a tree of its own parameters, with an empty tuple where the others are: a norm taken
-    there (``clip_by_global_norm``) is that of its own gradients. The state is a dict of their states.
+    Each optimizer sees the tree of its own parameters, with an empty tuple where others, or containers of others,
+    are: a norm taken there (``clip_by_global_norm``) is that of its own gradients. The state is a dict of their states.
     (Not None, which is a leaf to ``torch.vmap``.)
 
     Args:
@@ -64,56 +62,53 @@ def partition(
 
     def only(where: list[int], whole: Tree) -> Tree:
         leaves, structure = tree.flatten(whole)
-        kept: list[Any] = [()] * len(leaves)
-        for position in where:
-            kept[position] = leaves[position]
-        return tree.unflatten(structure, kept)
+        return tree.part(structure, leaves, where)
 
     def init(params: Params) -> OptState:
         return {
             label: optimizers[label].init(only(where, params)) for label, where in places(params)
         }
 
-    def step(
-        which: Callable[[Optimizer], Callable[..., Any]],
-        grads: Tree,
-        opt_state: OptState,
-        params: Params,
-        **extra: Any,
-    ) -> tuple[Params, OptState]:
-        parts = list(places(params))
-        if not isinstance(opt_state, dict) or set(opt_state) != {label for label, _ in parts}:
-            refuse(init, grads, opt_state, params)
-        new, structure = tree.flatten(params)
-        states = {}
-        for label, where in parts:
-            moved, states[label] = which(optimizers[label])(
-                only(where, grads), opt_state[label], only(where, params), **extra
-            )
-            for position, leaf in zip(where, tree.leaves_of(moved), strict=True):
-                new[position] = leaf
-        return tree.unflatten(structure, new), states
+    def each(updates: Sequence[Callable[..., Any]]) -> Callable[..., tuple[Params, OptState]]:
+        by_label = dict(zip(optimizers, updates, strict=True))
+
+        def step(
+            grads: Tree, opt_state: OptState, params: Params, **extra: Any
+        ) -> tuple[Params, OptState]:
+            parts = list(places(params))
+            if not isinstance(opt_state, dict) or set(opt_state) != {label for label, _ in parts}:
+                refuse(init, grads, opt_state, params)
+            new, structure = tree.flatten(params)
+            states = {}
+            for label, where in parts:
+                moved, states[label] = by_label[label](
+                    only(where, grads), opt_state[label], only(where, params), **extra
+                )
+                for position, leaf in zip(where, tree.leaves_of(moved), strict=True):
+                    new[position] = leaf
+            return tree.unflatten(structure, new), states
+
+        return step
 
     def update(
         grads: Tree, opt_state: OptState, params: Params, *, grad_scale: Tensor | None = None
     ) -> tuple[Params, OptState]:
-        return step(
-            lambda optimizer: with_grad_scale(optimizer.update),
-            grads,
-            opt_state,
-            params,
-            grad_scale=grad_scale,
-        )
+        return pure(grads, opt_state, params, grad_scale=grad_scale)
 
-    def update_(
-        grads: Tree,
-        opt_state: OptState,
-        params: Params,
-        *,
-        grad_scale: Tensor | None = None,
-        applied: Tensor | None = None,
-    ) -> tuple[Params, OptState]:
-        return step(guarded, grads, opt_state, params, grad_scale=grad_scale, applied=applied)
+    def each_(updates_: Sequence[Callable[..., Any]]) -> Callable[..., tuple[Params, OptState]]:
+        step = each(updates_)
 
-    mark_kernels(update_, all(map(has_kernels, optimizers.values())))
-    return Optimizer(init, update, update_)
+        def update_(
+            grads: Tree,
+            opt_state: OptState,
+            params: Params,
+            *,
+            grad_scale: Tensor | None = None,
+            applied: Tensor | None = None,
+        ) -> tuple[Params, OptState]:
+            return step(grads, opt_state, params, grad_scale=grad_scale, applied=applied)
+
+        return update_
+
+    pure = each([with_grad_scale(optimizer.update) for optimizer in optimizers.values()])
+    return composed(Optimizer, init, update, [*optimizers.values()], each_)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from purestep import tree
-from purestep.optim.base import Optimizer, foreign, mark_kernels, refuse
+from purestep.optim.base import Optimizer, foreign, refuse
 from purestep.optim.schedules import LearningRate, check_rate, rate_at
 from purestep.types import OptState, Params, Tree
 
@@ -135,8 +135,7 @@ def from_torch(
             tree.overwrite(state, {key: optimizer.state[leaf][key] for key in state}, None)
         opt_state.step.add_(1)
 
-    mark_kernels(update_)
-    return Optimizer(init, update, update_)
+    return Optimizer(init, update, update_, kernels=True, compiled=lambda _: update_)
 
 
 def _fit(leaves: list[Tensor], states: list[Tree]) -> bool:

@@ -50,6 +50,7 @@ def clip_by_global_norm(max_norm: float | Tensor) -> Transform:
         _stateless,
         update,
         in_place(update, lambda grads, *_: tree.columns(grads), kernel, max_norm),
+        kernels=True,
     )
 
 
@@ -100,7 +101,7 @@ def momentum(decay: float | Tensor, *, nesterov: bool = False) -> Transform:
         columns, structure = leaf_columns(init, MomentumState, ["trace"], grads, state, params)
         return columns[1:], structure
 
-    return Transform(init, update, in_place(update, columns_of, kernel, decay))
+    return Transform(init, update, in_place(update, columns_of, kernel, decay), kernels=True)
 
 
 class AdamState(NamedTuple):
@@ -201,7 +202,7 @@ def add_decayed_weights(weight_decay: float | Tensor, mask: Mask | None = None) 
         return grads
 
     columns_of = partial(leaf_columns, init, DecayState, [])
-    return Transform(init, update, in_place(update, columns_of, kernel, weight_decay))
+    return Transform(init, update, in_place(update, columns_of, kernel, weight_decay), kernels=True)
 
 
 def plus(x: Tensor, factor: float | Tensor, y: Tensor) -> Tensor:
@@ -239,11 +240,14 @@ def decay_flags(mask: Mask | None, params: Params) -> Tensor:
 
 
 def _flags(mask: Tree, params: Params) -> list[bool]:
-    flags, structure = tree.flatten(mask)
-    wanted = tree.flatten(params)[1]
-    if structure != wanted or not all(isinstance(flag, bool) for flag in flags):
+    try:
+        flags = tree.broadcast_prefix(mask, params)
+    except ValueError:
+        flags = [mask]
+    if not all(isinstance(flag, bool) for flag in flags):
+        wanted = tree.describe(tree.flatten(params)[1])
         raise ValueError(
-            f"the weight-decay mask must be a tree of bools like the params, {tree.describe(wanted)}, but "
+            f"the weight-decay mask must be a tree of bools like the params, or a prefix of it, {wanted}, but "
             f"it is {mask}"
         )
     return flags

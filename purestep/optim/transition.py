@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from purestep import tree
-from purestep.optim.base import Optimizer, foreign, guarded, has_kernels, held_back, with_grad_scale
+from purestep.compiler import Compiler
+from purestep.optim.base import Optimizer, compiled_, foreign, held_back, with_grad_scale
 from purestep.types import Microbatch, OptState, Params, Tree
 
 
@@ -31,20 +32,20 @@ class Transition(Protocol):
     ) -> tuple[Params, OptState]: ...
 
 
-def transition(optimizer: Optimizer, *, donate: bool, compile: bool = False) -> Transition:
+def transition(
+    optimizer: Optimizer, *, donate: bool, compile: bool | Compiler = False
+) -> Transition:
     """The optimizer's update where ``applied`` holds, and the identity, to the bit, where it does not.
 
     Where nobody transforms, ``update_`` does it in place: on the buffers that come in, with ``donate``, and
     else on one copy of them. Under a transform the old state is still needed. A step that the host knows not
     to be taken is then never computed; else the choice is a selection, never a multiplication, of what was
     computed from finite gradients, so that nothing non-finite passes through it or through its derivative.
-    A compiler gets an ``update_`` without kernels of its own.
+    A compiler gets what is no kernel of ``update_``.
     """
     update = with_grad_scale(optimizer.update)
-    update_ = guarded(optimizer)
-    if compile and not has_kernels(optimizer):
-        update_ = torch.compile(update_)
-    copies = not donate and (compile or optimizer.update_ is not None)
+    update_ = compiled_(optimizer, compile)
+    copies = not donate and (compile is not False or optimizer.update_ is not None)
 
     def transit(
         grads: Tree,
