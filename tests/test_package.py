@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import inspect
 import pkgutil
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -68,6 +70,7 @@ def test_imports_run_downward() -> None:
     """Each module imports only from those before it."""
     order = [
         "types",
+        "torch_internals",
         "tree",
         "fingerprint",
         "tokens",
@@ -94,6 +97,49 @@ def test_imports_run_downward() -> None:
         names = {name or part.strip() for name, what in found for part in (what or name).split(",")}
         above = {n for n in names if n in order and order.index(n) > order.index(place[0])}
         assert not above, f"{'/'.join(place)} imports upward: {above}"
+
+
+NAMED_TUPLES = {"_asdict", "_fields", "_replace"}
+
+
+def foreign_names(source: str) -> set[str]:
+    """The names in one file that begin with an underscore and are defined neither there nor by Python."""
+
+    def used() -> Iterator[str]:
+        for node in ast.walk(tree):
+            match node:
+                case ast.Attribute(value=ast.Name(id="self" | "os")):
+                    pass
+                case ast.Attribute(attr=name):
+                    yield name
+                case ast.ImportFrom(module=str(path), names=names):
+                    yield from [*path.split("."), *(each.name for each in names)]
+                case ast.Import(names=names):
+                    yield from (part for each in names for part in each.name.split("."))
+                case ast.Call(
+                    func=ast.Name(id="getattr" | "hasattr" | "attrgetter" | "methodcaller"),
+                    args=args,
+                ):
+                    texts = (each.value for each in args if isinstance(each, ast.Constant))
+                    yield from (part for text in texts for part in str(text).split("."))
+
+    tree = ast.parse(source)
+    own = set(
+        re.findall(r"^ *(?:def|class) (_\w+)|^(_\w+)\b.* = |\bself\.(_\w+)\b.* = ", source, re.M)
+    )
+    own_names = {name for names in own for name in names} | NAMED_TUPLES
+    return {name for name in used() if re.match(r"_[^_]", name)} - own_names
+
+
+@pytest.mark.parametrize("folder", ["purestep", "proofs", "tests", "benchmarks"])
+def test_private_names_of_torch_stand_in_one_place(folder: str) -> None:
+    """In purestep/torch_internals.py, and what only tests look through in tests/torch_internals.py."""
+    found = {
+        str(file): foreign_names(file.read_text())
+        for file in (ROOT / folder).rglob("*.py")
+        if file.name != "torch_internals.py"
+    }
+    assert not {file: names for file, names in found.items() if names}
 
 
 def test_every_module_imports() -> None:
