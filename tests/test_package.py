@@ -16,6 +16,7 @@ import pytest
 import torch
 
 import purestep as ps
+from purestep.torch_internals import NEWEST, OLDEST
 
 ROOT = Path(__file__).parent.parent
 
@@ -158,6 +159,11 @@ def test_readme_runs(block: str) -> None:
     """Each block of the README by itself."""
     torch.manual_seed(0)
     exec(compile(block, "README.md", "exec"), {"__name__": "readme"})
+
+
+def test_torch_is_claimed_alike_everywhere() -> None:
+    assert f'"torch>={OLDEST}"' in (ROOT / "pyproject.toml").read_text()
+    assert f"torch {OLDEST} to {NEWEST}" in (ROOT / "README.md").read_text()
 
 
 def test_version_is_in_the_changelog() -> None:
