@@ -77,13 +77,14 @@ holds_tensors: Callable[[Tensor], bool] = _private(
 
 _interpreters = _private("_C._functorch.get_interpreter_stack")
 _vmap = _private("_C._functorch.TransformType.Vmap")
-_forward_level = _attribute("autograd.forward_ad._current_level")
 
 
 def in_forward_mode() -> bool:
     """Whether derivatives in forward mode are being taken."""
-    level: int = _forward_level(forward_ad)
-    return level >= 0
+    try:
+        return forward_ad._current_level >= 0
+    except AttributeError:
+        return _missing("autograd.forward_ad._current_level")()
 
 
 def transforms_differentiate() -> bool:
