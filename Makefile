@@ -2,7 +2,7 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test proofs bench format clean
+.PHONY: demo test proofs versions oldest newest bench format clean
 
 demo: .venv/installed
 	OMP_NUM_THREADS=2 $(BIN)/python -m purestep.examples.docstrings
@@ -15,6 +15,12 @@ test: .venv/installed
 
 proofs: .venv/installed
 	HYPOTHESIS_PROFILE=explore $(BIN)/pytest -q -n 2 --dist worksteal proofs
+
+versions: oldest newest
+
+oldest newest: %: .venv-%/installed
+	.venv-$@/bin/python -c 'import torch; print("torch", torch.__version__)'
+	.venv-$@/bin/python -m pytest -q -n 2 --dist worksteal
 
 bench: .venv/installed
 	$(BIN)/python -m pip install -q -c constraints.txt -e '.[bench]'
@@ -35,5 +41,19 @@ format: .venv/installed
 	$(BIN)/python -m pip install -q -c constraints.txt -e '.[testing,examples,dev]'
 	touch $@
 
+.venv-%/installed: .venv-%/constraints.txt
+	$(PYTHON) -m venv .venv-$*
+	.venv-$*/bin/python -m pip install -q -c $< -e '.[testing,examples,dev]'
+	touch $@
+
+# The oldest of all that pyproject.toml claims, not of torch alone.
+.venv-oldest/constraints.txt: pyproject.toml
+	mkdir -p $(@D)
+	grep -oE '[a-z-]+>=[0-9.]+' $< | sed 's/>=/==/' | sort -u > $@
+
+.venv-newest/constraints.txt: constraints.txt pyproject.toml purestep/torch_internals.py
+	mkdir -p $(@D)
+	sed "s/^torch==.*/torch==$$(sed -n 's/^OLDEST, NEWEST = .*, "\(.*\)"/\1/p' purestep/torch_internals.py)/" $< > $@
+
 clean:
-	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .hypothesis *.egg-info
+	rm -rf .venv* .mypy_cache .pytest_cache .ruff_cache .hypothesis *.egg-info

@@ -22,9 +22,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch._dynamo.utils import counters
 
 from benchmarks import peers, timing
+from tests.torch_internals import forget_graphs, graphs_compiled
 
 KINDS = ["fixed", "ragged"]
 WAYS = [peers.BY_HAND, peers.PURE, peers.BY_HAND_COMPILED, peers.PURE_COMPILED]
@@ -52,11 +52,11 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     makers = peers.ways_without(options.leave_out)
     ways, beginning, graphs = {}, {}, {}
     for name in [way for way in WAYS if way in makers]:
-        torch._dynamo.reset()
-        counters.clear()
+        torch.compiler.reset()
+        forget_graphs()
         ways[name] = makers[name](problem)
         beginning[name] = [timing.seconds_of(partial(ways[name].update, group)) for group in groups]
-        graphs[name] = counters["stats"]["unique_graphs"]
+        graphs[name] = graphs_compiled()
     calls = {name: partial(way.update, groups[-1]) for name, way in ways.items()}
     seconds = timing.in_turn(calls, options.repeats)
     return {"beginning": beginning, "graphs": graphs, "seconds": seconds}

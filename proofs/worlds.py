@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import purestep as ps
 from proofs.processes import World, values
+from purestep.torch_internals import flattened
 
 LARGEST = 4
 
@@ -68,7 +69,7 @@ def _meshes() -> tuple[dict[int, DeviceMesh], DeviceMesh]:
     sizes = range(1, LARGEST + 1)
     meshes = {n: DeviceMesh("cpu", list(range(n)), mesh_dim_names=("dp",)) for n in sizes}
     grid = DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=("dp", "other"))
-    grid[("dp", "other")]._flatten()
+    flattened(grid[("dp", "other")])
     return meshes, grid
 
 

@@ -14,13 +14,13 @@ from typing import NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from purestep import tree
 from purestep.axis import Axis, RankError, Ranks, psum
 from purestep.axis.buckets import Packed, packed, summed
 from purestep.fingerprint import describe, fingerprint, without_addresses
 from purestep.tokens import Count, no_count
+from purestep.torch_internals import is_watched
 from purestep.types import Microbatch, Tree
 
 Result = TypeVar("Result")
@@ -193,7 +193,7 @@ def check_totals(rows: Tensor) -> None:
 def check_total_at_hand(total: Count) -> None:
     """Refuses a count that cannot be one, where it can be read without waiting for a device."""
     tokens = total.num_tokens
-    if tokens.device.type == "cpu" and tree.eager(tokens) and not is_in_torch_dispatch_mode():
+    if tokens.device.type == "cpu" and tree.eager(tokens) and not is_watched():
         _check_total([tokens.item()])
 
 

@@ -9,17 +9,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from operator import attrgetter, methodcaller
+from operator import attrgetter
 from sys import getrefcount
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import _engine_run_backward
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from purestep import tree
+from purestep.torch_internals import (
+    accumulate_hooks,
+    backward_hooks,
+    holds_tensors,
+    run_backward,
+    saved_tensors_hooks,
+    storage_address,
+    storage_use_count,
+    use_count,
+)
 
 
 class GradientSums:
@@ -82,19 +90,14 @@ def _state(own: list[Tensor]) -> Any:
     """Who has a hold of each leaf, in Python and in graphs, where its values lie, and what hangs on it."""
     return (
         set(map(getrefcount, own)),
-        set(map(_use_count, own)),
+        set(map(use_count, own)),
         list(map(Tensor.data_ptr, own)),
-        any(map(_hooks, own)),
+        any(map(backward_hooks, own)) or any(map(accumulate_hooks, own)),
         all(map(_requires_grad, own)),
     )
 
 
-def _hooks(leaf: Tensor) -> bool:
-    return bool(leaf._backward_hooks or leaf._post_accumulate_grad_hooks)
-
-
 _requires_grad = attrgetter("requires_grad")
-_use_count = methodcaller("_use_count")
 
 
 def backward(
@@ -125,7 +128,7 @@ def backward(
             announce(index)
 
     # Hooks are the loss's, and see this microbatch's gradient alone; a leaf that requires none is frozen by it.
-    hooked = [index for index, leaf in enumerate(leaves) if leaf._post_accumulate_grad_hooks]
+    hooked = [index for index, hooks in enumerate(map(accumulate_hooks, leaves)) if hooks]
     wanted = tuple([leaf for leaf in leaves if leaf.requires_grad])
     plain = announce is None and sums.out is None and not hooked and len(wanted) == len(leaves)
     if plain and sums.all_direct:
@@ -143,7 +146,7 @@ def backward(
     try:
         with _Recomputation(leaves):
             # ``torch.autograd.backward`` would leave the mode above before it begins.
-            _engine_run_backward(
+            run_backward(
                 (loss,),
                 (torch.ones_like(loss),),
                 False,  # retain_graph
@@ -180,12 +183,12 @@ class _Recomputation(TorchFunctionMode):
     def __init__(self, leaves: Sequence[Tensor]) -> None:
         super().__init__()
         self._leaves = leaves
-        self._hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        self._hooks = saved_tensors_hooks(False)
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        hooks = saved_tensors_hooks(False)
         if torch.is_grad_enabled() or hooks != self._hooks:
             for value in tree.leaves_of((args, kwargs)):
                 if isinstance(value, torch.nn.Parameter) and not self._is_ours(value):
@@ -208,7 +211,7 @@ def _unshared(grad: Tensor) -> Tensor:
     Autograd adds to the first gradient that a leaf was given, which may be a view of what other leaves
     were given too: of the gradient of ``torch.stack(leaves).sum(0)``, say.
     """
-    if is_traceable_wrapper_subclass(grad):
+    if holds_tensors(grad):
         return grad.clone()  # Who shares the memory of the tensors inside of it cannot be seen.
-    owners: int = torch._C._storage_Use_Count(grad.untyped_storage()._cdata)
+    owners: int = storage_use_count(storage_address(grad.untyped_storage()))
     return grad.clone() if owners > 2 else grad  # its own, and the one that we ask

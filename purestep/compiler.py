@@ -12,7 +12,7 @@ from collections.abc import Callable
 from types import FunctionType
 from typing import Any, TypeAlias
 
-from torch.utils._python_dispatch import is_in_torch_dispatch_mode
+from purestep.torch_internals import gives_up, is_switched_off, is_watched
 
 Compiler: TypeAlias = Callable[[Callable[..., Any]], Callable[..., Any]]
 """A function to the same function, compiled: ``functools.partial(torch.compile, mode="max-autotune")``, say."""
@@ -63,25 +63,22 @@ def _apart(function: Callable[..., Any]) -> FunctionType:
 
 
 def _in_one_graph(apart: FunctionType, function: Callable[..., Any]) -> Callable[..., Any]:
-    import torch._dynamo.config
-    from torch._dynamo.exc import FailOnRecompileLimitHit, Unsupported
-
     from purestep.products import products
 
     # Both of one code object: pieces begin with the graphs that the whole has.
     whole = products(apart, fullgraph=True)
     pieces = products(apart)
-    broken = False
+    no_graph, broken = gives_up(), False
 
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
         nonlocal broken
         # Where nothing is compiled at all, there is nothing to tell.
-        if broken or is_in_torch_dispatch_mode() or torch._dynamo.config.disable:
+        if broken or is_watched() or is_switched_off():
             return pieces(*args, **kwargs)
         try:
             return whole(*args, **kwargs)
-        except (Unsupported, FailOnRecompileLimitHit) as error:
+        except no_graph as error:
             reason = _reason(error)
         # What the function itself raises is raised here, without a word about the compiler.
         result = pieces(*args, **kwargs)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from purestep import tree
 from purestep.tokens import Weighed, checked_weights, count_weights
+from purestep.torch_internals import transformed, version
 from purestep.tree import accumulation_dtype
 from purestep.types import LossFn, LossTerms, Microbatch, Params, Tree
 
@@ -187,10 +188,10 @@ def plus(total: Tree, term: Tree) -> Tree:
 
 def versions_of(params: Params) -> list[int]:
     """How often each leaf was written to; nothing where that is not counted, under transforms and compilers."""
-    if torch.compiler.is_dynamo_compiling() or torch._C._are_functorch_transforms_active():
+    if torch.compiler.is_dynamo_compiling() or transformed():
         return []
     leaves = tree.leaves_of(params)
-    return [] if any(leaf.is_inference() for leaf in leaves) else [leaf._version for leaf in leaves]
+    return [] if any(leaf.is_inference() for leaf in leaves) else list(map(version, leaves))
 
 
 def check_untouched(params: Params, versions: Sequence[int]) -> None:

@@ -3,7 +3,7 @@
 The compiler leaves them to MKL, which keeps to vectors of half the width on processors of other makers than
 its own. oneDNN, to which torch gives products in half precision, asks the processor what it has.
 
-This imports the compiler, which takes a second, so ``compiler.py`` imports it where something is compiled.
+Importing this defines an operator, so it is imported where something is compiled.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, library
-from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
-from torch._prims_common import is_contiguous_or_false
+
+from purestep.torch_internals import lies_in_rows, onednn_linear, rewriting
 
 LEAST = 2**22
 """Multiplications that repay the ten microseconds by which a call of oneDNN begins later."""
@@ -33,8 +33,7 @@ def product(a: Tensor, b: Tensor) -> Tensor:
     (inner, length), (outer, _) = sorted(zip(b.stride(), b.shape, strict=True))
     if outer < inner * length:
         b = b.contiguous()  # Rows that overlap, of a sliding window, are refused.
-    linear: Callable[..., Tensor] = torch.ops.mkldnn._linear_pointwise.default
-    return linear(a, b.t(), None, "none", [], "")
+    return onednn_linear(a, b.t(), None, "none", [], "")
 
 
 _operators = library.Library("purestep", "DEF")
@@ -45,35 +44,29 @@ _operators.impl("product", product, "CPU")
 _operators.impl("product", lambda a, b: a.new_empty(a.shape[0], b.shape[1]), "Meta")
 
 
-class Products(CustomGraphPass):
+def with_products(graph: torch.fx.Graph) -> None:
     """Puts ``product`` in the place of every product that repays it, and of the product in ``addmm``."""
+    aten = torch.ops.aten
 
-    def __call__(self, graph: torch.fx.Graph) -> None:
-        aten = torch.ops.aten
+    def call(function: Any, *inputs: torch.fx.Node, **how: Any) -> torch.fx.Node:
+        node = graph.call_function(function, inputs, how)
+        node.meta["val"] = function(*(each.meta["val"] for each in inputs), **how)
+        return node
 
-        def call(function: Any, *inputs: torch.fx.Node, **how: Any) -> torch.fx.Node:
-            node = graph.call_function(function, inputs, how)
-            node.meta["val"] = function(*(each.meta["val"] for each in inputs), **how)
-            return node
-
-        for target in (aten.mm.default, aten.addmm.default):
-            for node in graph.find_nodes(op="call_function", target=target):
-                *summand, a, b = node.args
-                if node.kwargs or not _repays(a.meta["val"], b.meta["val"]):
-                    continue
-                with graph.inserting_before(node):
-                    if not is_contiguous_or_false(a.meta["val"]):
-                        # Read along its columns it would cost more than this copy, which is often fused.
-                        a = call(aten.clone.default, a, memory_format=torch.contiguous_format)
-                    result = call(torch.ops.purestep.product.default, a, b)
-                    for term in summand:
-                        result = call(aten.add.Tensor, result, term)
-                node.replace_all_uses_with(result)
-                graph.erase_node(node)
-
-    def uuid(self) -> Any:
-        """Part of the compiler's cache key."""
-        return get_hash_for_files((__file__,))
+    for target in (aten.mm.default, aten.addmm.default):
+        for node in graph.find_nodes(op="call_function", target=target):
+            *summand, a, b = node.args
+            if node.kwargs or not _repays(a.meta["val"], b.meta["val"]):
+                continue
+            with graph.inserting_before(node):
+                if not lies_in_rows(a.meta["val"]):
+                    # Read along its columns it would cost more than this copy, which is often fused.
+                    a = call(aten.clone.default, a, memory_format=torch.contiguous_format)
+                result = call(torch.ops.purestep.product.default, a, b)
+                for term in summand:
+                    result = call(aten.add.Tensor, result, term)
+            node.replace_all_uses_with(result)
+            graph.erase_node(node)
 
 
 def _repays(a: Tensor, b: Tensor) -> bool:
@@ -93,5 +86,5 @@ def products(function: Callable[..., Any], **settings: Any) -> Callable[..., Any
     >>> double = products(lambda x: 2 * x)
     """
     both = torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()
-    options: dict[str, Any] = {"post_grad_custom_post_pass": Products()} if both else {}
+    options = rewriting(with_products, __file__) if both else {}
     return torch.compile(function, options=options, **settings)

@@ -13,7 +13,6 @@ from typing import Any, Literal, NoReturn, cast, get_args
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from purestep import tree
 from purestep.agreement import Statement, agree
@@ -25,6 +24,7 @@ from purestep.optim.base import Optimizer, check_optimizer
 from purestep.optim.transition import check_buffers, transition
 from purestep.reduction import reduce
 from purestep.tokens import count_all, held, label_weights, weigh, weighed
+from purestep.torch_internals import holds_tensors
 from purestep.types import (
     EvalMetrics,
     GradAndValue,
@@ -298,7 +298,7 @@ def _check_arguments(params: Params, microbatches: Sequence[Microbatch]) -> torc
         )
     for position, leaf in enumerate(leaves):
         if isinstance(leaf, Tensor) and leaf.is_floating_point():
-            if leaf.dtype not in tree.SUM_DTYPES or is_traceable_wrapper_subclass(leaf):
+            if leaf.dtype not in tree.SUM_DTYPES or holds_tensors(leaf):
                 _refuse_kind(tree.paths(params, "params")[position], leaf)
         else:
             found = leaf.dtype if isinstance(leaf, Tensor) else type(leaf).__name__

@@ -14,6 +14,7 @@ from typing import NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
+from purestep.torch_internals import is_wrapped
 from purestep.tree import accumulation_dtype, at_hand
 from purestep.types import Microbatch, WeightFn
 
@@ -169,9 +170,7 @@ def has_tokens(counted: Count) -> bool:
     if torch.compiler.is_dynamo_compiling():
         return True
     num_tokens = at_hand(counted.num_tokens)
-    if num_tokens is None and not torch._C._functorch.is_functorch_wrapped_tensor(
-        counted.num_tokens
-    ):
+    if num_tokens is None and not is_wrapped(counted.num_tokens):
         num_tokens = counted.num_tokens
     return num_tokens is None or bool((num_tokens > 0).any())
 

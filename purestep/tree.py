@@ -21,10 +21,8 @@ from typing import Any, TypeAlias
 import optree
 import torch
 from torch import Tensor
-from torch._C._functorch import TransformType
-from torch.autograd import forward_ad
-from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
+from purestep import torch_internals
 from purestep.types import Tree
 
 NAMESPACE = "purestep"
@@ -59,12 +57,9 @@ def _constants(structure: Structure, leaves: Iterator[Any]) -> Tree:
 
 def _node(structure: Structure, children: list[Tree]) -> Tree:
     """The container at the top of this structure, over these children."""
-    if not torch.compiler.is_dynamo_compiling():
-        return structure.one_level().unflatten(children)
-    if structure.type is dict:
-        unsorted, _ = structure._metadata
-        return dict.fromkeys(unsorted) | dict(zip(structure.entries(), children, strict=True))
-    return structure._unflatten_func(structure._metadata, children)
+    if torch.compiler.is_dynamo_compiling():
+        return torch_internals.traced_container(structure, children)
+    return structure.one_level().unflatten(children)
 
 
 def part(structure: Structure, leaves: Sequence[Any], where: Collection[int]) -> Tree:
@@ -291,7 +286,7 @@ def untransformed(*trees: Tree) -> bool:
 
     Only then may a buffer be written to, or a kernel be used that no transform knows.
     """
-    if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
+    if torch_internals.transformed() or torch_internals.in_forward_mode():
         return False
     return not requires_grad(trees)
 
@@ -313,17 +308,16 @@ def requires_grad(tree: Tree) -> bool:
 
 def differentiated(*trees: Tree) -> bool:
     """Whether derivatives of what is computed from these leaves may be asked for: a ``vmap`` alone asks for none."""
-    if torch.compiler.is_dynamo_compiling() or forward_ad._current_level >= 0:
+    if torch.compiler.is_dynamo_compiling() or torch_internals.in_forward_mode():
         return True
-    levels = torch._C._functorch.get_interpreter_stack() or []
-    if any(level.key() != TransformType.Vmap for level in levels):
+    if torch_internals.transforms_differentiate():
         return True
     return requires_grad([_below_transforms(leaf) for leaf in leaves_of(trees)])
 
 
 def _below_transforms(leaf: Any) -> Any:
-    while isinstance(leaf, Tensor) and torch._C._functorch.is_functorch_wrapped_tensor(leaf):
-        leaf = torch._C._functorch.get_unwrapped(leaf)
+    while isinstance(leaf, Tensor) and torch_internals.is_wrapped(leaf):
+        leaf = torch_internals.unwrapped(leaf)
     return leaf
 
 
@@ -346,8 +340,8 @@ def same(seen: Tree, given: Tree) -> bool:
 
 def _below_gradients(leaf: Any) -> Any:
     """The leaf as it was before functorch began to differentiate."""
-    while isinstance(leaf, Tensor) and torch._C._functorch.is_gradtrackingtensor(leaf):
-        leaf = torch._C._functorch.get_unwrapped(leaf)
+    while isinstance(leaf, Tensor) and torch_internals.is_differentiated(leaf):
+        leaf = torch_internals.unwrapped(leaf)
     return leaf
 
 
@@ -357,7 +351,7 @@ def at_hand(tensor: Tensor) -> Tensor | None:
     >>> torch.vmap(lambda x: x + at_hand(x).sum())(torch.tensor([1.0, 2.0]))
     tensor([4., 5.])
     """
-    if torch.compiler.is_dynamo_compiling() or is_in_torch_dispatch_mode():
+    if torch.compiler.is_dynamo_compiling() or torch_internals.is_watched():
         return None
     tensor = _below_transforms(tensor)
     return tensor if type(tensor) is Tensor and tensor.device.type == "cpu" else None
@@ -384,7 +378,7 @@ def _norms(leaves: list[Tensor]) -> list[Tensor]:
     kinds = {leaf.dtype for leaf in leaves}
     if len(kinds) != 1:
         return [norm for leaf in leaves for norm in _norms([leaf])]
-    return list(torch._foreach_norm(leaves, 2, dtype=accumulation_dtype(kinds.pop())))
+    return list(torch_internals.foreach_norm(leaves, 2, dtype=accumulation_dtype(kinds.pop())))
 
 
 def all_finite(tree: Tree) -> Tensor:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import weakref
 from typing import Any
 
-import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from purestep.torch_internals import storage_address
+from purestep.tree import leaves_of
+from tests.torch_internals import TorchDispatchMode
 
 
 class LiveBytes(TorchDispatchMode):
@@ -19,18 +21,18 @@ class LiveBytes(TorchDispatchMode):
         self._known: set[int] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        for leaf in torch.utils._pytree.tree_leaves((args, kwargs)):
+        for leaf in leaves_of((args, kwargs)):
             if isinstance(leaf, Tensor):
                 self._see(leaf, new=False)
         result = func(*args, **(kwargs or {}))
-        for leaf in torch.utils._pytree.tree_leaves(result):
+        for leaf in leaves_of(result):
             if isinstance(leaf, Tensor):
                 self._see(leaf, new=True)
         return result
 
     def _see(self, tensor: Tensor, new: bool) -> None:
         storage = tensor.untyped_storage()
-        key, size = storage._cdata, storage.nbytes() if new else 0
+        key, size = storage_address(storage), storage.nbytes() if new else 0
         if key in self._known:
             return
         self._known.add(key)
@@ -54,10 +56,10 @@ class Touched(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        touched = torch.utils._pytree.tree_leaves((args, kwargs, result))
-        aliases = [r.alias_info for r in func._schema.returns if r.alias_info is not None]
-        is_view = any(not alias.is_write for alias in aliases)
-        if not is_view and any(isinstance(t, Tensor) and t.numel() == self.numel for t in touched):
+        touched = leaves_of((args, kwargs, result))
+        if not func.is_view and any(
+            isinstance(t, Tensor) and t.numel() == self.numel for t in touched
+        ):
             name = func.overloadpacket.__name__
             self.counts[name] = self.counts.get(name, 0) + 1
         return result

@@ -21,7 +21,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate, distribute_tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import purestep as ps
 from proofs.processes import DeadRankError, World, values
@@ -78,6 +77,7 @@ from tests.test_testing import (
     until_the_end,
     with_aux_of_its_own,
 )
+from tests.torch_internals import TorchDispatchMode
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import given, strategies as st
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import purestep as ps
 from proofs.strategies import gamma
 from purestep import tree
 from purestep.optim.base import guarded
+from tests.torch_internals import TorchDispatchMode
 
 PARAMS = {"w": torch.ones(2, 2), "b": torch.ones(2)}
 GRADS = {"w": torch.full((2, 2), 3.0), "b": torch.full((2,), -2.0)}

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import inspect
 import pkgutil
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
 import purestep as ps
+from purestep.torch_internals import NEWEST, OLDEST
 
 ROOT = Path(__file__).parent.parent
 
@@ -68,6 +71,7 @@ def test_imports_run_downward() -> None:
     """Each module imports only from those before it."""
     order = [
         "types",
+        "torch_internals",
         "tree",
         "fingerprint",
         "tokens",
@@ -97,6 +101,49 @@ def test_imports_run_downward() -> None:
         assert not above, f"{'/'.join(place)} imports upward: {above}"
 
 
+NAMED_TUPLES = {"_asdict", "_fields", "_replace"}
+
+
+def foreign_names(source: str) -> set[str]:
+    """The names in one file that begin with an underscore and are defined neither there nor by Python."""
+
+    def used() -> Iterator[str]:
+        for node in ast.walk(tree):
+            match node:
+                case ast.Attribute(value=ast.Name(id="self" | "os")):
+                    pass
+                case ast.Attribute(attr=name):
+                    yield name
+                case ast.ImportFrom(module=str(path), names=names):
+                    yield from [*path.split("."), *(each.name for each in names)]
+                case ast.Import(names=names):
+                    yield from (part for each in names for part in each.name.split("."))
+                case ast.Call(
+                    func=ast.Name(id="getattr" | "hasattr" | "attrgetter" | "methodcaller"),
+                    args=args,
+                ):
+                    texts = (each.value for each in args if isinstance(each, ast.Constant))
+                    yield from (part for text in texts for part in str(text).split("."))
+
+    tree = ast.parse(source)
+    own = set(
+        re.findall(r"^ *(?:def|class) (_\w+)|^(_\w+)\b.* = |\bself\.(_\w+)\b.* = ", source, re.M)
+    )
+    own_names = {name for names in own for name in names} | NAMED_TUPLES
+    return {name for name in used() if re.match(r"_[^_]", name)} - own_names
+
+
+@pytest.mark.parametrize("folder", ["purestep", "proofs", "tests", "benchmarks"])
+def test_private_names_of_torch_stand_in_one_place(folder: str) -> None:
+    """In purestep/torch_internals.py, and what only tests look through in tests/torch_internals.py."""
+    found = {
+        str(file): foreign_names(file.read_text())
+        for file in (ROOT / folder).rglob("*.py")
+        if file.name != "torch_internals.py"
+    }
+    assert not {file: names for file, names in found.items() if names}
+
+
 def test_every_module_imports() -> None:
     for module in pkgutil.walk_packages(ps.__path__, "purestep."):
         assert importlib.import_module(module.name).__doc__, f"{module.name} says nothing of itself"
@@ -113,6 +160,11 @@ def test_readme_runs(block: str) -> None:
     """Each block of the README by itself."""
     torch.manual_seed(0)
     exec(compile(block, "README.md", "exec"), {"__name__": "readme"})
+
+
+def test_torch_is_claimed_alike_everywhere() -> None:
+    assert f'"torch>={OLDEST}"' in (ROOT / "pyproject.toml").read_text()
+    assert f"torch {OLDEST} to {NEWEST}" in (ROOT / "README.md").read_text()
 
 
 def test_version_is_in_the_changelog() -> None:

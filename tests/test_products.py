@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-import torch._dynamo
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from purestep.products import LEAST, Products, product, products
+from purestep.products import LEAST, product, products, with_products
+from tests.torch_internals import compiling_sizes_of_data, pass_of_the_compiler
 
 SIDE = 192  # SIDE ** 3 > LEAST
 
@@ -61,7 +61,7 @@ def parameters() -> dict[str, Tensor]:
 def replaced(function: Callable[..., Any], *args: Any) -> list[str]:
     """The operators of a function's graph once the products are replaced; it must still compute the same."""
     graph = make_fx(function, tracing_mode="fake")(*args)
-    Products()(graph.graph)
+    with_products(graph.graph)
     graph.graph.lint()
     graph.recompile()
     assert torch.equal(graph(*args), function(*args))
@@ -116,7 +116,7 @@ def test_compiled_with_sizes_that_only_the_data_knows() -> None:
 
     x, w = (integers(SIDE, SIDE, seed=seed).requires_grad_() for seed in range(2))
     chosen = torch.arange(SIDE) % 3 > 0
-    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+    with compiling_sizes_of_data():
         output = products(picked)(x, chosen, w)
     for one, other in zip(
         torch.autograd.grad(output.sum(), (x, w)),
@@ -127,7 +127,5 @@ def test_compiled_with_sizes_that_only_the_data_knows() -> None:
 
 
 def test_options_of_the_compiler_stay_as_they_are() -> None:
-    import torch._inductor.config as config
-
     products(mlp)(parameters(), integers(SIDE, SIDE))
-    assert config.post_grad_custom_post_pass is None
+    assert pass_of_the_compiler() is None

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from purestep import torch_internals
 from purestep.axis.ranks import BUCKET_BYTES, RankError, Ranks, Wait
 
 if TYPE_CHECKING:
@@ -68,7 +69,7 @@ class MeshAxis(Ranks):
                 f"this process is not in the mesh {mesh}: make the axis on the ranks of the mesh alone"
             )
         part = mesh[self.dims]
-        flat = part if len(self.dims) == 1 else part._flatten()
+        flat = part if len(self.dims) == 1 else torch_internals.flattened(part)
         self._group: Any = flat.get_group()
         self.size = flat.size()
         self._rank: int = flat.get_local_rank()
@@ -83,11 +84,7 @@ class MeshAxis(Ranks):
     @property
     def meetings(self) -> int | None:
         """How many collectives the process group has begun; None where its backend does not count."""
-        try:
-            number: int = self._group._get_sequence_number_for_group()
-        except RuntimeError:
-            return None
-        return number
+        return torch_internals.collectives_begun(self._group)
 
     @property
     def rank(self) -> int:
@@ -127,24 +124,19 @@ class Group(NamedTuple):
 
 
 def _psum(x: Tensor, group: Group) -> Tensor:
-    return _wait(torch.ops._c10d_functional.all_reduce(x.contiguous(), "sum", group.name))
+    return torch_internals.wait(torch_internals.all_reduce(x.contiguous(), "sum", group.name))
 
 
 def _all_gather(x: Tensor, group: Group) -> Tensor:
     flat = x.reshape(-1)
-    gathered = torch.ops._c10d_functional.all_gather_into_tensor(flat, group.size, group.name)
-    return _wait(gathered).view(group.size, *x.shape)
+    gathered = torch_internals.all_gather(flat, group.size, group.name)
+    return torch_internals.wait(gathered).view(group.size, *x.shape)
 
 
 def _psum_scatter(x: Tensor, group: Group) -> Tensor:
     flat = x.reshape(-1)
-    scatter = torch.ops._c10d_functional.reduce_scatter_tensor
-    return _wait(scatter(flat, "sum", group.size, group.name)).view(x.shape[1:])
-
-
-def _wait(x: Tensor) -> Tensor:
-    waited: Tensor = torch.ops._c10d_functional.wait_tensor(x)
-    return waited
+    scattered = torch_internals.reduce_scatter(flat, "sum", group.size, group.name)
+    return torch_internals.wait(scattered).view(x.shape[1:])
 
 
 _MEET: dict[str, Callable[[Tensor, Group], Tensor]] = {

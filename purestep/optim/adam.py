@@ -12,6 +12,7 @@ from purestep.optim.base import Optimizer
 from purestep.optim.leafwise import leafwise
 from purestep.optim.schedules import LearningRate, check_rate, rate_at
 from purestep.optim.transforms import Mask, decay_flags, number, root, zero_step
+from purestep.torch_internals import foreach_copy_, fused_adamw_
 from purestep.types import Params, Tree
 
 VECTOR = 16
@@ -129,12 +130,12 @@ def adamw(
                 joined = tuple(map(torch.cat, columns))
                 plain(numbers, flags.index(decays), joined, applied)
                 for column, values in zip(columns, joined, strict=True):
-                    torch._foreach_copy_(column, values.split([len(rest) for rest in column]))
+                    foreach_copy_(column, values.split([len(rest) for rest in column]))
 
     def run(numbers: _Numbers, decays: bool, rows: list[Row], applied: Tensor | None) -> None:
         columns = ([*column] for column in zip(*rows, strict=True))
         steps = [numbers.step.to(torch.float32)] * len(rows)
-        torch._fused_adamw_(  # type: ignore[call-overload]
+        fused_adamw_(
             *columns,
             [],
             steps,

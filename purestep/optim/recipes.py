@@ -21,6 +21,7 @@ from purestep.optim.transforms import (
     widened,
     zero_step,
 )
+from purestep.torch_internals import foreach_add_
 from purestep.types import Params, Tree
 
 
@@ -53,7 +54,7 @@ def descend(learning_rate: LearningRate) -> Optimizer:
         return (plus(param, -rate, widened(u)),)
 
     def kernel(rate: float | Tensor, params: list[Tensor], updates: list[Tensor]) -> None:
-        torch._foreach_add_(params, [widened(u) for u in updates], alpha=-float(rate))
+        foreach_add_(params, [widened(u) for u in updates], alpha=-float(rate))
 
     return leafwise(init, DescentState, (), rate_of, formula, kernel)
 

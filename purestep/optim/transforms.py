@@ -12,6 +12,7 @@ from torch import Tensor
 
 from purestep import tree
 from purestep.optim.base import Transform, in_place, leaf_columns
+from purestep.torch_internals import foreach_add_, foreach_mul_
 from purestep.types import OptState, Params, Tree
 
 Mask: TypeAlias = Tree | Callable[[Params], Tree]
@@ -35,7 +36,7 @@ def clip_by_global_norm(max_norm: float | Tensor) -> Transform:
         factor = factor_of(grads, grad_scale)
         wide = [widened(grad) for grad in grads]
         if factor != 1:
-            torch._foreach_mul_(wide, float(factor))
+            foreach_mul_(wide, float(factor))
         return wide
 
     def factor_of(grads: Tree, grad_scale: Tensor | None) -> Tensor:
@@ -87,11 +88,11 @@ def momentum(decay: float | Tensor, *, nesterov: bool = False) -> Transform:
     ) -> list[Tensor]:
         grads = [widened(grad) for grad in grads]
         if grad_scale is not None:
-            torch._foreach_mul_(grads, float(_inverse(grad_scale)))
-        torch._foreach_mul_(trace, float(decay))
-        torch._foreach_add_(trace, grads)
+            foreach_mul_(grads, float(_inverse(grad_scale)))
+        foreach_mul_(trace, float(decay))
+        foreach_add_(trace, grads)
         if nesterov:
-            torch._foreach_add_(grads, trace, alpha=float(decay))
+            foreach_add_(grads, trace, alpha=float(decay))
         return grads if nesterov else trace
 
     def columns_of(
@@ -194,11 +195,11 @@ def add_decayed_weights(weight_decay: float | Tensor, mask: Mask | None = None) 
     ) -> list[Tensor]:
         grads = [widened(grad) for grad in grads]
         if grad_scale is not None:
-            torch._foreach_mul_(grads, float(_inverse(grad_scale)))
+            foreach_mul_(grads, float(_inverse(grad_scale)))
         decays = state.decays.tolist() or [True] * len(params)
         decayed, theirs = (list(compress(leaves, decays)) for leaves in (grads, params))
         if decayed:
-            torch._foreach_add_(decayed, theirs, alpha=float(weight_decay))
+            foreach_add_(decayed, theirs, alpha=float(weight_decay))
         return grads
 
     columns_of = partial(leaf_columns, init, DecayState, [])

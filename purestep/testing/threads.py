@@ -11,6 +11,7 @@ from torch import Tensor
 
 from purestep.axis.laws import LAWS
 from purestep.axis.ranks import BUCKET_BYTES, RankError, Ranks, Wait
+from purestep.torch_internals import transformed
 
 
 class ThreadAxis(Ranks):
@@ -97,7 +98,7 @@ class ThreadAxis(Ranks):
         def mapped(*args: Sequence[Any]) -> list[Any]:
             if self._name != f"ThreadAxis({self._world.size})":
                 raise ValueError(f"{self} is a part of a world: map over the axis that was split")
-            if torch._C._are_functorch_transforms_active() or self._world.is_running:
+            if transformed() or self._world.is_running:
                 raise RuntimeError(
                     f"{self}.map starts threads, which no transform and no other map reaches into: "
                     "transform inside fn, or take VmapAxis"

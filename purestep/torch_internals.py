@@ -1,0 +1,215 @@
+"""Every private name of torch's that purestep uses: what it is for, and what happens where it is missing.
+
+A private name may go with any release of torch. Where one is missing, nothing happens at import; what needs it
+raises at its first use and says which torch has it, unless a fallback is named here.
+
+>>> _private("_no_such_name")()
+Traceback (most recent call last):
+...
+RuntimeError: torch ... has no torch._no_such_name, which purestep needs for this: install a torch from ... to ...
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+OLDEST, NEWEST = "2.13.0", "2.15.0"
+"""Of the torch versions that are claimed: ``make versions`` runs the tests on both."""
+
+
+def _private(path: str) -> Any:
+    """``torch.path``; where there is none, a function that says so."""
+    try:
+        return attrgetter(path)(torch)
+    except AttributeError:
+        return _missing(path)
+
+
+def _attribute(path: str) -> Callable[[Any], Any]:
+    """What reads the last name of ``torch.path`` off an object; where there is none, a function that says so."""
+    try:
+        attrgetter(path)(torch)
+    except AttributeError:
+        return _missing(path)
+    return attrgetter(path.rpartition(".")[2])
+
+
+def _missing(path: str) -> Callable[..., NoReturn]:
+    def missing(*_: Any, **__: Any) -> NoReturn:
+        raise RuntimeError(
+            f"torch {torch.__version__} has no torch.{path}, which purestep needs for this: "
+            f"install a torch from {OLDEST} to {NEWEST}"
+        )
+
+    return missing
+
+
+# Who transforms, batches or watches: where nobody does, buffers are reused and kernels that no transform knows are used.
+
+transformed: Callable[[], bool] = _private("_C._are_functorch_transforms_active")
+"""Whether a transform of ``torch.func`` is active."""
+
+is_wrapped: Callable[[Tensor], bool] = _private("_C._functorch.is_functorch_wrapped_tensor")
+"""Whether a tensor is one that ``torch.func`` made around another."""
+
+is_differentiated: Callable[[Tensor], bool] = _private("_C._functorch.is_gradtrackingtensor")
+"""Whether ``torch.func`` made this tensor around another to differentiate."""
+
+unwrapped: Callable[[Tensor], Tensor] = _private("_C._functorch.get_unwrapped")
+"""The tensor inside of one that ``torch.func`` made."""
+
+is_watched: Callable[[], bool] = _private("utils._python_dispatch.is_in_torch_dispatch_mode")
+"""Whether a mode sees every operation, so that tensors may have no values."""
+
+holds_tensors: Callable[[Tensor], bool] = _private(
+    "utils._python_dispatch.is_traceable_wrapper_subclass"
+)
+"""Whether a tensor is of a subclass whose values lie in other tensors."""
+
+_interpreters = _private("_C._functorch.get_interpreter_stack")
+_vmap = _private("_C._functorch.TransformType.Vmap")
+
+
+def in_forward_mode() -> bool:
+    """Whether derivatives in forward mode are being taken."""
+    try:
+        return forward_ad._current_level >= 0
+    except AttributeError:
+        return _missing("autograd.forward_ad._current_level")()
+
+
+def transforms_differentiate() -> bool:
+    """Whether one of the transforms of ``torch.func`` that are active is not a ``vmap``."""
+    return any(level.key() != _vmap for level in _interpreters() or [])
+
+
+# Reverse mode: gradients are added to their sums by autograd itself, on leaves of which nobody else has a hold.
+
+run_backward: Callable[..., Any] = _private("autograd.graph._engine_run_backward")
+"""``torch.autograd.backward`` within the modes of the caller, which that would leave."""
+
+saved_tensors_hooks: Callable[[bool], Any] = _private(
+    "_C._autograd._top_saved_tensors_default_hooks"
+)
+"""The innermost hooks on what is saved for the backward pass: a checkpoint has its own."""
+
+backward_hooks = _attribute("Tensor._backward_hooks")
+"""Those that ``register_hook`` has put on a leaf."""
+
+accumulate_hooks = _attribute("Tensor._post_accumulate_grad_hooks")
+"""Those that ``register_post_accumulate_grad_hook`` has put on a leaf."""
+
+use_count: Callable[[Tensor], int] = _private("Tensor._use_count")
+"""How many hold a tensor from C++, a graph among them."""
+
+version = _attribute("Tensor._version")
+"""How often a tensor was written to."""
+
+storage_address = _attribute("UntypedStorage._cdata")
+"""Where the storage's own structure lies: one number for all tensors that share memory."""
+
+storage_use_count: Callable[[int], int] = _private("_C._storage_Use_Count")
+"""How many tensors, and Python's storages, hold the storage at an address."""
+
+# Kernels for many leaves at once.
+
+foreach_add_: Callable[..., None] = _private("_foreach_add_")
+foreach_copy_: Callable[..., None] = _private("_foreach_copy_")
+foreach_mul_: Callable[..., None] = _private("_foreach_mul_")
+foreach_norm: Callable[..., tuple[Tensor, ...]] = _private("_foreach_norm")
+fused_adamw_: Callable[..., None] = _private("_fused_adamw_")
+
+# Process groups. A torch that was built without torch.distributed has none of these.
+
+all_reduce: Callable[..., Tensor] = _private("ops._c10d_functional.all_reduce")
+"""A collective that compiles, as are the next two; its result is there after ``wait``."""
+all_gather: Callable[..., Tensor] = _private("ops._c10d_functional.all_gather_into_tensor")
+reduce_scatter: Callable[..., Tensor] = _private("ops._c10d_functional.reduce_scatter_tensor")
+wait: Callable[[Tensor], Tensor] = _private("ops._c10d_functional.wait_tensor")
+
+flattened: Callable[[DeviceMesh], DeviceMesh] = _private(
+    "distributed.device_mesh.DeviceMesh._flatten"
+)
+"""The mesh as one dimension, with one process group."""
+
+
+def collectives_begun(group: Any) -> int | None:
+    """How many collectives a process group has begun; None where it or its torch does not count them."""
+    try:
+        number: int = group._get_sequence_number_for_group()
+    except (AttributeError, RuntimeError):
+        return None
+    return number
+
+
+# The compiler. Its import takes a second, so it is imported by what is called when something is compiled.
+
+
+def gives_up() -> tuple[type[Exception], ...]:
+    """What ``torch.compile(fullgraph=True)`` raises where it cannot make one graph. Where unknown, that goes to the caller."""
+    try:
+        from torch._dynamo.exc import FailOnRecompileLimitHit, Unsupported
+    except ImportError:
+        return ()
+    return FailOnRecompileLimitHit, Unsupported
+
+
+def is_switched_off() -> bool:
+    """Whether ``TORCH_COMPILE_DISABLE`` keeps the compiler from everything."""
+    config = getattr(sys.modules.get("torch._dynamo"), "config", None)
+    return bool(getattr(config, "disable", False))
+
+
+def traced_container(structure: Any, children: list[Any]) -> Any:
+    """The container at the top of an optree structure, over these children, while the compiler traces.
+
+    Its own way calls optree's function for a dict without tensors, and that function expects other metadata.
+    """
+    if structure.type is dict:
+        unsorted, _ = structure._metadata
+        return dict.fromkeys(unsorted) | dict(zip(structure.entries(), children, strict=True))
+    return structure._unflatten_func(structure._metadata, children)
+
+
+onednn_linear: Callable[..., Tensor] = _private("ops.mkldnn._linear_pointwise.default")
+"""A product of matrices by oneDNN. A torch without oneDNN has none."""
+
+
+def rewriting(rewrite: Callable[[torch.fx.Graph], None], *files: str) -> dict[str, Any]:
+    """Options of ``torch.compile`` with which it calls ``rewrite`` on each graph, after its own passes.
+
+    The code of ``rewrite`` lies in ``files``, and is part of the key under which what is compiled is cached.
+    Where there are no such passes, no options: what is compiled is right, and not rewritten.
+    """
+    try:
+        from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
+    except ImportError:
+        return {}
+
+    class Pass(CustomGraphPass):
+        def __call__(self, graph: torch.fx.Graph) -> None:
+            rewrite(graph)
+
+        def uuid(self) -> Any:
+            return get_hash_for_files(files)
+
+    return {"post_grad_custom_post_pass": Pass()}
+
+
+def lies_in_rows(tensor: Tensor) -> bool:
+    """Whether a tensor of the compiler's is contiguous; no, where its sizes leave that open or cannot be asked."""
+    try:
+        from torch._prims_common import is_contiguous_or_false
+    except ImportError:
+        return False
+    return is_contiguous_or_false(tensor)

@@ -1,0 +1,39 @@
+"""Every private name of torch's through which tests, proofs and benchmarks watch torch.
+
+Where one is missing, what imports or calls it fails, and nothing else does: purestep itself uses none of these.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import Any
+
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+
+
+def graphs_compiled() -> int:
+    """How many graphs the compiler has made since ``forget_graphs``."""
+    from torch._dynamo.utils import counters
+
+    return counters["stats"]["unique_graphs"]
+
+
+def forget_graphs() -> None:
+    """Begins to count the compiler's graphs anew."""
+    from torch._dynamo.utils import counters
+
+    counters.clear()
+
+
+def compiling_sizes_of_data() -> AbstractContextManager[None]:
+    """Within it, the compiler takes operations whose results' sizes only the data tells."""
+    import torch._dynamo
+
+    return torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True)
+
+
+def pass_of_the_compiler() -> Any:
+    """The pass that the compiler's global settings hold."""
+    import torch._inductor.config
+
+    return torch._inductor.config.post_grad_custom_post_pass
