@@ -91,7 +91,9 @@ def test_mask_as_a_tree_or_a_function() -> None:
         new, _ = optimizer.update(zero, optimizer.init(PARAMS), PARAMS)
         assert torch.equal(new["b"], PARAMS["b"])
         assert torch.allclose(new["w"], torch.full((2, 2), 0.95))
-    for mask in ({"w": True}, True, tree.map(lambda leaf: torch.tensor(True), PARAMS)):
+    everywhere = ps.optim.adamw(0.1, mask=True).init(PARAMS)
+    assert everywhere.decays.tolist() == [True, True]
+    for mask in ({"w": True}, 1, tree.map(lambda leaf: torch.tensor(True), PARAMS)):
         with pytest.raises(
             ValueError, match="the weight-decay mask must be a tree of bools like the params"
         ):

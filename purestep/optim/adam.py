@@ -63,7 +63,8 @@ def adamw(
         b1, b2: the decay of the means of gradients and squares.
         eps: added outside the root.
         weight_decay: decoupled from the gradient.
-        mask: which leaves decay: a tree of bools, or a function from params to one; None: all.
+        mask: which leaves decay: a tree of bools like the params, a prefix of it, or a function from params to
+            one; None: all.
 
     >>> optimizer = adamw(0.1, mask=lambda params: tree.map(lambda p: p.ndim > 1, params))
     >>> params = {"w": torch.tensor(1.0)}

@@ -76,7 +76,8 @@ def sgd(
         momentum: the decay of the trace t.
         nesterov: look ahead, with g + momentum · t.
         weight_decay: added to the gradient, so that it takes part in the momentum.
-        mask: which leaves decay: a tree of bools, or a function from params to one; None: all.
+        mask: which leaves decay: a tree of bools like the params, a prefix of it, or a function from params to
+            one; None: all.
 
     >>> import torch
     >>> optimizer = sgd(0.1, momentum=0.9)
@@ -119,7 +120,8 @@ def lion(
         b1: how much the mean weighs against the gradient in the sign.
         b2: the decay of the mean.
         weight_decay: decoupled from the gradient.
-        mask: which leaves decay: a tree of bools, or a function from params to one; None: all.
+        mask: which leaves decay: a tree of bools like the params, a prefix of it, or a function from params to
+            one; None: all.
 
     >>> import torch
     >>> optimizer = lion(0.1)
