@@ -128,7 +128,7 @@ def backward(
             announce(index)
 
     # Hooks are the loss's, and see this microbatch's gradient alone; a leaf that requires none is frozen by it.
-    hooked = [index for index, hooks in enumerate(map(accumulate_hooks, leaves)) if hooks]
+    hooked = {index for index, hooks in enumerate(map(accumulate_hooks, leaves)) if hooks}
     wanted = tuple([leaf for leaf in leaves if leaf.requires_grad])
     plain = announce is None and sums.out is None and not hooked and len(wanted) == len(leaves)
     if plain and sums.all_direct:
@@ -211,7 +211,7 @@ def _unshared(grad: Tensor) -> Tensor:
     Autograd adds to the first gradient that a leaf was given, which may be a view of what other leaves
     were given too: of the gradient of ``torch.stack(leaves).sum(0)``, say.
     """
-    if holds_tensors(grad):
+    if type(grad) is not Tensor and holds_tensors(grad):
         return grad.clone()  # Who shares the memory of the tensors inside of it cannot be seen.
     owners: int = storage_use_count(storage_address(grad.untyped_storage()))
     return grad.clone() if owners > 2 else grad  # its own, and the one that we ask

@@ -191,7 +191,7 @@ def versions_of(params: Params) -> list[int]:
     if torch.compiler.is_dynamo_compiling() or transformed():
         return []
     leaves = tree.leaves_of(params)
-    return [] if any(leaf.is_inference() for leaf in leaves) else list(map(version, leaves))
+    return [] if any(map(Tensor.is_inference, leaves)) else list(map(version, leaves))
 
 
 def check_untouched(params: Params, versions: Sequence[int]) -> None:

@@ -298,7 +298,8 @@ def _check_arguments(params: Params, microbatches: Sequence[Microbatch]) -> torc
         )
     for position, leaf in enumerate(leaves):
         if isinstance(leaf, Tensor) and leaf.is_floating_point():
-            if leaf.dtype not in tree.SUM_DTYPES or holds_tensors(leaf):
+            plain = type(leaf) is Tensor or not holds_tensors(leaf)
+            if leaf.dtype not in tree.SUM_DTYPES or not plain:
                 _refuse_kind(tree.paths(params, "params")[position], leaf)
         else:
             found = leaf.dtype if isinstance(leaf, Tensor) else type(leaf).__name__

@@ -14,8 +14,10 @@ subtree, everything else is a leaf. Your own classes become nodes when they are 
 
 from __future__ import annotations
 
+import builtins
 import itertools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from operator import attrgetter
 from typing import Any, TypeAlias
 
 import optree
@@ -29,6 +31,9 @@ NAMESPACE = "purestep"
 
 SUM_DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 """Those in which floating point values may be added up."""
+
+SMALL = 4096
+"""Elements of a leaf up to which a kernel's call takes longer than its work."""
 
 Structure: TypeAlias = Any
 
@@ -298,12 +303,35 @@ def detached(tree: Tree) -> Tree:
 
 def requires_grad(tree: Tree) -> bool:
     """Whether autograd follows any of these leaves, those in mappings that optree takes for a leaf included."""
+    leaves = leaves_of(tree)
+    if _are_tensors(leaves):
+        return any(builtins.map(_requires_grad, leaves))
     return any(
         leaf.requires_grad
         if isinstance(leaf, Tensor)
         else isinstance(leaf, Mapping) and requires_grad(plain(leaf))
-        for leaf in leaves_of(tree)
+        for leaf in leaves
     )
+
+
+_requires_grad, _device = attrgetter("requires_grad"), attrgetter("device")
+
+
+def devices(tree: Tree) -> set[torch.device]:
+    """Where the tensors of a tree are.
+
+    >>> devices({"w": torch.ones(2), "name": "w"})
+    {device(type='cpu')}
+    """
+    leaves = leaves_of(tree)
+    if not _are_tensors(leaves):
+        leaves = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    return set(builtins.map(_device, leaves))
+
+
+def _are_tensors(leaves: list[Any]) -> bool:
+    """Whether all of them are, and of no class that makes its own attributes."""
+    return set(builtins.map(type, leaves)) <= {Tensor, torch.nn.Parameter}
 
 
 def differentiated(*trees: Tree) -> bool:
@@ -363,14 +391,26 @@ def global_norm(tree: Tree) -> Tensor:
     >>> global_norm({"a": torch.tensor([3.0]), "b": torch.tensor([4.0])})
     tensor(5.)
     """
-    leaves = leaves_of(tree)
-    if eager(leaves):
-        norms = _norms(leaves)
+    parts = _joined(leaves_of(tree))
+    if eager(parts):
+        norms = _norms(parts)
     else:
         norms = [
-            torch.linalg.vector_norm(leaf, dtype=accumulation_dtype(leaf.dtype)) for leaf in leaves
+            torch.linalg.vector_norm(part, dtype=accumulation_dtype(part.dtype)) for part in parts
         ]
     return torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
+
+
+def _joined(leaves: list[Tensor]) -> list[Tensor]:
+    """The leaves, with those that are too small to repay a call of their own in one piece for each dtype."""
+    large: list[Tensor] = []
+    small: dict[torch.dtype, list[Tensor]] = {}
+    for leaf in leaves:
+        if leaf.numel() < SMALL:
+            small.setdefault(leaf.dtype, []).append(leaf.flatten())
+        else:
+            large.append(leaf)
+    return large + [torch.cat(pieces) for pieces in small.values()]
 
 
 def _norms(leaves: list[Tensor]) -> list[Tensor]:

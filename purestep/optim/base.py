@@ -356,8 +356,8 @@ def runs_kernels(*values: Tree, devices: Sequence[str] = ("cpu",)) -> bool:
     """
     if not tree.eager(*values):
         return False
-    leaves = (leaf for value in values for leaf in tree.leaves_of(value))
-    return {leaf.device.type for leaf in leaves if isinstance(leaf, Tensor)} <= {*devices}
+    places = {device for value in values for device in tree.devices(value)}
+    return {device.type for device in places} <= {*devices}
 
 
 def in_place(
