@@ -159,7 +159,9 @@ def distance(params: Any, reference: Any) -> float:
     return float(tree.global_norm(difference) / tree.global_norm(reference))
 
 
-def draw(path: Path, distances: dict[str, list[float]], losses: dict[str, list[float]]) -> None:
+def draw(
+    path: Path, dtype: str, distances: dict[str, list[float]], losses: dict[str, list[float]]
+) -> None:
     """Distance from the large batch on the left, losses on the right."""
     colors = {"one large batch": "0.6", "purestep": "#0072b2", "mean of means": "#d55e00"}
     widths = {"one large batch": 6.0, "purestep": 1.8, "mean of means": 1.8}
@@ -172,9 +174,10 @@ def draw(path: Path, distances: dict[str, list[float]], losses: dict[str, list[f
             name, (steps[-1], values[-1]), (-4, 7), textcoords="offset points",
             color=colors[name], ha="right", fontsize=12,
         )  # fmt: skip
-    left.axhspan(1e-17, 2.0**-52, color="0.92")
+    rounding = torch.finfo(getattr(torch, dtype)).eps
+    left.axhspan(1e-17, rounding, color="0.92")
     left.annotate(
-        "less than float64 resolves", (steps[-1], 2.0**-52), (-4, -4), textcoords="offset points",
+        f"less than {dtype} resolves", (steps[-1], rounding), (-4, -4), textcoords="offset points",
         color="0.45", ha="right", va="top",
     )  # fmt: skip
     left.set_ylim(1e-17, 3)
@@ -257,7 +260,7 @@ def compare(options: argparse.Namespace) -> None:
             f"distance from one large batch after {options.steps} steps, {name}: {values[-1]:.1e}"
         )
     print_sample(states["purestep"][0])
-    draw(options.picture, distances, losses)
+    draw(options.picture, options.dtype, distances, losses)
     print(f"picture: {options.picture}")
 
 
