@@ -8,7 +8,7 @@ loops compute. The picture shows how far the last two end up from the first, ste
 
 Under ``torchrun`` it trains once, over real ranks; rank 0 speaks for all. With a checkpoint, processes may be
 killed or interrupted: the run goes on where it was saved, and ends in the same bits. It may go on over more or
-fewer ranks, and in microbatches of another size, and then ends in the same parameters but for rounding. Whatever
+fewer ranks, and in microbatches of a different size, and then ends in the same parameters but for rounding. Whatever
 else it was begun with, it goes on with, or is refused.
 
     torchrun --nproc-per-node 2 --max-restarts 3 -m purestep.examples.docstrings --checkpoint state.pt
@@ -289,13 +289,10 @@ def train(options: argparse.Namespace, axis: ps.MeshAxis) -> None:
 
     optimizer, params = begin(options, generator)
     update_step = ps.make_update_step(loss_fn, optimizer, axis=axis)
-    state = (params, optimizer.init(params), torch.tensor(0), torch.tensor(0))
-    if options.checkpoint:
-        begun = state
-        state = elastic.from_rank_0(
-            axis, lambda: elastic.resume(options.checkpoint, settings, begun)
-        )
-    params, opt_state, taken, position = state
+    begun = (params, optimizer.init(params), torch.tensor(0), torch.tensor(0))
+    params, opt_state, taken, position = elastic.from_rank_0(
+        axis, lambda: elastic.resume(options.checkpoint, settings, begun)
+    )
     first = int(taken)
     if speaks:
         print(lengths_of(corpus))

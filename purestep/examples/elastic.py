@@ -119,8 +119,10 @@ def _said(name: str, settings: Settings) -> str:
     return f"{name}={settings[name]!r}" if name in settings else f"no {name}"
 
 
-def resume(path: Path, settings: Settings, state: Any) -> Any:
-    """What was saved, or the ``state`` given where there is no file; refused if it could not be saved later."""
+def resume(path: Path | None, settings: Settings, state: Any) -> Any:
+    """What was saved, or the ``state`` given where nothing was; refused where nothing could be saved later."""
+    if path is None:
+        return state
     check_writable(path)
     return load(path, settings, like=state) if path.exists() else state
 
@@ -167,8 +169,9 @@ def load(path: Path, settings: Settings, like: Any) -> Any:
 def replacing(path: Path) -> Iterator[BinaryIO]:
     """A file to write to, which takes the place of ``path`` when the block is through; Ctrl-C waits for that.
 
-    Whenever the program ends, there is a whole file, the old or the new one. After an error there is nothing
-    else; what a process leaves that is killed, ``check_writable`` clears away at the next start.
+    For the main thread, which is where Python handles signals. Whenever the program ends, there is a whole file,
+    the old or the new one. After an error there is nothing else; what a process leaves that is killed,
+    ``check_writable`` clears away at the next start.
     """
     unfinished = _unfinished(path)
     pressed: list[int] = []
