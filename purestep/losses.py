@@ -26,7 +26,8 @@ def cross_entropy(
     Args:
         logits: x, of shape ``labels.shape + (classes,)``.
         labels: class numbers, or ``ignore_index``.
-        ignore_index: the label that says there is no token.
+        ignore_index: the label that says there is no token. A ``weight_fn`` has to leave it out as well, or N
+            still counts it: the default one knows of -100 alone.
         label_smoothing: how much of the target is spread evenly over all classes.
         z_loss: keeps log Σ exp x near 0, which keeps logits from drifting [PaLM, 2022].
 

@@ -10,14 +10,17 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
+import purestep as ps
 from purestep import tree
-from purestep.examples import elastic
+from purestep.examples import docstrings, elastic
 
 ROOT = Path(__file__).parent.parent
 TRAINING = ["-m", "purestep.examples.docstrings", "--steps", "80", "--examples", "4"]
@@ -25,16 +28,38 @@ PATIENCE = 120  # seconds, on a machine that is busy with other tests
 LOOPBACK = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": socket.if_nameindex()[0][1]}
 
 
-class Run:
-    """A program under ``torchrun`` on two ranks, and what it has printed."""
+def torchrun(ranks: int = 2) -> list[str]:
+    """Starts what follows once for each rank."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
+    return [*launcher, "--nproc-per-node", str(ranks)]
 
-    def __init__(self, folder: Path, *arguments: str) -> None:
+
+def world(ranks: int) -> dict[str, str]:
+    """What torchrun would tell the ranks, to start them without it and see how each of them ends."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    return {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks)}
+
+
+@pytest.fixture(autouse=True)
+def interruptible() -> Iterator[None]:
+    """Processes inherit what Ctrl-C does here, where a shell may have turned it off."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+class Run:
+    """A program in a process of its own, and what it has printed."""
+
+    def __init__(self, folder: Path, *arguments: str, **environment: str) -> None:
+        folder.mkdir(exist_ok=True)
         self._stdout, self._stderr = folder / "stdout", folder / "stderr"
-        launcher = ["-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
         with self._stdout.open("w") as stdout, self._stderr.open("w") as stderr:
             self.process = subprocess.Popen(
-                [sys.executable, *launcher, "--nproc-per-node", "2", *arguments],
-                stdout=stdout, stderr=stderr, env=os.environ | LOOPBACK, cwd=ROOT,
+                [sys.executable, *arguments],
+                stdout=stdout, stderr=stderr, env=os.environ | LOOPBACK | environment, cwd=ROOT,
             )  # fmt: skip
 
     @property
@@ -44,6 +69,17 @@ class Run:
     @property
     def stderr(self) -> str:
         return self._stderr.read_text(encoding="utf-8")
+
+    @property
+    def complaints(self) -> list[str]:
+        """What it says on stderr, but for the bar that shows progress."""
+        bar = re.compile(r" *\d+%\|.*|")
+        return [line for line in re.split(r"[\r\n]", self.stderr) if not bar.fullmatch(line)]
+
+    @property
+    def losses(self) -> list[str]:
+        """The last lines about the loss: the first and the last one of the run."""
+        return re.findall(r"^loss (\S+) -> (\S+)$", self.stdout, re.M)[-1]
 
     @property
     def fingerprints(self) -> set[str]:
@@ -69,9 +105,9 @@ class Run:
 
 
 @contextmanager
-def running(folder: Path, *arguments: str) -> Iterator[Run]:
+def running(folder: Path, *arguments: str, **environment: str) -> Iterator[Run]:
     """A run that has ended when the block has, whatever happens in it."""
-    run = Run(folder, *arguments)
+    run = Run(folder, *arguments, **environment)
     try:
         yield run
     finally:
@@ -85,7 +121,7 @@ def running(folder: Path, *arguments: str) -> Iterator[Run]:
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    with running(tmp_path_factory.mktemp("undisturbed"), *TRAINING) as run:
+    with running(tmp_path_factory.mktemp("undisturbed"), *torchrun(), *TRAINING) as run:
         assert run.process.wait(timeout=PATIENCE) == 0, run.stderr
     return run
 
@@ -94,11 +130,7 @@ def test_rank_0_alone_speaks_and_nothing_complains(undisturbed: Run) -> None:
     said = ["docstrings of", "from step 0 to 80 over 2 ranks", "loss ", "over 2 ranks\n", "sha256"]
     counts = [undisturbed.stdout.count(words) for words in said]
     assert counts == [1, 1, 1, 2, 1], undisturbed.stdout
-    bar = re.compile(r" *\d+%\|.*|")
-    complaints = [
-        line for line in re.split(r"[\r\n]", undisturbed.stderr) if not bar.fullmatch(line)
-    ]
-    assert not complaints
+    assert not undisturbed.complaints
 
 
 def kill_after_a_save(run: Run, rank: int, checkpoint: Path) -> None:
@@ -118,7 +150,7 @@ def test_a_killed_run_ends_in_the_same_bits(undisturbed: Run, tmp_path: Path) ->
     checkpoint = tmp_path / "state.pt"
     resumable = [*TRAINING, "--checkpoint", str(checkpoint), "--save-every", "2"]
 
-    with running(tmp_path, "--max-restarts", "2", *resumable) as run:
+    with running(tmp_path, *torchrun(), "--max-restarts", "2", *resumable) as run:
         for rank in (1, 0):
             kill_after_a_save(run, rank, checkpoint)
         assert run.process.wait(timeout=PATIENCE) == 0, run.stderr
@@ -128,24 +160,218 @@ def test_a_killed_run_ends_in_the_same_bits(undisturbed: Run, tmp_path: Path) ->
     assert run.fingerprints == undisturbed.fingerprints != set()
 
 
+def interrupt(*runs: Run) -> list[int]:
+    """Ctrl-C, which reaches all of them at once; and how they end."""
+    for run in runs:
+        run.process.send_signal(signal.SIGINT)
+    return [run.process.wait(timeout=PATIENCE) for run in runs]
+
+
+def test_an_interrupted_run_goes_on_over_other_ranks(undisturbed: Run, tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoints"
+    folder.mkdir()
+    checkpoint = folder / "state.pt"
+    resumable = [*TRAINING, "--checkpoint", str(checkpoint), "--save-every", "1"]
+
+    meeting = world(ranks=2)
+    with (
+        running(tmp_path / "0", *resumable, **meeting, RANK="0") as first,
+        running(tmp_path / "1", *resumable, **meeting, RANK="1") as second,
+    ):
+        first.wait_until(checkpoint.exists)
+        assert interrupt(first, second) == [130, 130], first.stderr + second.stderr
+    assert first.complaints == [f"interrupted; the same command goes on from {checkpoint}"]
+    assert second.complaints == []
+    assert list(folder.iterdir()) == [checkpoint]
+
+    with running(tmp_path / "3", *torchrun(3), *resumable, "--max-tokens", "300") as run:
+        assert run.process.wait(timeout=PATIENCE) == 0, run.stderr
+    (step,) = map(int, re.findall(r"^from step (\d+) to 80 over 3 ranks$", run.stdout, re.M))
+    assert 0 < step < 80
+    assert run.losses[1] == undisturbed.losses[1]
+
+
+def test_an_interrupted_comparison_says_so_and_leaves_nothing(tmp_path: Path) -> None:
+    picture = tmp_path / "picture.png"
+    program = ["-m", "purestep.examples.docstrings", "--picture", str(picture)]
+    with running(tmp_path / "run", *program) as run:
+        run.wait_until(lambda: "loss" in run.stderr)
+        assert interrupt(run) == [130]
+    assert run.complaints[-1] == "interrupted"
+    assert "Traceback" not in run.stderr
+    assert list(tmp_path.iterdir()) == [tmp_path / "run"]
+
+
+REFUSED = {
+    "steps": (["--steps", "81"], [], r"state.pt is of a run with steps=80, but this one has steps=81: .*"),
+    "dtype": ([], ["--dtype", "float32"], r"rank 0 .* with dtype='float64', rank 1 with dtype='float32': .*"),
+    "folder": (["--checkpoint", "nowhere/state.pt"], [], r"nowhere/state.pt cannot be written \(No such .*"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_ranks_refuse_together_before_they_begin(case: str, tmp_path: Path) -> None:
+    of_all, of_rank_1, message = REFUSED[case]
+    checkpoint = tmp_path / "state.pt"
+    training = [*TRAINING, "--checkpoint", str(checkpoint)]
+    begun = docstrings.settings_of(docstrings.parse(TRAINING[2:]), docstrings.docstrings())
+    elastic.save(checkpoint, begun, {"w": torch.ones(1)})
+
+    meeting = world(ranks=2)
+    with (
+        running(tmp_path / "0", *training, *of_all, **meeting, RANK="0") as first,
+        running(tmp_path / "1", *training, *of_all, *of_rank_1, **meeting, RANK="1") as second,
+    ):
+        assert [run.process.wait(timeout=PATIENCE) for run in (first, second)] == [1, 1]
+    (line,) = first.complaints
+    assert re.search(f"{message}$", line), line
+    assert first.stdout == second.stdout == second.stderr == ""
+
+
+def test_what_would_end_a_run_late_is_refused_early(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    picture = str(tmp_path / "nowhere" / "picture.png")
+    for arguments, message in {
+        ("--picture", picture): "picture.png cannot be written (No such file or directory)",
+        ("--picture", "picture.xyz"): "must end in one of",
+        ("--max-tokens", "8"): "no room for an example of 256",
+        ("--save-every", "0"): "0 is less than 1",
+        ("--checkpoint", "state.pt"): "needs torchrun",
+    }.items():
+        with pytest.raises(SystemExit):
+            docstrings.parse(arguments)
+        assert message in capsys.readouterr().err
+
+
+# Checkpoints.
+
+SETTINGS: elastic.Settings = {"steps": 80, "dtype": "float64"}
+
+
 def test_a_checkpoint_holds_what_was_saved(tmp_path: Path) -> None:
     state = (
         {"w": torch.randn(3, 2, dtype=torch.float64), "layers": [torch.ones(2)]},
         torch.tensor(7),
     )
-    elastic.save(tmp_path / "state.pt", state)
-    loaded = elastic.load(tmp_path / "state.pt", like=tree.map(torch.zeros_like, state))
+    elastic.save(tmp_path / "state.pt", SETTINGS, state)
+    like = tree.map(torch.zeros_like, state)
+    loaded = elastic.load(tmp_path / "state.pt", SETTINGS, like)
     assert elastic.fingerprint(loaded) == elastic.fingerprint(state)
     assert list(tmp_path.iterdir()) == [tmp_path / "state.pt"]
 
 
 def test_a_checkpoint_of_another_run_is_refused(tmp_path: Path) -> None:
-    elastic.save(tmp_path / "state.pt", {"w": torch.ones(2), "b": torch.ones(1)})
+    path, state = tmp_path / "state.pt", {"w": torch.ones(2), "b": torch.ones(1)}
+    elastic.save(path, SETTINGS, state)
+    others: dict[str, elastic.Settings] = {
+        r"with steps=80, but this one has steps=81: .* the same": {**SETTINGS, "steps": 81},
+        r"with dtype='float64', but this one has no dtype: .* a different file": {"steps": 80},
+    }
+    for message, settings in others.items():
+        with pytest.raises(ValueError, match=message):
+            elastic.load(path, settings, state)
     with pytest.raises(
         ValueError, match=r"\['b'\] is .*float32 .* should be .*float64 of shape \(1,\)"
     ):
-        elastic.load(tmp_path / "state.pt", like={"w": torch.ones(2), "b": torch.ones(1).double()})
+        elastic.load(path, SETTINGS, like=state | {"b": torch.ones(1).double()})
     with pytest.raises(
         ValueError, match=r"another run: .*\['b'\] is .*float32 .* should be missing"
     ):
-        elastic.load(tmp_path / "state.pt", like={"w": torch.ones(2)})
+        elastic.load(path, SETTINGS, like={"w": torch.ones(2)})
+
+
+def test_what_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
+    path, state = tmp_path / "state.pt", {"w": torch.ones(2)}
+    elastic.save(path, SETTINGS, state)
+    whole = path.read_bytes()
+    for content in (b"", b"nonsense", whole[: len(whole) // 2]):
+        path.write_bytes(content)
+        with pytest.raises(ValueError, match=r"state.pt is no checkpoint .* a different file"):
+            elastic.load(path, SETTINGS, state)
+    torch.save(state, path)
+    with pytest.raises(ValueError, match=r"state.pt is no checkpoint"):
+        elastic.load(path, SETTINGS, state)
+
+
+def test_a_file_is_replaced_as_a_whole_or_not_at_all(tmp_path: Path) -> None:
+    path = tmp_path / "state.pt"
+    path.write_text("old")
+
+    def write(what_happens: Callable[[], None]) -> None:
+        with elastic.replacing(path) as file:
+            file.write(b"ne")
+            what_happens()
+            file.write(b"w")
+
+    def fill_up() -> None:
+        raise OSError("No space left on device")
+
+    with pytest.raises(OSError, match="No space left"):
+        write(fill_up)
+    assert [(file.name, file.read_text()) for file in tmp_path.iterdir()] == [("state.pt", "old")]
+    with pytest.raises(KeyboardInterrupt):
+        write(lambda: signal.raise_signal(signal.SIGINT))
+    assert [(file.name, file.read_text()) for file in tmp_path.iterdir()] == [("state.pt", "new")]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_what_cannot_be_written_is_refused_and_leftovers_go(tmp_path: Path) -> None:
+    path = tmp_path / "state.pt"
+    path.write_text("old")
+    with pytest.raises(OSError, match=r"nowhere/state.pt cannot be written \(No such file"):
+        elastic.check_writable(tmp_path / "nowhere" / "state.pt")
+    with pytest.raises(OSError, match=r"cannot be written \(Not a directory\)"):
+        elastic.check_writable(path / "state.pt")
+    with pytest.raises(OSError, match=r"cannot be written \(Is a directory\)"):
+        elastic.check_writable(tmp_path)
+    (tmp_path / "state.pt.unfinished").write_text("killed")
+    elastic.check_writable(path)
+    assert [(file.name, file.read_text()) for file in tmp_path.iterdir()] == [("state.pt", "old")]
+
+
+def integers(*lengths: int) -> list[dict[str, Tensor]]:
+    """Examples of whole numbers, on which a linear model makes no rounding error."""
+    generator = torch.Generator().manual_seed(0)
+    return [
+        {
+            "tokens": torch.randint(-1, 2, (n, 3), generator=generator).double(),
+            "labels": torch.randint(-2, 3, (n,), generator=generator),
+        }
+        for n in lengths
+    ]
+
+
+def test_other_ranks_and_microbatches_go_on_to_the_same_bits(tmp_path: Path) -> None:
+    """In exact arithmetic; every group has 16 tokens. In floating point, it is the same but for rounding."""
+    corpus = integers(*(5, 3, 6, 2, 1, 9, 2, 4, 4, 4, 7, 1, 8, 2, 3, 3))
+    optimizer = ps.optim.sgd(0.25, momentum=0.5)
+
+    def go_on(state: Any, updates: int, ranks: int, max_tokens: int) -> Any:
+        axis = ps.testing.ThreadAxis(ranks)
+        update_step = ps.make_update_step(
+            lambda w, m: (m["tokens"] @ w - m["labels"]) ** 2, optimizer, axis=axis
+        )
+
+        def program(rank: int) -> Any:
+            w, opt_state, position = state
+            groups = ps.group(corpus, 4, start=int(position))
+            shares = docstrings.Shares(groups, rank, ranks, max_tokens)
+            with closing(ps.prefetch(shares, "cpu")) as stream:
+                for _, microbatches in zip(range(updates), stream, strict=False):
+                    w, opt_state, _ = update_step(w, opt_state, microbatches)
+                return w, opt_state, torch.tensor(stream.position)
+
+        return axis.map(program)([*range(ranks)])[0]
+
+    w = torch.zeros(3, dtype=torch.float64)
+    begun = (w, optimizer.init(w), torch.tensor(0))
+    expected = go_on(begun, updates=4, ranks=1, max_tokens=99)
+    for before, after in [(1, 3), (2, 3), (3, 2), (4, 1)]:
+        saved = go_on(begun, updates=2, ranks=before, max_tokens=9)
+        elastic.save(tmp_path / "state.pt", SETTINGS, saved)
+        loaded = elastic.load(tmp_path / "state.pt", SETTINGS, like=begun)
+        assert int(loaded[2]) == 8
+        ended = go_on(loaded, updates=2, ranks=after, max_tokens=20)
+        assert all(map(torch.equal, tree.leaves_of(ended), tree.leaves_of(expected)))
+        assert not torch.equal(ended[0], saved[0])

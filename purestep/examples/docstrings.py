@@ -7,7 +7,9 @@ loops compute. The picture shows how far the last two end up from the first, ste
     python -m purestep.examples.docstrings --help
 
 Under ``torchrun`` it trains once, over real ranks; rank 0 speaks for all. With a checkpoint, processes may be
-killed: the run goes on where it was saved, and ends in the same bits.
+killed or interrupted: the run goes on where it was saved, and ends in the same bits. It may go on over more or
+fewer ranks, and in microbatches of a different size, and then ends in the same parameters but for rounding. Whatever
+else it was begun with, it goes on with, or is refused.
 
     torchrun --nproc-per-node 2 --max-restarts 3 -m purestep.examples.docstrings --checkpoint state.pt
 """
@@ -16,15 +18,19 @@ from __future__ import annotations
 
 import argparse
 import ast
+import hashlib
 import os
 import sysconfig
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from einops import rearrange
+from matplotlib.figure import Figure
 from torch import Tensor
 from tqdm import tqdm
 
@@ -36,6 +42,33 @@ Example = dict[str, Tensor]
 Batch = dict[str, Tensor]
 
 CONFIG = gpt.Config()
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How the model is trained, as far as the command line does not say."""
+
+    seed: int = 0
+    peak_rate: float = 2e-3
+    last_rate: float = 3e-4
+    b2: float = 0.95
+    weight_decay: float = 0.1
+    max_norm: float = 1.0
+
+
+RECIPE = Recipe()
+
+
+def settings_of(options: argparse.Namespace, corpus: list[bytes]) -> elastic.Settings:
+    """All that decides where a run ends up. How it is cut does not: neither ranks nor microbatches are here."""
+    return {
+        "steps": options.steps,
+        "examples": options.examples,
+        "dtype": options.dtype,
+        **asdict(RECIPE),
+        **asdict(CONFIG),
+        "corpus": hashlib.sha256(b"\0".join(corpus)).hexdigest()[:12],
+    }
 
 
 def docstrings() -> list[bytes]:
@@ -112,8 +145,9 @@ def sample(params: Any, prompt: str, length: int, generator: torch.Generator) ->
     return bytes(tokens).decode(errors="replace")
 
 
-def print_sample(params: Any, generator: torch.Generator) -> None:
+def print_sample(params: Any) -> None:
     """What the model says, between two lines."""
+    generator = torch.Generator().manual_seed(RECIPE.seed)
     print("---")
     print(sample(params, "Return ", 160, generator))
     print("---")
@@ -125,37 +159,40 @@ def distance(params: Any, reference: Any) -> float:
     return float(tree.global_norm(difference) / tree.global_norm(reference))
 
 
-def draw(path: Path, distances: dict[str, list[float]], losses: dict[str, list[float]]) -> None:
+def draw(
+    path: Path, dtype: str, distances: dict[str, list[float]], losses: dict[str, list[float]]
+) -> None:
     """Distance from the large batch on the left, losses on the right."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
     colors = {"one large batch": "0.6", "purestep": "#0072b2", "mean of means": "#d55e00"}
     widths = {"one large batch": 6.0, "purestep": 1.8, "mean of means": 1.8}
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4.2), dpi=150, layout="constrained")
+    steps = range(1, len(losses["purestep"]) + 1)
+    figure = Figure(figsize=(11, 4.2), dpi=150, layout="constrained")
+    left, right = figure.subplots(1, 2)
     for name, values in distances.items():
-        steps = range(1, len(values) + 1)
         left.semilogy(steps, values, color=colors[name], linewidth=1.8)
         left.annotate(
-            name, (len(values), values[-1]), (-4, 7), textcoords="offset points",
+            name, (steps[-1], values[-1]), (-4, 7), textcoords="offset points",
             color=colors[name], ha="right", fontsize=12,
         )  # fmt: skip
-    left.axhspan(1e-17, 2.0**-52, color="0.92")
+    rounding = torch.finfo(getattr(torch, dtype)).eps
+    left.axhspan(1e-17, rounding, color="0.92")
+    left.annotate(
+        f"less than {dtype} resolves", (steps[-1], rounding), (-4, -4), textcoords="offset points",
+        color="0.45", ha="right", va="top",
+    )  # fmt: skip
     left.set_ylim(1e-17, 3)
-    left.set_xlabel("step")
-    left.set_ylabel("‖θ − θ(one large batch)‖ / ‖θ‖")
+    left.set_ylabel("‖θ − θ(one large batch)‖ / ‖θ(one large batch)‖")
     for name in ("one large batch", "mean of means", "purestep"):
-        values = losses[name]
-        right.plot(values, color=colors[name], linewidth=widths[name], label=name, alpha=0.9)
-    right.set_xlabel("step")
+        right.plot(
+            steps, losses[name], color=colors[name], linewidth=widths[name], label=name, alpha=0.9
+        )
     right.set_ylabel("loss per byte")
     right.legend(frameon=False)
     for axes in (left, right):
+        axes.set_xlabel("step")
         axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path)
-    pyplot.close(figure)
+    with elastic.replacing(path) as file:
+        figure.savefig(file, format=path.suffix.removeprefix("."))
 
 
 def begin(
@@ -163,19 +200,19 @@ def begin(
 ) -> tuple[ps.optim.Optimizer, Any]:
     """The optimizer, and the parameters to begin with."""
     schedule = ps.optim.warmup_cosine_decay_schedule(
-        0.0, 2e-3, options.steps // 10 + 1, options.steps + 1, 3e-4
+        0.0, RECIPE.peak_rate, options.steps // 10 + 1, options.steps + 1, RECIPE.last_rate
     )
     matrices = tree.map(lambda leaf: leaf.ndim > 1, gpt.init(CONFIG, generator))
     optimizer = ps.optim.chain(
-        ps.optim.clip_by_global_norm(1.0),
-        ps.optim.adamw(schedule, b2=0.95, weight_decay=0.1, mask=matrices),
+        ps.optim.clip_by_global_norm(RECIPE.max_norm),
+        ps.optim.adamw(schedule, b2=RECIPE.b2, weight_decay=RECIPE.weight_decay, mask=matrices),
     )
     return optimizer, gpt.init(CONFIG, generator, getattr(torch, options.dtype))
 
 
 def compare(options: argparse.Namespace) -> None:
     """Trains three times side by side, the last two over simulated ranks; prints, draws."""
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(RECIPE.seed)
     corpus = docstrings()
     print(lengths_of(corpus))
 
@@ -190,6 +227,8 @@ def compare(options: argparse.Namespace) -> None:
             **over_ranks,
         ),
     }
+    # The mean of means reports a mean of means: for a loss per byte, its parameters are asked again.
+    evaluate = ps.make_eval_step(loss_fn)
     states = {name: (params, optimizer.init(params)) for name in steps}
     losses: dict[str, list[float]] = {name: [] for name in steps}
     distances: dict[str, list[float]] = {"mean of means": [], "purestep": []}
@@ -200,11 +239,13 @@ def compare(options: argparse.Namespace) -> None:
     for _, examples in zip(bar, stream, strict=False):
         whole = ps.pack(examples, max_tokens=options.examples * CONFIG.context)
         pieces = cut(examples, options.ranks, options.max_tokens)
+        losses["mean of means"].append(float(evaluate(states["mean of means"][0], whole).loss))
         for name, step in steps.items():
             start = time.perf_counter()
             *state, metrics = step(*states[name], whole if name == "one large batch" else pieces)
             states[name] = (state[0], state[1])
-            losses[name].append(float(metrics.loss))
+            if name != "mean of means":
+                losses[name].append(float(metrics.loss))
             if name == "purestep":
                 seconds += time.perf_counter() - start
                 tokens += int(metrics.num_tokens)
@@ -218,23 +259,40 @@ def compare(options: argparse.Namespace) -> None:
         print(
             f"distance from one large batch after {options.steps} steps, {name}: {values[-1]:.1e}"
         )
-    print_sample(states["purestep"][0], generator)
-    draw(options.picture, distances, losses)
+    print_sample(states["purestep"][0])
+    draw(options.picture, options.dtype, distances, losses)
     print(f"picture: {options.picture}")
+
+
+class Shares(Iterator[list[Batch]]):
+    """One rank's share of each group, in microbatches; the position is that of the groups."""
+
+    def __init__(self, groups: ps.group, rank: int, ranks: int, max_tokens: int) -> None:
+        self._groups, self._rank, self._ranks, self._max_tokens = groups, rank, ranks, max_tokens
+
+    @property
+    def position(self) -> int:
+        return self._groups.position
+
+    def __next__(self) -> list[Batch]:
+        mine = ps.balance(next(self._groups), ranks=self._ranks)[self._rank]
+        return ps.pack(mine, max_tokens=self._max_tokens)
 
 
 def train(options: argparse.Namespace, axis: ps.MeshAxis) -> None:
     """Trains once, over real ranks, from the checkpoint on if there is one; rank 0 prints and saves."""
     speaks = axis.rank == 0
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(RECIPE.seed)
     corpus = docstrings()
+    settings = settings_of(options, corpus)
+    elastic.check_alike(axis, settings)
 
     optimizer, params = begin(options, generator)
     update_step = ps.make_update_step(loss_fn, optimizer, axis=axis)
-    state = (params, optimizer.init(params), torch.tensor(0))
-    if options.checkpoint and options.checkpoint.exists():
-        state = elastic.load(options.checkpoint, like=state)
-    params, opt_state, taken = state
+    begun = (params, optimizer.init(params), torch.tensor(0), torch.tensor(0))
+    params, opt_state, taken, position = elastic.from_rank_0(
+        axis, lambda: elastic.resume(options.checkpoint, settings, begun)
+    )
     first = int(taken)
     if speaks:
         print(lengths_of(corpus))
@@ -242,43 +300,56 @@ def train(options: argparse.Namespace, axis: ps.MeshAxis) -> None:
     losses: list[float] = []
     seconds, tokens = 0.0, 0
 
-    position = first * options.examples
-    stream = ps.group(shuffled(corpus, generator), options.examples, start=position)
+    groups = ps.group(shuffled(corpus, generator), options.examples, start=int(position))
     numbers = range(first + 1, options.steps + 1)
-    bar = tqdm(numbers, initial=first, total=options.steps, unit="step", disable=not speaks)
-    for step, examples in zip(bar, stream, strict=False):
-        mine = ps.balance(examples, ranks=axis.size)[axis.rank]
-        start = time.perf_counter()
-        params, opt_state, metrics = update_step(
-            params, opt_state, ps.pack(mine, max_tokens=options.max_tokens)
-        )
-        losses.append(float(metrics.loss))
-        seconds += time.perf_counter() - start
-        tokens += int(metrics.num_tokens)
-        bar.set_postfix_str(f"loss {losses[-1]:.3f}, {tokens / seconds:.0f} tokens/s")
-        due = step % options.save_every == 0 or step == options.steps
-        if speaks and options.checkpoint and due:
-            elastic.save(options.checkpoint, (params, opt_state, torch.tensor(step)))
+    shares = Shares(groups, axis.rank, axis.size, options.max_tokens)
+    with (
+        closing(ps.prefetch(shares, "cpu")) as stream,
+        tqdm(numbers, initial=first, total=options.steps, unit="step", disable=not speaks) as bar,
+    ):
+        for step, microbatches in zip(bar, stream, strict=False):
+            start = time.perf_counter()
+            params, opt_state, metrics = update_step(params, opt_state, microbatches)
+            losses.append(float(metrics.loss))
+            seconds += time.perf_counter() - start
+            tokens += int(metrics.num_tokens)
+            bar.set_postfix_str(f"loss {losses[-1]:.3f}, {tokens / seconds:.0f} tokens/s")
+            due = step % options.save_every == 0 or step == options.steps
+            if speaks and options.checkpoint and due:
+                # Where this step's examples end, however many more have been prefetched.
+                state = (params, opt_state, torch.tensor(step), torch.tensor(stream.position))
+                elastic.save(options.checkpoint, settings, state)
 
     if speaks:
         if losses:
             print(f"loss {losses[0]:.3f} -> {losses[-1]:.3f}")
             print(f"{tokens / seconds:.0f} tokens per second over {axis.size} ranks")
         print(f"parameters sha256 {elastic.fingerprint(params)}")
-        print_sample(params, generator)
+        print_sample(params)
 
 
-def main() -> None:
-    """Trains over the ranks of ``torchrun`` where there are any, else compares over simulated ones."""
+def positive(text: str) -> int:
+    """A whole number from 1 on."""
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{number} is less than 1")
+    return number
+
+
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line, with everything refused that would stop the program later."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("--steps", type=int, default=180)
-    parser.add_argument("--examples", type=int, default=16, help="docstrings in one update")
+    parser.add_argument("--steps", type=positive, default=180)
+    parser.add_argument("--examples", type=positive, default=16, help="docstrings in one update")
     parser.add_argument(
-        "--ranks", type=int, default=2, help="simulated data-parallel ranks; not under torchrun"
+        "--ranks",
+        type=positive,
+        default=2,
+        help="simulated data-parallel ranks; not under torchrun",
     )
-    parser.add_argument("--max-tokens", type=int, default=256, help="per microbatch of a rank")
+    parser.add_argument("--max-tokens", type=positive, default=256, help="per microbatch of a rank")
     parser.add_argument("--dtype", choices=["float64", "float32"], default="float64")
     parser.add_argument(
         "--picture", type=Path, default=Path("docstrings.png"), help="not under torchrun"
@@ -286,16 +357,40 @@ def main() -> None:
     parser.add_argument(
         "--checkpoint", type=Path, help="file to save to and to go on from; only under torchrun"
     )
-    parser.add_argument("--save-every", type=int, default=20, help="steps between two saves")
-    options = parser.parse_args()
+    parser.add_argument("--save-every", type=positive, default=20, help="steps between two saves")
+    options = parser.parse_args(arguments)
 
+    if options.max_tokens < CONFIG.context:
+        parser.error(
+            f"--max-tokens {options.max_tokens} has no room for an example of {CONFIG.context}"
+        )
     if "RANK" in os.environ:
-        with elastic.processes() as axis:
-            train(options, axis)
-    elif options.checkpoint:
+        return options
+    if options.checkpoint:
         parser.error("--checkpoint needs torchrun")
-    else:
-        compare(options)
+    kinds = Figure().canvas.get_supported_filetypes()
+    if options.picture.suffix.removeprefix(".") not in kinds:
+        parser.error(f"--picture {options.picture} must end in one of {', '.join(kinds)}")
+    try:
+        elastic.check_writable(options.picture)
+    except OSError as error:
+        parser.error(f"--picture {error}")
+    return options
+
+
+def main() -> None:
+    """Trains over the ranks of ``torchrun`` where there are any, else compares over simulated ones."""
+    options = parse()
+    try:
+        if "RANK" in os.environ:
+            with elastic.processes() as axis:
+                train(options, axis)
+        else:
+            compare(options)
+    except KeyboardInterrupt:
+        saved = options.checkpoint and options.checkpoint.exists()
+        goes_on = f"; the same command goes on from {options.checkpoint}" if saved else ""
+        elastic.end_interrupted(f"interrupted{goes_on}")
 
 
 if __name__ == "__main__":
