@@ -188,7 +188,8 @@ def select(condition: Tensor, chosen: Tree, other: Tree) -> Tree:
     for position, leaf in reversed(list(enumerate(other_leaves))):
         new = chosen_leaves.pop()
         _check_alike(new, leaf, other, position)
-        selected.append(torch.where(condition, new, leaf))
+        # What has stayed may be on the host, and the condition on a device.
+        selected.append(leaf.clone() if new is leaf else torch.where(condition, new, leaf))
         del new
     return unflatten(structure, selected[::-1])
 
@@ -207,9 +208,12 @@ def overwrite(old: Tree, new: Tree, condition: Tensor | None) -> Tree:
     for position, leaf in reversed(list(enumerate(old_leaves))):
         value = new_leaves.pop()
         _check_alike(value, leaf, old, position)
-        if condition is not None:
-            value = torch.where(condition, value, leaf)
-        written.append(leaf.copy_(value) if writes else value)
+        # What has stayed needs no writing, wherever it is: flags on the host, under a condition on a device.
+        if value is not leaf:
+            if condition is not None:
+                value = torch.where(condition, value, leaf)
+            value = leaf.copy_(value) if writes else value
+        written.append(value)
         del value
     return unflatten(structure, written[::-1])
 
@@ -307,6 +311,26 @@ def at_hand(tensor: Tensor) -> Tensor | None:
         return None
     tensor = _below_transforms(tensor)
     return tensor if type(tensor) is Tensor and tensor.device.type == "cpu" else None
+
+
+def brought(tensor: Tensor, device: torch.device) -> Tensor:
+    """The tensor on the device, waited for only on the host, where it could be read before it has come."""
+    return tensor.to(device, non_blocking=device.type != "cpu")
+
+
+def has_address(tensor: Tensor) -> bool:
+    """Whether its values lie in memory; not on devices that compute later what they are told now (lazy, XLA)."""
+    return not torch._is_functional_tensor(tensor)
+
+
+def address(tensor: Tensor) -> int:
+    """Where a tensor's values begin; its storage's own identity where they have no address.
+
+    >>> x = torch.ones(4)
+    >>> address(x[1:]) - address(x)
+    4
+    """
+    return tensor.data_ptr() if has_address(tensor) else tensor.untyped_storage()._cdata
 
 
 def global_norm(tree: Tree) -> Tensor:

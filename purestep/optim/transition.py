@@ -133,11 +133,18 @@ def check_buffers(donated: Tree, data: Sequence[Microbatch]) -> None:
 
 
 def _extents(leaves: Sequence[Any]) -> list[Extent]:
-    """Where each leaf lies, in the order of memory; a leaf without memory that could be told lies nowhere."""
+    """Where each leaf lies, in the order of memory; a leaf without memory that could be told lies nowhere.
+
+    Where there are no addresses, a storage counts as one byte: whatever lies in it overlaps.
+    """
     extents = []
     strided = torch.strided
     for position, leaf in enumerate(leaves):
         if not isinstance(leaf, Tensor) or leaf.layout is not strided:
+            continue
+        if not tree.has_address(leaf):
+            storage = tree.address(leaf)
+            extents.append((storage, storage + 1, position, False))
             continue
         start, size = leaf.data_ptr(), leaf.nbytes
         if start and size:
