@@ -68,8 +68,9 @@ def transformer_loss(params: Params, batch: Batch) -> Tensor:
     tokens, labels = batch["tokens"], batch["labels"]
     length = tokens.shape[1]
     x = functional.embedding(tokens, params["embedding"])
-    x = x + params["position"][batch.get("positions", torch.arange(length))]
-    mask = batch.get("mask", torch.ones(length, length, dtype=torch.bool).tril())
+    x = x + params["position"][batch.get("positions", torch.arange(length, device=tokens.device))]
+    mask = torch.ones(length, length, dtype=torch.bool, device=tokens.device).tril()
+    mask = batch.get("mask", mask)
     x = x + _attention(_norm(x, params["norms"][0]), mask, params["attention"])
     hidden = functional.gelu(_norm(x, params["norms"][1]) @ params["feedforward"]["up"])
     x = x + hidden @ params["feedforward"]["down"]
@@ -88,7 +89,7 @@ def _norm(x: Tensor, scale: Tensor) -> Tensor:
 def _attention(x: Tensor, mask: Tensor, params: Params) -> Tensor:
     rows, length, _ = x.shape
     heads = (x @ params["qkv"]).view(rows, length, 3, HEADS, WIDTH // HEADS).transpose(1, 3)
-    query, key, value = heads.unbind(2)
+    query, key, value = (heads.select(2, which) for which in range(3))
     scores = query @ key.transpose(-1, -2) / (WIDTH // HEADS) ** 0.5
     mixed = scores.masked_fill(~mask, torch.finfo(x.dtype).min).softmax(-1) @ value
     return mixed.transpose(1, 2).reshape(rows, length, WIDTH) @ params["out"]

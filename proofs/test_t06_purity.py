@@ -29,8 +29,11 @@ def purity_cases(draw: st.DrawFn) -> tuple[Case, list[Batch], list[Batch], dict[
 
 def storages(value: Any) -> set[int]:
     """Where the leaves that hold anything live."""
-    leaves = (leaf for leaf in tree.leaves_of(value) if leaf.numel())
-    return {leaf.untyped_storage().data_ptr() for leaf in leaves}
+    return {
+        leaf.untyped_storage().data_ptr() if tree.has_address(leaf) else tree.address(leaf)
+        for leaf in tree.leaves_of(value)
+        if leaf.numel()
+    }
 
 
 def globals_of() -> tuple[Any, ...]:

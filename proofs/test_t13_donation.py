@@ -60,7 +60,7 @@ def donation(system: System, drawn: tuple[Case, list[Batch], dict[str, Any], int
 def overlaps(system: System, drawn: tuple[Case, int, int, str]) -> None:
     """Leaves of one buffer, with each other or with the data: the same bits, or refused; the data stay as they were."""
     case, length, offset, shares = drawn
-    pieces = torch.arange(24.0, dtype=torch.float64)
+    pieces = torch.arange(24.0, dtype=torch.float64, device=case.batch["x"].device)
     data = {key: value.clone() for key, value in case.batch.items()}
     flat = data["x"].view(-1)
     own = {"a": pieces[:length], "b": pieces[offset : offset + 4]}

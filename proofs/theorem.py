@@ -51,12 +51,14 @@ class Theorem:
     cases: SearchStrategy[Any]
     claim: Callable[[System, Any], None]
 
-    def test(self) -> Callable[[], None]:
-        """The test that purestep satisfies the claim."""
+    def test(
+        self, system: System = PURESTEP, where: Callable[[Any], Any] = lambda case: case
+    ) -> Callable[[], None]:
+        """The test that purestep satisfies the claim; ``where`` brings a case to a device."""
 
         @given(self.cases)
         def holds(case: Any) -> None:
-            self.claim(PURESTEP, case)
+            self.claim(system, where(case))
 
         holds.__name__ = holds.__qualname__ = f"test_{self.claim.__name__}"
         holds.__doc__ = self.claim.__doc__

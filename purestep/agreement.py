@@ -170,7 +170,7 @@ def row_of(axis: Ranks, said: Said, count: Count, loss: Tensor | None = None) ->
     failed, microbatches, floating, prints = said
     known = torch.tensor([failed, microbatches, floating, *prints])
     device = axis.device
-    parts = [known.to(device, non_blocking=True)]
+    parts = [tree.brought(known, device)]
     return torch.cat(parts + [part.to(device, torch.int64).reshape(1) for part in computed])
 
 

@@ -91,10 +91,15 @@ def _state(own: list[Tensor]) -> Any:
     return (
         set(map(getrefcount, own)),
         set(map(use_count, own)),
-        list(map(Tensor.data_ptr, own)),
+        _places(own),
         any(map(backward_hooks, own)) or any(map(accumulate_hooks, own)),
         all(map(_requires_grad, own)),
     )
+
+
+def _places(own: list[Tensor]) -> list[int]:
+    """Where the values lie: all of them on one device."""
+    return list(map(Tensor.data_ptr if tree.has_address(own[0]) else tree.address, own))
 
 
 _requires_grad = attrgetter("requires_grad")
@@ -202,7 +207,7 @@ class _Recomputation(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
     def _is_ours(self, value: Tensor) -> bool:
-        return any(value.data_ptr() == leaf.data_ptr() for leaf in self._leaves)
+        return any(tree.address(value) == tree.address(leaf) for leaf in self._leaves)
 
 
 def _unshared(grad: Tensor) -> Tensor:

@@ -318,7 +318,10 @@ def _filled(sums: GradientSums, leaves: Sequence[Tensor]) -> list[Tensor]:
 def _casts_forgotten(group: Iterable[Weighed], leaves: Sequence[Tensor]) -> Iterator[Weighed]:
     """The same group. Autocast keeps what it casts of leaves until its own end: of ours, nothing is asked for again."""
     compiling = torch.compiler.is_dynamo_compiling()
-    casts = not compiling and torch.is_autocast_enabled(leaves[0].device.type)
+    where = leaves[0].device.type
+    # Of a device that autocast does not know, it cannot be asked.
+    known = not compiling and torch.amp.is_autocast_available(where)
+    casts = known and torch.is_autocast_enabled(where)
     try:
         for each in group:
             yield each

@@ -118,7 +118,7 @@ def weights_of(terms: LossTerms, counted: Tensor | None) -> Tensor:
             f"losses of shape {tuple(terms.tokens.shape)} against weights of shape "
             f"{tuple(weights.shape)}: {_mismatch(terms.tokens.shape, weights.shape)}"
         )
-    return weights.to(terms.tokens.device, non_blocking=True)
+    return tree.brought(weights, terms.tokens.device)
 
 
 def _mismatch(losses: torch.Size, weights: torch.Size) -> str:

@@ -310,11 +310,23 @@ def _check_arguments(params: Params, microbatches: Sequence[Microbatch]) -> torc
             )
     if not leaves:
         raise ValueError("params holds no tensors, so there is nothing to update")
+    device: torch.device = leaves[0].device
+    if others := tree.devices(leaves) - {device}:
+        places = zip(tree.paths(params, "params"), leaves, strict=True)
+        other, where = next((path, leaf.device) for path, leaf in places if leaf.device in others)
+        raise ValueError(
+            f"{tree.paths(params, 'params')[0]} is on {device}, but {other} is on {where}: the params of a step are "
+            "on one device; move them there"
+        )
+    if device.type == "mps":
+        raise ValueError(
+            f"params are on {device}, which has no float64, and losses and counts are summed in it: move params and "
+            "microbatches to the CPU"
+        )
     if not isinstance(microbatches, Sequence) or hasattr(microbatches, "_fields"):
         raise TypeError(
             f"microbatches must be a sequence of microbatches, got {type(microbatches).__name__}: "
             "cut a stacked batch with ps.split(batch, k), wrap a single microbatch in a list, and "
             "gather an iterator into one"
         )
-    device: torch.device = leaves[0].device
     return device

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from purestep.torch_internals import is_wrapped
-from purestep.tree import accumulation_dtype, at_hand
+from purestep.tree import accumulation_dtype, at_hand, brought
 from purestep.types import Microbatch, WeightFn
 
 IGNORE_INDEX = -100
@@ -86,7 +86,7 @@ def count_tokens(microbatches: Sequence[Microbatch], weight_fn: WeightFn = label
 def count(
     microbatches: Sequence[Microbatch], weight_fn: WeightFn, device: torch.device | None = None
 ) -> Count:
-    """Both denominators of this rank's group, on ``device``."""
+    """Both denominators of this rank's group, on ``device`` (None: where its first weights are)."""
     return count_all(weigh(microbatches, weight_fn), device)
 
 
@@ -139,15 +139,12 @@ def weighed(
 
 
 def count_all(weights: Sequence[Tensor], device: torch.device | None = None) -> Count:
-    """Both denominators of microbatches with these weights, on ``device``."""
-    total = no_count(device)
+    """Both denominators of microbatches with these weights, on ``device`` (None: where the first weights are)."""
+    total = no_count(device or next((each.device for each in weights), None))
     for each in weights:
         here = count_weights(each)
         total = Count(
-            *(
-                sum_ + new.to(sum_.device, non_blocking=True)
-                for sum_, new in zip(total, here, strict=True)
-            )
+            *(sum_ + brought(new, sum_.device) for sum_, new in zip(total, here, strict=True))
         )
     return total
 

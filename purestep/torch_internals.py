@@ -76,6 +76,9 @@ holds_tensors: Callable[[Tensor], bool] = _private(
 )
 """Whether a tensor is of a subclass whose values lie in other tensors."""
 
+is_deferred: Callable[[Tensor], bool] = _private("_is_functional_tensor")
+"""Whether a tensor's values are computed later than its device was told, so that they lie nowhere yet."""
+
 _interpreters = _private("_C._functorch.get_interpreter_stack")
 _vmap = _private("_C._functorch.TransformType.Vmap")
 
@@ -115,7 +118,7 @@ use_count: Callable[[Tensor], int] = _private("Tensor._use_count")
 version = _attribute("Tensor._version")
 """How often a tensor was written to."""
 
-storage_address = _attribute("UntypedStorage._cdata")
+storage_address: Callable[[Any], int] = _attribute("UntypedStorage._cdata")
 """Where the storage's own structure lies: one number for all tensors that share memory."""
 
 storage_use_count: Callable[[int], int] = _private("_C._storage_Use_Count")

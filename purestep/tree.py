@@ -242,7 +242,8 @@ def select(condition: Tensor, chosen: Tree, other: Tree) -> Tree:
     for position, leaf in reversed(list(enumerate(other_leaves))):
         new = chosen_leaves.pop()
         _check_alike(new, leaf, other, position)
-        selected.append(torch.where(condition, new, leaf))
+        # What has stayed may be on the host, and the condition on a device.
+        selected.append(leaf.clone() if new is leaf else torch.where(condition, new, leaf))
         del new
     return unflatten(structure, selected[::-1])
 
@@ -261,9 +262,12 @@ def overwrite(old: Tree, new: Tree, condition: Tensor | None) -> Tree:
     for position, leaf in reversed(list(enumerate(old_leaves))):
         value = new_leaves.pop()
         _check_alike(value, leaf, old, position)
-        if condition is not None:
-            value = torch.where(condition, value, leaf)
-        written.append(leaf.copy_(value) if writes else value)
+        # What has stayed needs no writing, wherever it is: flags on the host, under a condition on a device.
+        if value is not leaf:
+            if condition is not None:
+                value = torch.where(condition, value, leaf)
+            value = leaf.copy_(value) if writes else value
+        written.append(value)
         del value
     return unflatten(structure, written[::-1])
 
@@ -304,7 +308,7 @@ def detached(tree: Tree) -> Tree:
 def requires_grad(tree: Tree) -> bool:
     """Whether autograd follows any of these leaves, those in mappings that optree takes for a leaf included."""
     leaves = leaves_of(tree)
-    if _are_tensors(leaves):
+    if are_tensors(leaves):
         return any(builtins.map(_requires_grad, leaves))
     return any(
         leaf.requires_grad
@@ -324,12 +328,12 @@ def devices(tree: Tree) -> set[torch.device]:
     {device(type='cpu')}
     """
     leaves = leaves_of(tree)
-    if not _are_tensors(leaves):
+    if not are_tensors(leaves):
         leaves = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     return set(builtins.map(_device, leaves))
 
 
-def _are_tensors(leaves: list[Any]) -> bool:
+def are_tensors(leaves: Sequence[Any]) -> bool:
     """Whether all of them are, and of no class that makes its own attributes."""
     return set(builtins.map(type, leaves)) <= {Tensor, torch.nn.Parameter}
 
@@ -383,6 +387,28 @@ def at_hand(tensor: Tensor) -> Tensor | None:
         return None
     tensor = _below_transforms(tensor)
     return tensor if type(tensor) is Tensor and tensor.device.type == "cpu" else None
+
+
+def brought(tensor: Tensor, device: torch.device) -> Tensor:
+    """The tensor on the device, waited for only on the host, where it could be read before it has come."""
+    return tensor.to(device, non_blocking=device.type != "cpu")
+
+
+def has_address(tensor: Tensor) -> bool:
+    """Whether its values lie in memory; not on devices that compute later what they are told now (lazy, XLA)."""
+    return not torch_internals.is_deferred(tensor)
+
+
+def address(tensor: Tensor) -> int:
+    """Where a tensor's values begin; its storage's own identity where they have no address.
+
+    >>> x = torch.ones(4)
+    >>> address(x[1:]) - address(x)
+    4
+    """
+    if has_address(tensor):
+        return tensor.data_ptr()
+    return torch_internals.storage_address(tensor.untyped_storage())
 
 
 def global_norm(tree: Tree) -> Tensor:

@@ -149,7 +149,11 @@ class _Lane:
         depth: int,
         weight_fn: WeightFn,
     ) -> None:
-        self.groups, self.device, self.depth, self.weight_fn = groups, device, depth, weight_fn
+        self.groups, self.depth, self.weight_fn = groups, depth, weight_fn
+        if device.type == "cuda" and device.index is None:
+            # The consumer's, which the thread, as every thread, does not share.
+            device = torch.device("cuda", torch.cuda.current_device())
+        self.device = device
         self.changed = threading.Condition()
         self.waiting: deque[PrefetchedGroup] = deque()
         self.current: PrefetchedGroup | None = None
@@ -170,6 +174,9 @@ class _Lane:
             self.clock = time.pthread_getcpuclockid(threading.get_ident())
         groups: Iterator[Sequence[Microbatch]] | None = None
         try:
+            if self.stream is not None:
+                # Each thread begins on the first device, and pinning would claim memory there.
+                torch.cuda.set_device(self.device)
             groups = iter(self.groups)
             for group in groups:
                 if not self._send(group, _position(groups, self.groups)):
@@ -238,7 +245,7 @@ class _Lane:
 
     def copy(self, microbatch: Microbatch) -> Microbatch:
         """The microbatch on the device."""
-        return _map_tensors(lambda leaf: leaf.to(self.device, non_blocking=True), microbatch)
+        return _map_tensors(lambda leaf: tree.brought(leaf, self.device), microbatch)
 
     # The consumer's side.
 

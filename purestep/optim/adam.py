@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple, TypeAlias
 
 import torch
@@ -11,7 +12,7 @@ from purestep import tree
 from purestep.optim.base import Optimizer
 from purestep.optim.leafwise import leafwise
 from purestep.optim.schedules import LearningRate, check_rate, rate_at
-from purestep.optim.transforms import Mask, decay_flags, number, root, zero_step
+from purestep.optim.transforms import Mask, decay_flags, flags_of, number, root, zero_step
 from purestep.torch_internals import foreach_copy_, fused_adamw_
 from purestep.types import Params, Tree
 
@@ -35,7 +36,7 @@ Row: TypeAlias = tuple[Tensor, ...]
 class _Numbers(NamedTuple):
     rate: float | Tensor
     decay: float | Tensor
-    decays: tuple[Tensor, ...]
+    decays: Sequence[Tensor]
     step: Tensor
     grad_scale: Tensor | None
 
@@ -56,7 +57,7 @@ def adamw(
         θ ← θ − lr · (μ̂ / (√ν̂ + ε) + weight_decay · θ)      where μ̂ = μ / (1 − b₁ᵗ), ν̂ = ν / (1 − b₂ᵗ)
 
     Float32 leaves go through torch's fused kernel where nobody transforms; the plain form, for every
-    transform, gives the same bits on the host.
+    transform, gives the same bits on the host. On CUDA the kernel takes a rate that a schedule computes in float32.
 
     Args:
         learning_rate: a number, a scalar tensor or a schedule.
@@ -81,7 +82,9 @@ def adamw(
     def numbers(state: AdamWState, grad_scale: Tensor | None) -> _Numbers:
         rate = rate_at(learning_rate, state.step)
         rate = rate.to(torch.float64) if isinstance(rate, Tensor) else rate
-        return _Numbers(rate, weight_decay, state.decays.unbind(), state.step + 1, grad_scale)
+        return _Numbers(
+            rate, weight_decay, flags_of(state.decays, state.mu), state.step + 1, grad_scale
+        )
 
     def formula(
         numbers: _Numbers, index: int, param: Tensor, grad: Tensor, mu: Tensor, nu: Tensor
@@ -108,14 +111,17 @@ def adamw(
         applied: Tensor | None = None,
     ) -> None:
         on_host = all(param.device.type == "cpu" for param in params)
-        flags = [bool(flag) for flag in numbers.decays] or [True] * len(params)
+        # The kernel takes a number for the decay, and to read what is on a device would wait.
+        read = [value for value in (numbers.decay, *numbers.decays) if isinstance(value, Tensor)]
+        at_hand = all(value.device.type == "cpu" for value in read)
+        flags = [bool(flag) for flag in numbers.decays if at_hand] or [True] * len(params)
         for decays in {*flags}:
             wholes: list[Row] = []
             rests: list[Row] = []
             for index, row in enumerate(zip(params, grads, mu, nu, strict=True)):
                 if flags[index] != decays:
                     continue
-                if not _alike(row):
+                if not (at_hand and _alike(row)):
                     plain(numbers, index, row, applied)
                 elif on_host and row[0].numel() % VECTOR:
                     flat = [leaf.view(-1) for leaf in row]
@@ -140,7 +146,7 @@ def adamw(
             *columns,
             [],
             steps,
-            lr=numbers.rate if rows[0][0].is_cuda else float(numbers.rate),
+            lr=_rate(numbers.rate),
             beta1=b1,
             beta2=b2,
             weight_decay=float(numbers.decay) if decays else 0.0,
@@ -170,6 +176,13 @@ def _alike(row: Row) -> bool:
         and mu.is_contiguous()
         and nu.is_contiguous()
     )
+
+
+def _rate(rate: float | Tensor) -> float | Tensor:
+    """What is read without waiting as a number; on a device a float32, which is all that the kernel takes there."""
+    if isinstance(rate, Tensor) and rate.device.type != "cpu":
+        return rate.to(torch.float32)
+    return float(rate)
 
 
 def _float32(x: Tensor | None) -> Tensor | None:

@@ -15,6 +15,7 @@ from purestep.optim.transforms import (
     Mask,
     add_decayed_weights,
     decay_flags,
+    flags_of,
     momentum as momentum_transform,
     number,
     plus,
@@ -136,7 +137,7 @@ def lion(
         return LionState(zero_step(params), tree.zeros_like(params), decay_flags(mask, params))
 
     def numbers(state: LionState, grad_scale: Tensor | None) -> tuple[Any, ...]:
-        return rate_at(learning_rate, state.step), state.decays.unbind(), grad_scale
+        return rate_at(learning_rate, state.step), flags_of(state.decays, state.mu), grad_scale
 
     def formula(
         numbers: tuple[Any, ...], index: int, param: Tensor, grad: Tensor, mu: Tensor

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import compress
 from typing import Any, NamedTuple, TypeAlias, cast
@@ -179,8 +179,9 @@ def add_decayed_weights(weight_decay: float | Tensor, mask: Mask | None = None) 
         factor = None if grad_scale is None else _inverse(grad_scale)
         rates = []
         if state.decays.numel():
-            flags = (weight_decay * state.decays.to(torch.float64)).unbind()
-            rates.append(tree.unflatten(tree.flatten(params)[1], flags))
+            flags = flags_of(state.decays, params)
+            decays = [weight_decay * flag.to(torch.float64) for flag in flags]
+            rates.append(tree.unflatten(tree.flatten(params)[1], decays))
 
         def decayed(grad: Tensor, param: Tensor, rate: float | Tensor = weight_decay) -> Tensor:
             return plus(scaled(grad, factor), rate, param)
@@ -238,6 +239,18 @@ def decay_flags(mask: Mask | None, params: Params) -> Tensor:
     if mask is None:
         return torch.zeros(0, dtype=torch.bool)
     return torch.tensor(_flags(mask(params) if callable(mask) else mask, params), dtype=torch.bool)
+
+
+def flags_of(decays: Tensor, like: Tree) -> Sequence[Tensor]:
+    """The flags one by one, each a number on the host; behind a transform, where the leaves are.
+
+    An ensemble has as many flags for each leaf as it has members, and that is no number any more.
+    """
+    if tree.at_hand(decays) is decays:
+        return decays.unbind()
+    leaves = tree.leaves_of(like)
+    there = tree.brought(decays, leaves[0].device) if leaves else decays
+    return [there[index] for index in range(len(decays))]
 
 
 def _flags(mask: Tree, params: Params) -> list[bool]:

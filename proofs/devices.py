@@ -1,0 +1,131 @@
+"""A device that is not the CPU, in the CPU's own wheel: torch's lazy tensors.
+
+It takes every path that asks for the device, refuses what CUDA refuses, and computes with the CPU's kernels. A
+lazy tensor has no address, and its values are computed when somebody asks for them, which can be counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from proofs.strategies import Case, RealCase
+from proofs.theorem import PURESTEP
+from purestep import tree
+from tests.torch_internals import lazy_backend, lazy_metrics
+
+READING = ["aten::_local_scalar_dense", "aten::equal", "aten::nonzero", "aten::masked_select"]
+"""Operations whose result the host has to know: on CUDA it waits for all that was queued before."""
+
+COPIES: dict[Any, int] = {torch.tensor: 0, torch.as_tensor: 0, Tensor.to: 0, Tensor.copy_: 1}
+"""What brings values to a device, and the place of the argument that holds them."""
+
+
+@cache
+def lazy() -> torch.device:
+    """The device, which exists from the first call on, for the rest of the process."""
+    lazy_backend.init()
+    return torch.device("lazy", 0)
+
+
+def moved(drawn: Any) -> Any:
+    """What was drawn for a theorem, on the device. One tensor stays one, and state lies where ``init`` puts it."""
+    tensors: dict[int, Tensor] = {}
+
+    def move(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return tensors.setdefault(id(value), value.to(lazy()))
+        if isinstance(value, Case):
+            params = tree.map(move, value.params)
+            opt_state = placed(value.opt_state, value.optimizer.init(params))
+            return replace(value, params=params, batch=move_all(value.batch), opt_state=opt_state)
+        if isinstance(value, RealCase):
+            parts = {name: move_all(getattr(value, name)) for name in ("params", "batch", "terms")}
+            return replace(value, losses=move(value.losses), **parts)
+        return value
+
+    def move_all(values: Any) -> Any:
+        return tree.map(move, values)
+
+    return move_all(drawn)
+
+
+def placed(values: Any, like: Any) -> Any:
+    """The values, each on the device of what stands in its place."""
+    return tree.map(lambda leaf, other: leaf.to(other.device), values, like)
+
+
+class Waits(TorchFunctionMode):
+    """Whatever makes the host wait for the device while this is entered, by its name, in ``seen``.
+
+    That is a value that is read, or copied to the host; and a copy to the device that does not say
+    ``non_blocking=True``, for which CUDA waits, too. Copies are seen in the thread that enters, values in all.
+
+    >>> with Waits() as waits:
+    ...     _ = torch.ones(3, device=lazy()).sum().item()
+    >>> waits.seen
+    ['aten::_local_scalar_dense']
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __enter__(self) -> Waits:
+        lazy()
+        lazy_metrics.reset()
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        for name in set(READING) & set(lazy_metrics.counter_names()):
+            self.seen += [name] * lazy_metrics.counter_value(name)
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        given, got = ({*map(_is_lazy, tree.leaves_of(each))} for each in ((args, kwargs), result))
+        to_host = True in given and (False in got or func is Tensor.tolist)
+        to_device = func in COPIES and True in got and not _is_lazy(args[COPIES[func]])
+        if to_host or (to_device and not kwargs.get("non_blocking")):
+            self.seen.append(func.__name__)
+        return result
+
+
+def _is_lazy(value: Any) -> bool | None:
+    """Whether a tensor is on the device; None for what is no tensor."""
+    return value.device.type == "lazy" if isinstance(value, Tensor) else None
+
+
+def unwaited(make: Callable[..., Any]) -> Callable[..., Any]:
+    """Makes the same steps, for which nobody may wait."""
+
+    def made(*args: Any, **settings: Any) -> Callable[..., Any]:
+        step = make(*args, **settings)
+
+        def run(*state: Any) -> Any:
+            with Waits() as waits:
+                result = step(*state)
+            assert not waits.seen, f"the step waits for the device: {waits.seen}"
+            return result
+
+        return run
+
+    return made
+
+
+ON_DEVICE = replace(
+    PURESTEP,
+    make_update_step=unwaited(PURESTEP.make_update_step),
+    make_eval_step=unwaited(PURESTEP.make_eval_step),
+)
+"""purestep, where no step may wait for its device."""
