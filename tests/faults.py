@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import optree
 import torch
@@ -194,19 +194,16 @@ class Tail(list[Batch]):
         raise ArithmeticError("θ ≠ θ")
 
 
-register: Any = optree.register_pytree_node_class
-
-
-@register(namespace=tree.NAMESPACE)
 class Opaque:
     """A container that does not tell what it holds."""
 
-    def __tree_flatten__(self) -> Any:
-        raise ArithmeticError("θ ≠ θ")
 
-    @classmethod
-    def __tree_unflatten__(cls, metadata: Any, children: Any) -> Any:
-        return cls()
+def _untold(_: Opaque) -> NoReturn:
+    raise ArithmeticError("θ ≠ θ")
+
+
+register: Any = optree.register_pytree_node
+register(Opaque, _untold, lambda *_: Opaque(), namespace=tree.NAMESPACE)
 
 
 class Unruly(Tensor):
