@@ -17,7 +17,6 @@ from __future__ import annotations
 import builtins
 import itertools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from operator import attrgetter
 from typing import Any, TypeAlias
 
 import optree
@@ -309,7 +308,7 @@ def requires_grad(tree: Tree) -> bool:
     """Whether autograd follows any of these leaves, those in mappings that optree takes for a leaf included."""
     leaves = leaves_of(tree)
     if are_tensors(leaves):
-        return any(builtins.map(_requires_grad, leaves))
+        return any(leaf.requires_grad for leaf in leaves)
     return any(
         leaf.requires_grad
         if isinstance(leaf, Tensor)
@@ -318,19 +317,13 @@ def requires_grad(tree: Tree) -> bool:
     )
 
 
-_requires_grad, _device = attrgetter("requires_grad"), attrgetter("device")
-
-
 def devices(tree: Tree) -> set[torch.device]:
     """Where the tensors of a tree are.
 
     >>> devices({"w": torch.ones(2), "name": "w"})
     {device(type='cpu')}
     """
-    leaves = leaves_of(tree)
-    if not are_tensors(leaves):
-        leaves = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-    return set(builtins.map(_device, leaves))
+    return {leaf.device for leaf in leaves_of(tree) if isinstance(leaf, Tensor)}
 
 
 def are_tensors(leaves: Sequence[Any]) -> bool:
