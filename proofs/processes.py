@@ -134,8 +134,8 @@ def _serve(rank: int, size: int, store: str, connection: Connection) -> None:
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("error")
-                # torch.func.jvp and the inductor import parts of torch through torch.jit.
-                warnings.filterwarnings("ignore", "`torch.jit.script", DeprecationWarning)
+                # Of torch itself, as in pyproject.toml.
+                warnings.filterwarnings("ignore", "`torch.jit.script")
                 answer = function(rank, *args)
         except Exception as error:
             error.add_note(f"on rank {rank}:\n{traceback.format_exc()}")
