@@ -642,7 +642,7 @@ MUTANTS = [
     Mutant(
         "48b",
         "a hook of the loss's sees the sum, not the gradient",
-        [backward("if hooks]", "if False]")],
+        [backward("if hooks}", "if False}")],
     ),
     Mutant(
         "48c",

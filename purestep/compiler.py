@@ -12,7 +12,15 @@ from collections.abc import Callable
 from types import FunctionType
 from typing import Any, TypeAlias
 
-from purestep.torch_internals import gives_up, is_switched_off, is_watched
+import torch
+
+from purestep.torch_internals import (
+    gives_up,
+    in_forward_mode,
+    is_switched_off,
+    is_watched,
+    transformed,
+)
 
 Compiler: TypeAlias = Callable[[Callable[..., Any]], Callable[..., Any]]
 """A function to the same function, compiled: ``functools.partial(torch.compile, mode="max-autotune")``, say."""
@@ -24,8 +32,8 @@ _numbers = itertools.count()
 def compiled(function: Callable[..., Any], compile: bool | Compiler = True) -> Callable[..., Any]:
     """The function, compiled by ``compile``; as it is where that is False.
 
-    True is ``torch.compile`` with ``products.Products``. Where that cannot make one graph of the function, a
-    warning tells why, and the function runs in pieces, some of them eagerly.
+    True is ``torch.compile`` with ``products.products``. Where that cannot make one graph of the function, a
+    warning tells why, and the function runs in pieces, some of them eagerly. Under a transform it runs as it is.
 
     >>> double = compiled(lambda x: 2 * x)
     >>> compiled(len, False) is len
@@ -39,7 +47,16 @@ def compiled(function: Callable[..., Any], compile: bool | Compiler = True) -> C
     if compile is False:
         return function
     apart = _apart(function)
-    return _in_one_graph(apart, function) if compile is True else compile(apart)
+    made = _in_one_graph(apart, function) if compile is True else compile(apart)
+
+    @functools.wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        # A transform asks for operations one by one; whoever compiles around it compiles this, too.
+        if not torch.compiler.is_dynamo_compiling() and (transformed() or in_forward_mode()):
+            return function(*args, **kwargs)
+        return made(*args, **kwargs)
+
+    return run
 
 
 def _apart(function: Callable[..., Any]) -> FunctionType:

@@ -21,7 +21,7 @@ from purestep.compiler import Compiler
 from purestep.grads import Group, accumulate_passes, grad_and_value, microbatch_pass
 from purestep.objective import divisor, evaluate, partial_loss
 from purestep.optim.base import Optimizer, check_optimizer
-from purestep.optim.transition import check_buffers, transition
+from purestep.optim.transition import check_buffers, checked_as_they_come, transition
 from purestep.reduction import reduce
 from purestep.tokens import count_all, held, label_weights, weigh, weighed
 from purestep.torch_internals import holds_tensors
@@ -101,7 +101,8 @@ def make_update_step(
     ``torch.autograd.grad(..., create_graph=True)`` or ``torch.func``. It is refused where it writes to params, or where
     its losses do not depend on them while there are tokens (which ``torch.compile`` of a whole step cannot tell).
     Activation checkpoints (``use_reentrant=False``) compute again with what the checkpointed function closes
-    over or is given. Inside of ``torch.func.functional_call`` that would be the module's own parameters, so it is refused.
+    over or is given. Inside of ``torch.func.functional_call`` that would be the module's own parameters, so it is refused
+    (but not where a compiler makes one graph of it, which is right).
 
     A weight of zero takes a token's loss away and sends exactly zero back to it. Where the loss of such a
     token has no finite derivative (a NaN target, say), zero times that is NaN: mend it inside ``loss_fn``,
@@ -157,6 +158,8 @@ def make_update_step(
 
         theta = pvary(params, axis)
         pairs = weighed(agreement.group, weight_fn, agreement.weights if counted_first else None)
+        if not isinstance(agreement.group, list | tuple):
+            pairs = checked_as_they_come(pairs, donated)
         group = Group(pairs, agreement.microbatches)
         compute = partial(accumulate_passes, run, theta, group, known, accum_dtype=accum_dtype)
         grads, loss, counted, aux = reduce(axis, agreement, compute, params, accum_dtype)
@@ -264,7 +267,7 @@ def _statement(
     """What a rank brings to a step; its count too, where the weights are known before the loss."""
     device = _check_arguments(params, microbatches)
     group = held(microbatches) if weight_fn else microbatches
-    # Only what is at hand: of a group that is on its way, the thread that brings it makes copies.
+    # Only what is at hand: of a group that is on its way, each is looked at when it comes.
     data = group if isinstance(group, list | tuple) else ()
     check_buffers(donated, data)
     weights = weigh(group, weight_fn) if weight_fn else ()

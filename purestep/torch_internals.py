@@ -76,6 +76,16 @@ holds_tensors: Callable[[Tensor], bool] = _private(
 )
 """Whether a tensor is of a subclass whose values lie in other tensors."""
 
+
+def values_inside(tensor: Tensor) -> Tensor | None:
+    """What holds the values of a sparse or nested tensor, without a copy; None where there is no such tensor."""
+    try:
+        inside: Tensor = tensor._values() if tensor.layout is torch.sparse_coo else tensor.values()
+    except RuntimeError:
+        return None
+    return inside
+
+
 is_deferred: Callable[[Tensor], bool] = _private("_is_functional_tensor")
 """Whether a tensor's values are computed later than its device was told, so that they lie nowhere yet."""
 
@@ -161,10 +171,10 @@ def collectives_begun(group: Any) -> int | None:
 def gives_up() -> tuple[type[Exception], ...]:
     """What ``torch.compile(fullgraph=True)`` raises where it cannot make one graph. Where unknown, that goes to the caller."""
     try:
-        from torch._dynamo.exc import FailOnRecompileLimitHit, Unsupported
+        from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
     except ImportError:
         return ()
-    return FailOnRecompileLimitHit, Unsupported
+    return FailOnRecompileLimitHit, TorchDynamoException
 
 
 def is_switched_off() -> bool:

@@ -92,27 +92,32 @@ def flatten_up_to(structure: Structure, tree: Tree) -> list[Tree]:
 
 
 def broadcast_prefix(prefix: Tree, tree: Tree) -> list[Any]:
-    """For each leaf of ``tree`` the leaf of ``prefix`` that stands for it.
+    """For each leaf of ``tree`` the leaf of ``prefix`` that stands for it. Dicts of all kinds are paired by key.
 
     >>> broadcast_prefix({"a": "all of it", "b": "one"}, {"a": [1, 2], "b": 3})
     ['all of it', 'all of it', 'one']
     """
-    if torch.compiler.is_dynamo_compiling():
-        return _spread(prefix, flatten(tree)[1])
-    leaves: list[Any] = optree.broadcast_prefix(prefix, tree, namespace=NAMESPACE)
-    return leaves
+    return _spread(prefix, flatten(tree)[1])
 
 
 def _spread(prefix: Tree, structure: Structure) -> list[Any]:
-    """``broadcast_prefix`` for a compiler: see ``_constants``."""
-    if isinstance(prefix, dict):
-        parts = [prefix[key] for key in structure.entries()]
-    elif optree.tree_is_leaf(prefix, namespace=NAMESPACE):
+    # Not optree's: it orders what an OrderedDict holds in a way of its own, and no compiler follows it for labels.
+    if isinstance(prefix, dict) and issubclass(structure.type or object, dict):
+        children = dict(zip(structure.entries(), structure.children(), strict=True))
+        if prefix.keys() == children.keys():
+            return [leaf for key in children for leaf in _spread(prefix[key], children[key])]
+    elif prefix is not None and optree.tree_is_leaf(prefix, namespace=NAMESPACE):
         return [prefix] * structure.num_leaves
-    else:
-        parts = list(optree.tree_flatten_one_level(prefix, namespace=NAMESPACE)[0])
-    pairs = zip(parts, structure.children(), strict=True)
-    return [leaf for part, child in pairs for leaf in _spread(part, child)]
+    elif type(prefix) is structure.type:
+        parts = [] if prefix is None else _children(prefix)
+        if len(parts) == structure.num_children:
+            pairs = zip(parts, structure.children(), strict=True)
+            return [leaf for part, child in pairs for leaf in _spread(part, child)]
+    raise ValueError(f"{prefix!r} is no prefix of a tree like {describe(structure)}")
+
+
+def _children(node: Tree) -> list[Tree]:
+    return list(optree.tree_flatten_one_level(node, namespace=NAMESPACE)[0])
 
 
 def plain(tree: Tree) -> Tree:
@@ -252,7 +257,10 @@ def overwrite(old: Tree, new: Tree, condition: Tensor | None) -> Tree:
 
     Where somebody records or transforms the values, the buffers stay as they are and fresh tensors come back.
     """
-    writes = torch.compiler.is_dynamo_compiling() or untransformed(old, new)
+    if torch.compiler.is_dynamo_compiling():
+        writes = not any(leaf.requires_grad for leaf in leaves_of((old, new)))
+    else:
+        writes = untransformed(old, new)
     new_leaves, structure = flatten(new)
     del new
     old_leaves, old_structure = flatten(old)
@@ -411,13 +419,19 @@ def global_norm(tree: Tree) -> Tensor:
     tensor(5.)
     """
     parts = _joined(leaves_of(tree))
-    if eager(parts):
-        norms = _norms(parts)
-    else:
-        norms = [
-            torch.linalg.vector_norm(part, dtype=accumulation_dtype(part.dtype)) for part in parts
-        ]
-    return torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
+    norms = _norms(parts) if eager(parts) else [_norm(part) for part in parts]
+    return _norm(torch.stack(norms)) if norms else torch.zeros(())
+
+
+def _norm(x: Tensor) -> Tensor:
+    """‖x‖₂, all of whose derivatives are zero at zero: those of torch's are NaN from the second one on."""
+    dtype = accumulation_dtype(x.dtype)
+    if eager(x):
+        plain_norm: Tensor = torch.linalg.vector_norm(x, dtype=dtype)
+        return plain_norm
+    held = (x != 0).any()
+    norm = torch.linalg.vector_norm(torch.where(held, x, 1), dtype=dtype)
+    return torch.where(held, norm, 0)
 
 
 def _joined(leaves: list[Tensor]) -> list[Tensor]:

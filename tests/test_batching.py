@@ -474,6 +474,16 @@ def test_pack_names_an_example_that_is_too_long() -> None:
         ps.pack_documents(examples_of([3, 9, 2]), row_tokens=8)
 
 
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_padding_that_rounds(dtype: torch.dtype) -> None:
+    """-100 is -96 in eight bits, which is a label like any other."""
+    examples = [{"labels": torch.ones(n).to(dtype)} for n in (3, 1)]
+    with pytest.raises(ValueError, match="padded with -100, which torch.float8.* cannot hold"):
+        ps.pack(examples, max_tokens=8)
+    (packed,) = ps.pack(examples, max_tokens=8, pad={"labels": -96})
+    assert packed["labels"].double().tolist() == [[1, 1, 1], [1, -96, -96]]
+
+
 def test_pack_refuses_to_guess_a_padding() -> None:
     examples = [{"x": torch.ones(2, 3)}, {"x": torch.ones(1, 3)}]
     with pytest.raises(ValueError, match=r"no pad value for example\['x'\]: add it to pad="):

@@ -218,6 +218,61 @@ def test_where_the_compiler_gives_up(where: str) -> None:
         assert close(a, b)
 
 
+def test_where_the_compiler_fails() -> None:
+    """An index that only the data tells is an error of the compiler's own kind, and eagerly no error at all."""
+
+    def picked(params: Any, m: Any) -> Tensor:
+        return loss_fn(params, m) * params["v"][m["y"].argmax().clamp(max=1)]
+
+    step, plain = (
+        ps.make_update_step(picked, PLAIN, weight_fn=weight_fn, compile=compile)
+        for compile in (True, False)
+    )
+    with pytest.warns(UserWarning, match="cannot make one graph of"):
+        ours, _ = run(step, PLAIN, GROUPS)
+    theirs, _ = run(plain, PLAIN, GROUPS)
+    for a, b in zip(tree.leaves_of(ours), tree.leaves_of(theirs), strict=True):
+        assert close(a, b)
+
+
+@pytest.mark.parametrize("settings", [{}, {"donate": True}])
+@pytest.mark.parametrize("name", ["lion", "chain", "masters"])
+def test_a_rate_that_requires_grad(name: str, settings: dict[str, Any]) -> None:
+    """What is recorded is not written over, compiled or not: the derivative is right, and the caller's params stay."""
+    make_optimizer: dict[str, Any] = {
+        "lion": ps.optim.lion,
+        "chain": lambda rate: ps.optim.chain(ps.optim.scale_by_adam(), ps.optim.descend(rate)),
+        "masters": lambda rate: ps.optim.master_weights(ps.optim.lion(rate)),
+    }
+    slopes = []
+    for compile in (False, partial(torch.compile, backend="eager")):
+        rate, params = torch.tensor(0.5, dtype=torch.float64, requires_grad=True), start()
+        optimizer = make_optimizer[name](rate)
+        new, *_ = make(optimizer, compile=compile, **settings)(
+            params, optimizer.init(params), GROUPS[1]
+        )
+        (new["w"].flatten() @ torch.arange(6).double()).backward()
+        assert rate.grad is not None
+        slopes.append(rate.grad)
+        assert_same(params, start())
+    assert slopes[0].abs() > 0
+    assert close(*slopes)
+
+
+def test_under_a_transform_nothing_is_compiled() -> None:
+    """And nothing is told; later steps of the same function are compiled as ever."""
+    axis = ps.VmapAxis(2)
+    optimizer = ps.optim.sgd(0.125)
+    step, backend = compiled(optimizer, axis=axis, grad_and_value=torch.func.grad_and_value)
+    group = [tree.map(lambda *leaves: torch.stack(leaves), batch(2, 4, 0), batch(2, 4, 1))]
+    moved = axis.map(step, in_dims=(None, None, 0), out_dims=None)(
+        start(), optimizer.init(start()), group
+    )
+    assert not backend.graphs
+    expected = make(optimizer)(start(), optimizer.init(start()), GROUPS[1][:2])
+    assert_same(moved[0], expected[0])
+
+
 def test_what_varies_without_end_is_told() -> None:
     """A microbatch with a new text each time is a new graph each time, until the compiler has had enough."""
     optimizer = ps.optim.adamw(0.125)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -172,6 +173,23 @@ def test_the_state_of_a_part_has_nothing_for_the_others() -> None:
     ps.optim.partition(labels_of, {"matrix": optimizer, "rest": optimizer}).init(params)
     assert_same(seen[0], [Node(torch.ones(2, 2), ()), ()])
     assert_same(seen[1], [Node((), torch.zeros(2)), {"b": torch.ones(1)}])
+
+
+@pytest.mark.parametrize("swapped", [False, True])
+def test_ordered_dicts_are_labelled_by_key(swapped: bool) -> None:
+    """As a module's state_dict is one, and labels are a dict; or the other way round."""
+    kinds: list[Any] = [OrderedDict, dict]
+    params_kind, labels_kind = reversed(kinds) if swapped else kinds
+    params = params_kind(z=torch.ones(2, 2), a=torch.ones(2))
+    optimizer = ps.optim.partition(
+        labels_kind(z="slow", a="fast"), {"slow": ps.optim.sgd(0.25), "fast": ps.optim.sgd(1.0)}
+    )
+    mask = ps.optim.adamw(0.1, mask=lambda p: labels_kind(z=True, a=False)).init(params)
+    new, _ = optimizer.update(params, optimizer.init(params), params)
+    assert new["z"].unique() == 0.75
+    assert new["a"].unique() == 0
+    flags = dict(zip(tree.paths(params, "p"), mask.decays.tolist(), strict=True))
+    assert flags == {"p['z']": True, "p['a']": False}
 
 
 def test_a_label_that_nobody_has() -> None:

@@ -257,6 +257,84 @@ def test_donation_is_ignored_where_autograd_records() -> None:
     assert rate.grad == 8
 
 
+def sparse(leaf: Tensor) -> Tensor:
+    return torch.sparse_coo_tensor(torch.arange(4)[None], leaf, (4,), check_invariants=True)
+
+
+def jagged(leaf: Tensor) -> Tensor:
+    return torch.nested.nested_tensor_from_jagged(leaf, torch.tensor([0, 2, 4]))
+
+
+class OnItsWay(Sequence[Any]):
+    """A group whose microbatches are there when somebody asks for them."""
+
+    def __init__(self, *microbatches: Any) -> None:
+        self.microbatches = microbatches
+
+    def __len__(self) -> int:
+        return len(self.microbatches)
+
+    def __getitem__(self, place: Any) -> Any:
+        return self.microbatches[place]
+
+
+GROUPS: dict[str, Any] = {
+    "list": lambda w: [{"x": w[:2]}],
+    "sparse": lambda w: [{"x": sparse(w)}],
+    "jagged": lambda w: [{"x": jagged(w)}],
+    "on its way": lambda w: OnItsWay({"y": torch.ones(1)}, {"x": w[1:]}),
+    "prefetched": lambda w: ps.prefetch([[{"x": w}]], "cpu", weight_fn=lambda _: torch.ones(4)),
+}
+
+
+@pytest.mark.parametrize("counted_first", [True, False])
+@pytest.mark.parametrize("name", GROUPS)
+def test_donation_sees_data_in_the_same_memory(name: str, counted_first: bool) -> None:
+    """Whatever kind of tensor shares it, and however the group comes."""
+
+    def loss(w: Tensor, _: Any) -> Any:
+        return w if counted_first else ps.LossTerms(w, weights=torch.ones(4))
+
+    step = ps.make_update_step(
+        loss,
+        SGD,
+        weight_fn=(lambda _: torch.ones(4)) if counted_first else None,
+        normalize="loss" if counted_first else "grads",
+        donate=True,
+    )
+    w = torch.arange(4.0)
+    group = GROUPS[name](w)
+    with pytest.raises(ValueError, match="lets the update write over"):
+        step(w, SGD.init(w), next(group) if name == "prefetched" else group)
+    assert torch.equal(w, torch.arange(4.0))
+
+
+@pytest.mark.parametrize(
+    ("make", "refused"),
+    [
+        (lambda x: x.expand(4, 20), True),
+        (lambda x: x.unfold(0, 3, 1), True),
+        (lambda x: x.unfold(0, 3, 2)[:, ::2], True),
+        (lambda x: x.unfold(0, 3, 3), False),
+        (lambda x: x[::2], False),
+        (lambda x: x.view(4, 5).t()[1:, ::2], False),
+    ],
+)
+def test_donation_sees_a_leaf_that_overlaps_itself(make: Any, refused: bool) -> None:
+    """By any strides; a leaf with gaps, or in another order, is given away like any other."""
+    w = make(torch.arange(20.0))
+    step = ps.make_update_step(
+        lambda w, _: w, SGD, weight_fn=lambda _: torch.ones(w.shape), donate=True
+    )
+    if refused:
+        with pytest.raises(ValueError, match="overlaps itself"):
+            step(w, SGD.init(w), [()])
+    else:
+        expected = w - 0.1 / w.numel()
+        assert step(w, SGD.init(w), [()])[0] is w
+        torch.testing.assert_close(w, expected)
+
+
 def test_outputs_are_no_views_of_inputs() -> None:
     """What a loss hands out as aux may be a parameter; the metrics hold a copy, donated or not."""
     step = ps.make_update_step(

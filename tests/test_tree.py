@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import UserDict
+from collections import OrderedDict, UserDict, defaultdict
 from typing import Any
 
 import optree
@@ -160,3 +160,55 @@ def test_what_the_host_can_read() -> None:
     with LiveBytes():
         assert tree.at_hand(torch.ones(2)) is None
     assert tree.at_hand(torch.ones(2, device="meta")) is None
+
+
+PAIRED: list[tuple[Any, Any, list[str]]] = [
+    (OrderedDict(z="slow", a="fast"), {"a": 1, "z": 2}, ["fast", "slow"]),
+    ({"a": "fast", "z": "slow"}, OrderedDict(z=1, a=2), ["slow", "fast"]),
+    (defaultdict(str, a="fast", z="slow"), {"z": [1, 2], "a": 3}, ["fast", "slow", "slow"]),
+    ({"a": None, "z": "slow"}, {"a": None, "z": 1}, ["slow"]),
+    ({"a": "any", "z": ("slow",)}, {"a": [], "z": (1,)}, ["slow"]),
+]
+
+
+@pytest.mark.parametrize(("prefix", "whole", "expected"), PAIRED)
+def test_a_prefix_is_paired_by_key(prefix: Any, whole: Any, expected: list[str]) -> None:
+    """Whatever kind of dict either is, and whatever order it keeps."""
+    assert tree.broadcast_prefix(prefix, whole) == expected
+
+
+@pytest.mark.parametrize(
+    ("prefix", "whole"),
+    [
+        ({"a": None, "b": "x"}, {"a": 1, "b": 2}),
+        ({"a": {"x": "m"}}, {"a": 1}),
+        ({"a": ()}, {"a": 1}),
+        ({"a": "m", "b": "m"}, {"a": 1}),
+        ({}, {"a": 1}),
+        (("m", "m"), [1, 2]),
+        (["m"], [1, 2]),
+    ],
+)
+@pytest.mark.parametrize("compiled", [False, True])
+def test_what_is_no_prefix_is_refused(prefix: Any, whole: Any, compiled: bool) -> None:
+    def spread(leaf: torch.Tensor) -> torch.Tensor:
+        return leaf * len(tree.broadcast_prefix(prefix, tree.map(lambda _: leaf, whole)))
+
+    run = torch.compile(spread, fullgraph=True, backend="eager") if compiled else spread
+    # The compiler cannot follow the message, and says so instead.
+    with pytest.raises(RuntimeError if compiled else ValueError):
+        run(torch.ones(2))
+
+
+@pytest.mark.parametrize("mode", ["reverse", "forward"])
+@pytest.mark.parametrize("sizes", [(2,), (2, 0, 3), (tree.SMALL, 2)])
+def test_all_derivatives_of_the_norm_at_zero(mode: str, sizes: tuple[int, ...]) -> None:
+    """Zero, in whichever mode: what clips by it is differentiated twice, too."""
+    slope = torch.func.grad(tree.global_norm)
+    zeros = [torch.zeros(size).double() for size in sizes]
+    if mode == "reverse":
+        second = torch.func.grad(lambda x: sum(leaf.sum() for leaf in slope(x)))(zeros)
+    else:
+        ones = tree.map(torch.ones_like, zeros)
+        second = torch.func.jvp(slope, (zeros,), (ones,))[1]
+    assert all((leaf == 0).all() for leaf in (*slope(zeros), *second))

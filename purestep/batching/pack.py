@@ -155,6 +155,8 @@ def _check_held(filling: float, path: str, dtype: torch.dtype) -> None:
         held = filling in (0, 1)
     elif dtype.is_floating_point or dtype.is_complex:
         held = not math.isfinite(filling) or abs(filling) <= torch.finfo(dtype).max
+        if dtype.itemsize == 1:
+            held = torch.tensor(filling).to(dtype).double().item() == filling
     else:
         limits = torch.iinfo(dtype)
         # It travels as a float64.

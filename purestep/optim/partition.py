@@ -29,7 +29,9 @@ def partition(
 
     Args:
         label_fn: ``label_fn(params)`` gives a tree of labels like the params, or a prefix of it, where a label
-            stands for a whole subtree; or such a tree. It may look at names, shapes and dtypes, not at values.
+            stands for a whole subtree; or such a tree. It may look at names, shapes and dtypes, not at values. A
+            compiler of the whole step traces it: ``tree.map`` and plain Python are followed, optree's own functions
+            of paths are not.
         optimizers: by label.
 
     >>> import torch

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from itertools import pairwise
 from operator import attrgetter
@@ -15,6 +15,8 @@ from torch import Tensor
 from purestep import tree
 from purestep.compiler import Compiler
 from purestep.optim.base import Optimizer, compiled_, foreign, held_back, with_grad_scale
+from purestep.tokens import Weighed
+from purestep.torch_internals import values_inside
 from purestep.types import Microbatch, OptState, Params, Tree
 
 
@@ -105,33 +107,48 @@ def check_buffers(donated: Tree, data: Sequence[Microbatch]) -> None:
     if not tree.eager(donated):
         return  # Nothing is written over then.
     given = _extents(tree.leaves_of(donated))
-
-    def name(position: int) -> str:
-        return tree.paths(donated, "(params, opt_state)")[position]
-
     for _, _, position, folded in given:
         if folded:
             raise ValueError(
-                f"donate=True needs memory of its own for each element, but {name(position)} overlaps itself, as "
-                "expand and unfold make it: clone it"
+                f"donate=True needs memory of its own for each element, but {_name(donated, position)} overlaps "
+                "itself, as expand and unfold make it: clone it"
             )
     for (_, stop, before, _), (start, _, after, _) in pairwise(given):
         if start < stop:
             raise ValueError(
-                f"donate=True needs a buffer for each leaf, but {name(before)} and {name(after)} share memory: "
-                "clone one of them, or tie them inside loss_fn"
+                f"donate=True needs a buffer for each leaf, but {_name(donated, before)} and {_name(donated, after)} "
+                "share memory: clone one of them, or tie them inside loss_fn"
             )
     for number, microbatch in enumerate(data if given else ()):
-        plain = tree.plain(microbatch)
-        for theirs in _extents(tree.leaves_of(plain)):
-            place = bisect_left(given, theirs)
-            for ours in given[max(0, place - 1) : place + 1]:
-                if max(ours[0], theirs[0]) < min(ours[1], theirs[1]):
-                    path = tree.paths(plain, f"microbatches[{number}]")[theirs[2]]
-                    raise ValueError(
-                        f"donate=True lets the update write over {name(ours[2])}, but {path} shares its memory: "
-                        "clone one of them"
-                    )
+        _check_apart(donated, given, number, microbatch)
+
+
+def checked_as_they_come(group: Iterable[Weighed], donated: Tree) -> Iterator[Weighed]:
+    """The same group, each microbatch of which is refused where it overlaps with what is given away."""
+    given = _extents(tree.leaves_of(donated)) if tree.eager(donated) else []
+    for number, (microbatch, weights) in enumerate(group):
+        if given:
+            _check_apart(donated, given, number, microbatch)
+        yield microbatch, weights
+
+
+def _check_apart(
+    donated: Tree, given: Sequence[Extent], number: int, microbatch: Microbatch
+) -> None:
+    plain = tree.plain(microbatch)
+    for theirs in _extents(tree.leaves_of(plain)):
+        place = bisect_left(given, theirs)
+        for ours in given[max(0, place - 1) : place + 1]:
+            if max(ours[0], theirs[0]) < min(ours[1], theirs[1]):
+                path = tree.paths(plain, f"microbatches[{number}]")[theirs[2]]
+                raise ValueError(
+                    f"donate=True lets the update write over {_name(donated, ours[2])}, but {path} shares its memory: "
+                    "clone one of them"
+                )
+
+
+def _name(donated: Tree, position: int) -> str:
+    return tree.paths(donated, "(params, opt_state)")[position]
 
 
 def _extents(leaves: Sequence[Any]) -> list[Extent]:
@@ -162,15 +179,19 @@ _layout, _nbytes = attrgetter("layout"), attrgetter("nbytes")
 
 
 def _extent(position: int, leaf: Any) -> list[Extent]:
-    if not isinstance(leaf, Tensor) or leaf.layout is not torch.strided:
+    if not isinstance(leaf, Tensor):
         return []
+    if leaf.layout is not torch.strided or leaf.is_nested:
+        return _extent(position, values_inside(leaf))
     if not tree.has_address(leaf):
         storage = tree.address(leaf)
         return [(storage, storage + 1, position, False)]
-    start, size = leaf.data_ptr(), leaf.nbytes
-    if not (start and size):
+    start = leaf.data_ptr()
+    if not (start and leaf.nbytes):
         return []
-    steps = zip(leaf.shape, leaf.stride(), strict=True)
-    last = sum((count - 1) * stride for count, stride in steps)
-    length = (1 + last) * leaf.element_size()
-    return [(start, start + length, position, length < size)]
+    reach, folded = 0, False
+    for stride, count in sorted(zip(leaf.stride(), leaf.shape, strict=True)):
+        # Rows that are as far apart as they reach cannot meet. Others may, and then an element is written twice.
+        folded = folded or (count > 1 and stride <= reach)
+        reach += (count - 1) * stride
+    return [(start, start + (1 + reach) * leaf.element_size(), position, folded)]
