@@ -478,7 +478,7 @@ def test_pack_names_an_example_that_is_too_long() -> None:
 def test_padding_that_rounds(dtype: torch.dtype) -> None:
     """-100 is -96 in eight bits, which is a label like any other."""
     examples = [{"labels": torch.ones(n).to(dtype)} for n in (3, 1)]
-    with pytest.raises(ValueError, match="padded with -100, which torch.float8.* cannot hold"):
+    with pytest.raises(ValueError, match=r"padded with -100, which torch.float8.* cannot hold"):
         ps.pack(examples, max_tokens=8)
     (packed,) = ps.pack(examples, max_tokens=8, pad={"labels": -96})
     assert packed["labels"].double().tolist() == [[1, 1, 1], [1, -96, -96]]
