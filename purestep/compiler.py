@@ -102,7 +102,7 @@ def _in_one_graph(apart: FunctionType, function: Callable[..., Any]) -> Callable
         broken = True
         warnings.warn(
             f"compile=True: torch.compile cannot make one graph of {function.__qualname__}, so from now on it runs in "
-            f"pieces, some of them eagerly. Change the line that stops it, or pass compile=False. {reason}",
+            f"pieces, some of them eagerly. Change what stops it, or pass compile=False. {reason}",
             stacklevel=2,
         )
         return result

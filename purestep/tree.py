@@ -32,7 +32,7 @@ SUM_DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 """Those in which floating point values may be added up."""
 
 SMALL = 4096
-"""Elements of a leaf up to which a kernel's call takes longer than its work."""
+"""Leaves of fewer elements are joined where each would cost a kernel's call of its own."""
 
 Structure: TypeAlias = Any
 
@@ -113,7 +113,10 @@ def _spread(prefix: Tree, structure: Structure) -> list[Any]:
         if len(parts) == structure.num_children:
             pairs = zip(parts, structure.children(), strict=True)
             return [leaf for part, child in pairs for leaf in _spread(part, child)]
-    raise ValueError(f"{prefix!r} is no prefix of a tree like {describe(structure)}")
+    raise ValueError(
+        f"{prefix!r} is no prefix of a tree like {describe(structure)}: give a value for each of its leaves, or one "
+        "for a whole container"
+    )
 
 
 def _children(node: Tree) -> list[Tree]:
@@ -258,7 +261,7 @@ def overwrite(old: Tree, new: Tree, condition: Tensor | None) -> Tree:
     Where somebody records or transforms the values, the buffers stay as they are and fresh tensors come back.
     """
     if torch.compiler.is_dynamo_compiling():
-        writes = not any(leaf.requires_grad for leaf in leaves_of((old, new)))
+        writes = not requires_grad((old, new))
     else:
         writes = untransformed(old, new)
     new_leaves, structure = flatten(new)

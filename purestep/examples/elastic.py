@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, BinaryIO, NoReturn, TypeAlias, TypeVar
+from typing import Any, BinaryIO, NoReturn, TypeAlias, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -84,7 +84,7 @@ def from_rank_0(axis: ps.MeshAxis, function: Callable[[], Result]) -> Result:
     result, refusal = answer
     if refusal is not None:
         _refuse(axis, refusal)
-    return result  # type: ignore[no-any-return]
+    return cast("Result", result)
 
 
 def check_alike(axis: ps.MeshAxis, settings: Settings) -> None:

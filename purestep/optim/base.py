@@ -75,7 +75,7 @@ class Transform(NamedTuple):
     update: Callable[..., tuple[Tree, OptState]]
     update_: Callable[..., tuple[Tree, OptState]] | None = None
     kernels: bool = False
-    compiled: Callable[[Compiler], Callable[..., tuple[Tree, OptState]]] | None = None
+    compiled: Callable[[bool | Compiler], Callable[..., tuple[Tree, OptState]]] | None = None
 
 
 class Optimizer(NamedTuple):
@@ -85,7 +85,8 @@ class Optimizer(NamedTuple):
     parameters come back in the same buffers, and the gradients may hold anything. ``donate=True`` uses it.
 
     ``kernels`` says that ``update_`` runs kernels of its own, from which a compiler had better stay away.
-    ``compiled(compiler)``, where a part of ``update_`` cannot be compiled, is ``update_`` with its other parts compiled.
+    ``compiled(compile)``, where a part of ``update_`` cannot be compiled, is ``update_`` with its other parts compiled
+    as ``compile=`` of a step says.
 
     >>> import torch
     >>> descend = Optimizer(
@@ -100,7 +101,7 @@ class Optimizer(NamedTuple):
     update: Callable[..., tuple[Params, OptState]]
     update_: Callable[..., tuple[Params, OptState]] | None = None
     kernels: bool = False
-    compiled: Callable[[Compiler], Callable[..., tuple[Params, OptState]]] | None = None
+    compiled: Callable[[bool | Compiler], Callable[..., tuple[Params, OptState]]] | None = None
 
 
 def check_optimizer(wanted: str, value: object) -> None:
@@ -195,15 +196,15 @@ def composed(
     A compiler gets it whole, and part by part where one of the parts cannot be compiled.
     """
 
-    def compiled(compiler: Compiler) -> Callable[..., tuple[Tree, OptState]]:
-        return combine([compiled_(part, compiler) for part in parts])
+    def part_by_part(compile: bool | Compiler) -> Callable[..., tuple[Tree, OptState]]:
+        return combine([compiled_(part, compile) for part in parts])
 
     return kind(
         init,
         update,
         combine([guarded(part) for part in parts]),
         all(part.kernels for part in parts),
-        compiled if any(part.compiled for part in parts) else None,
+        part_by_part if any(part.compiled for part in parts) else None,
     )
 
 
@@ -215,7 +216,7 @@ def compiled_(
         return guarded(part)
     if part.compiled is None:
         return compiled(guarded(part), compile)
-    return part.compiled(lambda function: compiled(function, compile))
+    return guarded(part._replace(update_=part.compiled(compile)))
 
 
 def leaf_columns(
