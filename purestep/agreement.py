@@ -19,9 +19,9 @@ from purestep import tree
 from purestep.axis import Axis, RankError, Ranks, psum
 from purestep.axis.buckets import Packed, packed, summed
 from purestep.fingerprint import describe, fingerprint, without_addresses
-from purestep.tokens import Count, no_count
+from purestep.tokens import no_count
 from purestep.torch_internals import is_watched
-from purestep.types import Microbatch, Tree
+from purestep.types import Count, Microbatch, Tree
 
 Result = TypeVar("Result")
 

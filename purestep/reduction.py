@@ -34,20 +34,11 @@ from purestep.axis import Axis, Ranks, psum
 from purestep.axis.buckets import Buckets, Packed, packed, summed
 from purestep.fingerprint import fingerprint
 from purestep.grads import sum_dtypes
-from purestep.tokens import Count, no_count
-from purestep.types import Params, Tree
+from purestep.tokens import no_count
+from purestep.types import Params, Sums, Tree
 
 LOSS_DTYPES = [torch.float32, torch.float64]
 """Those in which losses are summed."""
-
-
-class Sums(NamedTuple):
-    """What the tokens of a group gave, on one rank or on all."""
-
-    grads: Tree
-    loss: Tensor
-    counted: Count
-    aux: Tree
 
 
 Computed: TypeAlias = tuple[Tree, Tensor, Tree]

@@ -9,14 +9,14 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
 from purestep.torch_internals import is_wrapped
 from purestep.tree import accumulation_dtype, at_hand, brought
-from purestep.types import Microbatch, WeightFn
+from purestep.types import Count, Microbatch, WeightFn
 
 IGNORE_INDEX = -100
 
@@ -26,13 +26,6 @@ EXACT = 2**53
 
 UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)
 """Integers that torch stores but hardly computes with."""
-
-
-class Count(NamedTuple):
-    """What an update divides by: N = Σ wᵢ, and the number of microbatches with any tokens."""
-
-    num_tokens: Tensor
-    num_microbatches: Tensor
 
 
 class WeighedGroup(Sequence[Microbatch]):

@@ -71,6 +71,25 @@ class GradAndValue(Protocol):
     ) -> Callable[..., Any]: ...
 
 
+class Count(NamedTuple):
+    """What an update divides by: N = Σ wᵢ, and the number of microbatches with any tokens."""
+
+    num_tokens: Tensor
+    num_microbatches: Tensor
+
+
+class Sums(NamedTuple):
+    """What the tokens of a group gave, on one rank or on all: sums, for whoever divides or moves parameters by them.
+
+    ``aux`` is the sum of ``LossTerms.aux``; ``()`` without one.
+    """
+
+    grads: Tree
+    loss: Tensor
+    counted: Count
+    aux: Tree
+
+
 class StepMetrics(NamedTuple):
     """What one update step reports: tensors, global over ranks and the same on each, detached.
 
