@@ -29,10 +29,12 @@ from purestep.batching import (
     segment_mask,
     split,
 )
+from purestep.compiler import compile
 from purestep.grads import accumulate, grad_and_value
 from purestep.step import make_eval_step, make_update_step
-from purestep.tokens import count_tokens, label_weights
+from purestep.tokens import count, count_tokens, label_weights
 from purestep.types import (
+    Count,
     EvalMetrics,
     GradAndValue,
     LossFn,
@@ -41,6 +43,7 @@ from purestep.types import (
     OptState,
     Params,
     StepMetrics,
+    Sums,
     UpdateStep,
     WeightFn,
 )
@@ -62,12 +65,15 @@ __all__ = [
     "prefetch",
     "WeightFn",
     "label_weights",
+    "Count",
+    "count",
     "count_tokens",
     "LossFn",
     "LossTerms",
     "losses",
     "GradAndValue",
     "grad_and_value",
+    "Sums",
     "accumulate",
     "Axis",
     "LocalAxis",
@@ -84,6 +90,7 @@ __all__ = [
     "make_update_step",
     "StepMetrics",
     "make_eval_step",
+    "compile",
     "EvalMetrics",
     "testing",
 ]

@@ -19,7 +19,7 @@ from purestep import tree
 from purestep.axis import Axis, RankError, Ranks, psum
 from purestep.axis.buckets import Packed, packed, summed
 from purestep.fingerprint import describe, fingerprint, without_addresses
-from purestep.tokens import no_count
+from purestep.tokens import count_of
 from purestep.torch_internals import is_watched
 from purestep.types import Count, Microbatch, Tree
 
@@ -62,6 +62,7 @@ class Agreement(NamedTuple):
     """
 
     counted: Count
+    here: Count
     microbatches: int
     confirm: Callable[[], list[Said]]
     weights: Sequence[Tensor]
@@ -80,7 +81,7 @@ def agree(axis: Axis, state: Callable[[], Statement]) -> Agreement:
         count, microbatches, _, weights, group, _ = state()
         total = psum(count, axis)
         check_total_at_hand(total)
-        return Agreement(total, microbatches, list, weights, group, recorded=False)
+        return Agreement(total, count, microbatches, list, weights, group, recorded=False)
 
     brought, errors = attempt(lambda: _brought(axis, state()))
     row = brought.row if brought else failed_row(axis)
@@ -105,12 +106,15 @@ def agree(axis: Axis, state: Callable[[], Statement]) -> Agreement:
     total = summed(transformed, axis) if transformed else total_count(rows, brought.said, heard)
     confirmed = confirm if heard is None else lambda: heard
     number = brought.said.microbatches
-    return Agreement(total, number, confirmed, brought.weights, brought.group, brought.recorded)
+    return Agreement(
+        total, brought.here, number, confirmed, brought.weights, brought.group, brought.recorded
+    )
 
 
 class _Brought(NamedTuple):
     """All that a rank computes before it meets the others: whatever raises, raises here."""
 
+    here: Count
     shared: Mapping[str, Tree]
     weights: Sequence[Tensor]
     group: Sequence[Microbatch]
@@ -127,9 +131,11 @@ def _brought(axis: Ranks, statement: Statement) -> _Brought:
     shared = {**shared, "settings": {**shared["settings"], **how}}
     said = says(microbatches, count, *map(fingerprint, shared.values()))
     if tree.untransformed(count):
-        return _Brought(shared, weights, group, recorded, said, row_of(axis, said, count), None)
-    uncounted = row_of(axis, said, no_count(axis.device))
-    return _Brought(shared, weights, group, recorded, said, uncounted, packed(count))
+        return _Brought(
+            count, shared, weights, group, recorded, said, row_of(axis, said, count), None
+        )
+    uncounted = row_of(axis, said, count_of([], axis.device))
+    return _Brought(count, shared, weights, group, recorded, said, uncounted, packed(count))
 
 
 def attempt(function: Callable[[], Result]) -> tuple[Result | None, list[BaseException]]:
@@ -176,7 +182,7 @@ def row_of(axis: Ranks, said: Said, count: Count, loss: Tensor | None = None) ->
 
 def failed_row(axis: Ranks) -> Tensor:
     """The row of a rank that has failed."""
-    return row_of(axis, Said(True, 0, False, (0, 0, 0)), no_count(axis.device))
+    return row_of(axis, Said(True, 0, False, (0, 0, 0)), count_of([], axis.device))
 
 
 def hear(rows: Tensor) -> list[Said]:

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from operator import attrgetter
-from sys import getrefcount
 from typing import Any
 
 import torch
@@ -20,13 +18,11 @@ from torch.overrides import TorchFunctionMode
 from purestep import tree
 from purestep.torch_internals import (
     accumulate_hooks,
-    backward_hooks,
     holds_tensors,
     run_backward,
     saved_tensors_hooks,
     storage_address,
     storage_use_count,
-    use_count,
 )
 
 
@@ -40,10 +36,10 @@ class GradientSums:
         self,
         leaves: Sequence[Tensor],
         dtypes: Sequence[torch.dtype],
-        out: Sequence[Tensor] | None,
+        out: Sequence[Tensor] | None = None,
     ) -> None:
         self.values: list[Tensor | None] = [None] * len(leaves)
-        self.dtypes, self.out = dtypes, out
+        self._leaves, self.dtypes, self.out = leaves, dtypes, out
         self.direct = [leaf.dtype == dtype for leaf, dtype in zip(leaves, dtypes, strict=True)]
         if out is not None:
             for index, (leaf, place) in enumerate(zip(leaves, out, strict=True)):
@@ -66,55 +62,68 @@ class GradientSums:
             so_far.add_(grad)
         return so_far
 
+    def begun(self) -> list[Tensor] | None:
+        """All sums so far, to be written to; None where nothing has been added yet, and no buffer is given."""
+        empty = self.out is None and all(value is None for value in self.values)
+        return None if empty else self._all()
 
-class OwnLeaves:
-    """Tensors with the values of ``leaves``, for one microbatch after the other: new ones where a loss has left a trace.
+    def _all(self) -> list[Tensor]:
+        return [
+            self._zeros(index) if value is None else value
+            for index, value in enumerate(self.values)
+        ]
 
-    Making two thousand costs a millisecond, so those that nobody has touched serve the next microbatch, too.
-    """
+    def _zeros(self, index: int) -> Tensor:
+        if self.out is not None:
+            return self.out[index].zero_()
+        return torch.zeros_like(self._leaves[index], dtype=self.dtypes[index])
 
-    def __init__(self, leaves: Sequence[Tensor]) -> None:
-        self._leaves = leaves
-        self._own: list[Tensor] = []
-        self._state: Any = None
+    def add(self, grads: list[Tensor], *, copy: bool) -> None:
+        """Adds gradients that a reverse mode has returned, and lets go of each at once."""
+        while grads:
+            grad, index = grads.pop(), len(grads)
+            so_far = self.values[index]
+            # What a reverse mode of the user's returns may be a buffer of theirs, and sums are written to.
+            grad = grad.to_dense() if grad.is_sparse else grad
+            grad = grad.to(self.dtypes[index], copy=so_far is None and copy)
+            self.values[index] = grad if so_far is None else so_far + grad
+            del so_far, grad
 
-    def __call__(self) -> list[Tensor]:
-        """Leaves without gradients and hooks, of which nobody else has a hold."""
-        if self._state is None or _state(self._own) != self._state:
-            self._own = [leaf.detach().requires_grad_() for leaf in self._leaves]
-            self._state = _state(self._own)
-        return self._own
-
-
-def _state(own: list[Tensor]) -> Any:
-    """Who has a hold of each leaf, in Python and in graphs, where its values lie, and what hangs on it."""
-    return (
-        set(map(getrefcount, own)),
-        set(map(use_count, own)),
-        _places(own),
-        any(map(backward_hooks, own)) or any(map(accumulate_hooks, own)),
-        all(map(_requires_grad, own)),
-    )
-
-
-def _places(own: list[Tensor]) -> list[int]:
-    """Where the values lie: all of them on one device."""
-    return list(map(Tensor.data_ptr if tree.has_address(own[0]) else tree.address, own))
+    def filled(self) -> list[Tensor]:
+        """The sums, with zeros where no gradient came, in the buffers that they belong into."""
+        filled = self._all()
+        for index, (value, place) in enumerate(zip(filled, self.out or filled, strict=True)):
+            if value is not place:
+                if value.requires_grad:
+                    raise ValueError(
+                        "params or a microbatch require grad, and buffers given as out= (gradient buckets of ranks, "
+                        "say) cannot record the gradients: detach them"
+                    )
+                filled[index] = place.copy_(value)
+        return filled
 
 
-_requires_grad = attrgetter("requires_grad")
+def own_leaves(leaves: Sequence[Tensor]) -> list[Tensor]:
+    """Leaves with the same values, for one microbatch: what a loss does to them ends with it."""
+    return [leaf.detach().requires_grad_() for leaf in leaves]
 
 
 def backward(
-    loss: Tensor,
+    terms: Sequence[Tensor],
+    cotangents: Sequence[Tensor],
     leaves: Sequence[Tensor],
     sums: GradientSums,
     announce: Callable[[int], None] | None = None,
-) -> None:
-    """Adds the gradients of ``loss`` to the sums, and writes to no other ``.grad`` than that of ``leaves``.
+) -> bool:
+    """Adds the gradients of Σ term · cotangent to the sums, and writes to no other ``.grad`` than that of ``leaves``.
 
-    ``announce`` is called with a leaf's position when its sum is final, while the pass goes on.
+    ``announce`` is called with a leaf's position when its sum is final, while the pass goes on. Returns whether any
+    leaf has been given a gradient.
     """
+    pairs = zip(terms, cotangents, strict=True)
+    roots = [(term, cotangent) for term, cotangent in pairs if term.requires_grad]
+    if not roots:
+        return False
     announced: set[int] = set()
 
     def arrived(index: int, direct: bool, leaf: Tensor) -> None:
@@ -152,8 +161,7 @@ def backward(
         with _Recomputation(leaves):
             # ``torch.autograd.backward`` would leave the mode above before it begins.
             run_backward(
-                (loss,),
-                (torch.ones_like(loss),),
+                *zip(*roots, strict=True),
                 False,  # retain_graph
                 False,  # create_graph
                 wanted,
@@ -172,6 +180,7 @@ def backward(
             sums.add_(index, grad)
     for leaf in leaves:
         leaf.grad = None  # A loss that keeps its leaves does not get hold of the sums.
+    return bool(announced) if announce else any(value is not None for value in sums.values)
 
 
 class _Recomputation(TorchFunctionMode):

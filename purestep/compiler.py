@@ -10,16 +10,20 @@ import itertools
 import warnings
 from collections.abc import Callable
 from types import FunctionType
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 
 from purestep.torch_internals import (
+    breaks_refused,
     gives_up,
     in_forward_mode,
     is_switched_off,
     is_watched,
+    options_of_mode,
+    rewriting,
     transformed,
+    unwatched,
 )
 
 Compiler: TypeAlias = Callable[[Callable[..., Any]], Callable[..., Any]]
@@ -29,25 +33,50 @@ Compiler: TypeAlias = Callable[[Callable[..., Any]], Callable[..., Any]]
 _numbers = itertools.count()
 
 
-def compiled(function: Callable[..., Any], compile: bool | Compiler = True) -> Callable[..., Any]:
-    """The function, compiled by ``compile``; as it is where that is False.
+def compile(function: Callable[..., Any], **settings: Any) -> Callable[..., Any]:
+    """``torch.compile(function, **settings)``, for what runs thousands of times: a whole update step, say.
 
-    True is ``torch.compile`` with ``products.products``. Where that cannot make one graph of the function, a
+        update_step = ps.compile(ps.make_update_step(loss_fn, optimizer, donate=True), fullgraph=True)
+
+    Small networks want all of a step in one graph, which is compiled anew for each number of microbatches; ``compile=``
+    of a step, for which True means this function, compiles what a microbatch runs, once for any number of them.
+
+    * Large float32 products on a CPU go to oneDNN, where torch has it (``products.product``).
+    * Each function has a cache of its own: torch's belongs to the code, which all steps of a process share.
+    * Before each call torch asks whether anybody has replaced a function of its own, of optree's or of purestep's;
+      here it does not. What the loss reads, globals included, is looked at as ever.
+
+    >>> double = compile(lambda x: 2 * x)
+    """
+    return _compile(_apart(function), **settings)
+
+
+def _compile(apart: FunctionType, **settings: Any) -> Callable[..., Any]:
+    from purestep.products import with_products
+
+    both = torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()
+    options = rewriting(with_products, with_products.__code__.co_filename) if both else {}
+    if "mode" in settings:
+        options |= options_of_mode(settings.pop("mode"))
+    options |= settings.pop("options", None) or {}
+    libraries = ("torch", "optree", "einops", __package__)
+    return torch.compile(apart, options=options | unwatched(apart, libraries), **settings)
+
+
+def compiled(function: Callable[..., Any], compile_: bool | Compiler = True) -> Callable[..., Any]:
+    """The function, compiled by ``compile_``; as it is where that is False.
+
+    True is ``compile``. Where that cannot make one graph of the function, a
     warning tells why, and the function runs in pieces, some of them eagerly. Under a transform it runs as it is.
 
     >>> double = compiled(lambda x: 2 * x)
     >>> compiled(len, False) is len
     True
     """
-    if not (isinstance(compile, bool) or callable(compile)):
-        raise TypeError(
-            "compile must be True, False or a function such as functools.partial(torch.compile, mode=...), got "
-            f"{compile!r}"
-        )
-    if compile is False:
+    _check(compile_)
+    if compile_ is False:
         return function
-    apart = _apart(function)
-    made = _in_one_graph(apart, function) if compile is True else compile(apart)
+    made = _whole_or_in_pieces(function) if compile_ is True else compile_(_apart(function))
 
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -57,6 +86,51 @@ def compiled(function: Callable[..., Any], compile: bool | Compiler = True) -> C
         return made(*args, **kwargs)
 
     return run
+
+
+class NoGraph(Exception):  # noqa: N818
+    """The compiler cannot make one graph of a function."""
+
+
+def one_graph(
+    function: Callable[..., Any], compile_: Literal[True] | Compiler
+) -> Callable[..., Any]:
+    """The function as one graph; ``NoGraph`` is raised where there is none, before anything has been computed.
+
+    >>> from functools import partial
+    >>> def branches(x):
+    ...     return x + 1 if x.sum() > 0 else x
+    >>> one_graph(branches, partial(torch.compile, backend="eager"))(torch.ones(2))
+    Traceback (most recent call last):
+    ...
+    purestep.compiler.NoGraph: branches
+    """
+    _check(compile_)
+    compiler = compile if compile_ is True else compile_
+
+    def traced(*args: Any) -> Any:
+        if not torch.compiler.is_dynamo_compiling():
+            raise NoGraph(function.__qualname__)  # The compiler has left this to Python.
+        return function(*args)
+
+    made, given_up = compiler(_apart(breaks_refused(traced))), gives_up()
+
+    @functools.wraps(function)
+    def run(*args: Any) -> Any:
+        try:
+            return made(*args)
+        except given_up as error:
+            raise NoGraph(function.__qualname__) from error
+
+    return run
+
+
+def _check(compile_: object) -> None:
+    if not (isinstance(compile_, bool) or callable(compile_)):
+        raise TypeError(
+            "compile must be True, False or a function such as functools.partial(torch.compile, mode=...), got "
+            f"{compile_!r}"
+        )
 
 
 def _apart(function: Callable[..., Any]) -> FunctionType:
@@ -79,12 +153,10 @@ def _apart(function: Callable[..., Any]) -> FunctionType:
     return apart
 
 
-def _in_one_graph(apart: FunctionType, function: Callable[..., Any]) -> Callable[..., Any]:
-    from purestep.products import products
-
+def _whole_or_in_pieces(function: Callable[..., Any]) -> Callable[..., Any]:
+    apart = _apart(function)
     # Both of one code object: pieces begin with the graphs that the whole has.
-    whole = products(apart, fullgraph=True)
-    pieces = products(apart)
+    whole, pieces = _compile(apart, fullgraph=True), _compile(apart)
     no_graph, broken = gives_up(), False
 
     @functools.wraps(function)

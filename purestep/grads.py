@@ -10,26 +10,39 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
 
 from purestep import tree
-from purestep.backward import GradientSums, OwnLeaves, backward
-from purestep.compiler import Compiler, compiled
+from purestep.backward import GradientSums, backward, own_leaves
+from purestep.compiler import Compiler, NoGraph, compiled, one_graph
 from purestep.objective import (
-    GroupTotal,
-    Part,
-    add_part,
+    PartOf,
+    Worth,
     check_untouched,
-    of_group,
     partial_loss,
+    plus,
+    sums_of,
+    value,
     versions_of,
+    worth,
 )
-from purestep.tokens import Weighed, checked_weights, has_tokens, label_weights, weighed
+from purestep.tokens import (
+    Group,
+    Weighed,
+    checked_weights,
+    count_of,
+    has_tokens,
+    held,
+    label_weights,
+    tokens_of,
+    weigh,
+    weighed,
+)
 from purestep.tree import accumulation_dtype
-from purestep.types import GradAndValue, LossFn, Microbatch, Params, Tree, WeightFn
+from purestep.types import Count, GradAndValue, LossFn, Microbatch, Params, Sums, Tree, WeightFn
 
 
 def grad_and_value(
@@ -76,9 +89,18 @@ def grad_and_value(
             aux_leaves, aux_structure = tree.flatten(aux)
             return value, aux_leaves
 
-        vjp: Callable[..., Any] = torch.func.vjp
-        value, pull, aux_leaves = vjp(over_leaves, *leaves, has_aux=True)
-        grads = tree.unflatten(structure, pull(torch.ones_like(value), retain_graph=False))
+        if tree.eager(args, kwargs) and not _inference(leaves):
+            sums, own = GradientSums(leaves, [leaf.dtype for leaf in leaves]), own_leaves(leaves)
+            with torch.enable_grad():
+                value, aux_leaves = over_leaves(*own)
+            backward([value], [torch.ones_like(value)], own, sums)
+            pulled = sums.filled()
+            value, aux_leaves = tree.detached((value, aux_leaves))
+        else:
+            vjp: Callable[..., Any] = torch.func.vjp
+            value, pull, aux_leaves = vjp(over_leaves, *leaves, has_aux=True)
+            pulled = pull(torch.ones_like(value), retain_graph=False)
+        grads = tree.unflatten(structure, pulled)
         grads = grads if isinstance(argnums, tuple) else grads[0]
         if has_aux:
             return grads, (value, tree.unflatten(aux_structure, aux_leaves))
@@ -111,13 +133,12 @@ def accumulate(
     microbatches: Sequence[Microbatch],
     *,
     weight_fn: WeightFn | None = label_weights,
-    num_tokens: Tensor | None = None,
-    num_microbatches: Tensor | None = None,
+    total: Count | None = None,
     grad_and_value: GradAndValue = grad_and_value,
     accum_dtype: torch.dtype | None = None,
     out: Sequence[Tensor] | None = None,
     ready: Callable[[int], None] | None = None,
-) -> tuple[Tree, Tensor, Tree]:
+) -> Sums:
     """Forward and backward over a group of microbatches: its part of ∇L and of L, without an optimizer.
 
         loss  = Σₘ ( Σᵢ wᵢ ℓᵢ(θ) / num_tokens  +  [m has tokens] · term(θ) / num_microbatches )
@@ -132,8 +153,8 @@ def accumulate(
         params: a tree of floating point tensors.
         microbatches: a sequence of microbatches, of any shapes. An empty one gives exact zeros.
         weight_fn: one weight per token; None when ``LossTerms.weights`` brings them.
-        num_tokens: the global N; None leaves loss and gradients as plain sums, for you to divide.
-        num_microbatches: the global number of non-empty microbatches, for ``LossTerms.microbatch``.
+        total: the global ``count``, by which loss and gradients are divided; None leaves them as plain sums, for you
+            to divide.
         grad_and_value: anything with the signature of ``torch.func.grad_and_value``. Another one than
             ``ps.grad_and_value`` is free to do what it likes with its inputs (clip per example, say),
             and its gradients are added when they are returned. It differentiates a function of
@@ -146,173 +167,238 @@ def accumulate(
             the last backward pass: communication may begin.
 
     Returns:
-        ``(grads, loss, aux)``; ``aux`` is the sum of ``LossTerms.aux``, or ``()``.
+        ``Sums(grads, loss, counted, aux)``; ``counted`` are the tokens of these microbatches alone, and ``aux`` is
+        the sum of ``LossTerms.aux``, or ``()``.
 
     >>> group = [{"x": torch.tensor([1.0, 2.0])}, {"x": torch.tensor([6.0])}]
-    >>> grads, loss, aux = accumulate(
-    ...     lambda w, m: w * m["x"],
-    ...     torch.tensor(1.0),
-    ...     group,
-    ...     weight_fn=lambda m: torch.ones_like(m["x"]),
-    ...     num_tokens=torch.tensor(3),
-    ... )
-    >>> grads, loss
+    >>> from purestep import count
+    >>> ones = lambda m: torch.ones_like(m["x"])
+    >>> total = count(group, ones)
+    >>> sums = accumulate(lambda w, m: w * m["x"], torch.tensor(1.0), group, weight_fn=ones, total=total)
+    >>> sums.grads, sums.loss
     (tensor(3.), tensor(3.))
     """
-    run = microbatch_pass(partial_loss(loss_fn), grad_and_value, weight_fn)
-    group = Group(weighed(microbatches, weight_fn), len(microbatches))
-    totals = num_tokens, num_microbatches
-    grads, loss, carried = accumulate_passes(
-        run, params, group, totals, accum_dtype=accum_dtype, out=out, ready=ready
+    add_up = accumulator(
+        loss_fn, weight_fn=weight_fn, grad_and_value=grad_and_value, accum_dtype=accum_dtype
     )
-    return grads, loss, carried[1] if carried else ()
+    known, counted = None, None
+    if total is not None and weight_fn is not None:
+        microbatches = held(microbatches)
+        known = weigh(microbatches, weight_fn)
+        counted = count_of([tokens_of(each) for each in known], tree.leaves_of(params)[0].device)
+    group = Group(weighed(microbatches, weight_fn, known), len(microbatches), counted)
+    return add_up(params, group, total, out=out, ready=ready)
 
 
-class MicrobatchPass(NamedTuple):
-    """What is run for each microbatch: its part of the objective, and that part with its gradients."""
+class Pass(Protocol):
+    """A microbatch's forward and backward pass, whose gradients are added to ``sums``.
 
-    part: Part
-    differentiated: Callable[..., tuple[list[Tensor], Tensor, Tree, bool]]
-    in_place: bool
+    It returns the loss, its tokens and aux, and whether the loss depends on the leaves. ``ready`` is told of sums
+    that are final.
+    """
+
+    def __call__(
+        self,
+        leaves: list[Tensor],
+        structure: tree.Structure,
+        microbatch: Microbatch,
+        weights: Tensor | None,
+        total: Count | None,
+        sums: GradientSums,
+        ready: Callable[[int], None] | None,
+        /,
+    ) -> tuple[Tensor, list[Tensor], Tree, bool]: ...
 
 
-def microbatch_pass(
-    part: Part,
-    grad_and_value: GradAndValue,
-    weight_fn: WeightFn | None,
-    *,
-    compile: bool | Compiler = False,
-) -> MicrobatchPass:
-    """Made once, so that a compiler compiles it once: for every number of microbatches, and all of their shapes."""
+def in_place_pass(part_of: PartOf) -> Pass:
+    """By ``backward``, on leaves of the step's own."""
 
-    def differentiated(
-        params: Params, microbatch: Microbatch, weights: Tensor | None, *totals: Tensor | None
-    ) -> tuple[list[Tensor], Tensor, Tree, bool]:
+    def run(
+        leaves: list[Tensor],
+        structure: tree.Structure,
+        microbatch: Microbatch,
+        weights: Tensor | None,
+        total: Count | None,
+        sums: GradientSums,
+        ready: Callable[[int], None] | None,
+        /,
+    ) -> tuple[Tensor, list[Tensor], Tree, bool]:
+        own = own_leaves(leaves)
+        with torch.enable_grad():
+            part = part_of(tree.unflatten(structure, own), microbatch, weights, total)
+        reached = backward(part.terms, part.cotangents, own, sums, ready)
+        part = part._replace(terms=[term.detach() for term in part.terms])
+        return value(part), part.num_tokens, tree.detached(part.aux), reached
+
+    return run
+
+
+def compiled_pass(part_of: PartOf, compile: Literal[True] | Compiler) -> Pass:
+    """As one graph: forward, backward and the sums, which it makes, or writes to in place.
+
+    Where there is no such graph, and where somebody waits for single sums, the forward pass is compiled alone.
+    """
+    returned = returning_pass(part_of, grad_and_value, None)
+    in_pieces = in_place_pass(compiled(part_of, compile))
+    makes_graph = True
+
+    def add(
+        params: Params,
+        sums: list[Tensor] | None,
+        dtypes: list[torch.dtype],
+        microbatch: Microbatch,
+        weights: Tensor | None,
+        total: Count | None,
+    ) -> tuple[list[Tensor], Tensor, list[Tensor], Tree, bool]:
+        grads, *told = returned(params, microbatch, weights, total)
+        if sums is None:
+            return [grad.to(dtype) for grad, dtype in zip(grads, dtypes, strict=True)], *told
+        for so_far, grad in zip(sums, grads, strict=True):
+            so_far.add_(grad)
+        return [], *told
+
+    graph = one_graph(add, compile)
+
+    def run(
+        leaves: list[Tensor],
+        structure: tree.Structure,
+        microbatch: Microbatch,
+        weights: Tensor | None,
+        total: Count | None,
+        sums: GradientSums,
+        ready: Callable[[int], None] | None,
+        /,
+    ) -> tuple[Tensor, list[Tensor], Tree, bool]:
+        nonlocal makes_graph
+        if makes_graph and ready is None:
+            params, so_far = tree.unflatten(structure, leaves), sums.begun()
+            try:
+                made, *told = graph(params, so_far, sums.dtypes, microbatch, weights, total)
+            except NoGraph:
+                pass
+            else:
+                sums.values = [*(so_far or made)]
+                loss, num_tokens, aux, reached = told
+                return loss, num_tokens, aux, reached
+        # What the loss itself raises is raised here, without a word about the compiler.
+        result = in_pieces(leaves, structure, microbatch, weights, total, sums, ready)
+        makes_graph = makes_graph and ready is not None
+        return result
+
+    return run
+
+
+def returning_pass(
+    part_of: PartOf, grad_and_value: GradAndValue, weight_fn: WeightFn | None
+) -> Callable[..., tuple[list[Tensor], Tensor, list[Tensor], Tree, bool]]:
+    """By any reverse mode, which returns the gradients of the params' leaves; the rest is as of ``Pass``."""
+
+    def run(
+        params: Params, microbatch: Microbatch, weights: Tensor | None, total: Count | None, /
+    ) -> tuple[list[Tensor], Tensor, list[Tensor], Tree, bool]:
         leaves, structure = tree.flatten(params)
-        aux_structure: tree.Structure = None
         reached = True
 
         def over_leaves(leaves: list[Tensor], given: Microbatch) -> Any:
-            nonlocal aux_structure, reached
+            nonlocal reached
             here = weights
             if weight_fn is not None and not tree.same(given, microbatch):
                 # A piece of the microbatch, from a reverse mode that looks at examples one by one.
                 here = checked_weights(weight_fn(given))
-            loss, aux = part(tree.unflatten(structure, leaves), given, here, *totals)
+            part = part_of(tree.unflatten(structure, leaves), given, here, total)
+            loss = value(part)
             # Where the leaves are not tracked, this reverse mode has a way of its own.
             tracked = any(leaf.requires_grad for leaf in leaves)
             reached = loss.requires_grad or not tracked
-            aux_leaves, aux_structure = tree.flatten(aux)
-            return loss, aux_leaves
+            return loss, (part.num_tokens, part.aux)
 
         differentiate = grad_and_value(over_leaves, has_aux=True)
-        grads, (loss, aux_leaves) = differentiate(leaves, microbatch)
-        return list(grads), loss, tree.unflatten(aux_structure, aux_leaves), reached
+        grads, (loss, (num_tokens, aux)) = differentiate(leaves, microbatch)
+        return list(grads), loss, num_tokens, aux, reached
 
-    own = grad_and_value is _own_grad_and_value
-    # Our own reverse mode returns gradients only under transforms, which compile what they like themselves.
-    returned = differentiated if own else compiled(differentiated, compile)
-    return MicrobatchPass(compiled(part, compile), returned, own)
+    return run
 
 
-class Group(NamedTuple):
-    """Microbatches with their weights, each of them once, and how many there are."""
+class Accumulate(Protocol):
+    """``accumulate``, of a loss that is given already."""
 
-    weighed: Iterable[Weighed]
-    length: int
+    def __call__(
+        self,
+        params: Params,
+        group: Group,
+        total: Count | None,
+        /,
+        *,
+        out: Sequence[Tensor] | None = None,
+        ready: Callable[[int], None] | None = None,
+    ) -> Sums: ...
 
 
-Totals: TypeAlias = tuple[Tensor | None, Tensor | None]
-"""The global ``num_tokens`` and ``num_microbatches``, where they are known."""
-
-
-def accumulate_passes(
-    run: MicrobatchPass,
-    params: Params,
-    group: Group,
-    totals: Totals = (None, None),
+def accumulator(
+    loss_fn: LossFn,
     *,
-    accum_dtype: torch.dtype | None = None,
-    out: Sequence[Tensor] | None = None,
-    ready: Callable[[int], None] | None = None,
-) -> tuple[Tree, Tensor, Tree]:
-    """``accumulate``, of a pass that is made already; beside the aux it carries the count."""
-    leaves, structure = tree.flatten(params)
-    dtypes = sum_dtypes(leaves, accum_dtype) if out is None else [buffer.dtype for buffer in out]
-    sums = GradientSums(leaves, dtypes, out)
-    in_place = run.in_place and tree.eager(params, totals) and not _inference(leaves)
-    own_leaves = OwnLeaves(leaves)
-    versions = versions_of(params)
-    total: GroupTotal | None = None
-    reached = False
+    weight_fn: WeightFn | None,
+    grad_and_value: GradAndValue,
+    accum_dtype: torch.dtype | None,
+    compile: bool | Compiler = False,
+) -> Accumulate:
+    """Made once, so that a compiler compiles it once: for every number of microbatches, and all of their shapes."""
+    own = grad_and_value is _own_grad_and_value
+    part_of = partial_loss(loss_fn)
+    in_place = compiled_pass(part_of, compile) if compile is not False else in_place_pass(part_of)
+    returned = returning_pass(part_of, grad_and_value, weight_fn)
+    # Our own reverse mode returns gradients only under transforms, which compile what they like themselves.
+    returned = returned if own else compiled(returned, compile)
 
-    for position, (microbatch, weights) in enumerate(_casts_forgotten(group.weighed, leaves), 1):
+    def add_up(
+        params: Params,
+        group: Group,
+        total: Count | None,
+        /,
+        *,
+        out: Sequence[Tensor] | None = None,
+        ready: Callable[[int], None] | None = None,
+    ) -> Sums:
+        leaves, structure = tree.flatten(params)
+        dtypes = sum_dtypes(leaves, accum_dtype) if out is None else [each.dtype for each in out]
+        sums = GradientSums(leaves, dtypes, out)
+        versions = versions_of(leaves)
         # Whoever transforms or differentiates the step needs gradients that are returned, with their graph.
-        in_place = in_place and not tree.requires_grad(microbatch)
-        if in_place:
-            own = own_leaves()
-            given = tree.unflatten(structure, own), tree.detached(microbatch), weights
-            with torch.enable_grad():
-                loss, carried = run.part(*given, *totals)
-            if loss.requires_grad:
-                backward(loss, own, sums, ready if position == group.length else None)
-            here = any(value is not None for value in sums.values)
-            loss, carried = tree.map(Tensor.detach, (loss, carried))
-            del own, given
-        else:
-            grads, loss, carried, here = run.differentiated(params, microbatch, weights, *totals)
-            if not tree.differentiated(params, totals, microbatch):
-                # What the loss closes over is a constant, whether it requires grad or not.
-                grads, loss, carried = tree.map(Tensor.detach, (grads, loss, carried))
-            _add_returned(sums, grads, copy=not run.in_place)
-        reached = reached or here
-        total = add_part(total, loss, carried)
-        del loss, carried, microbatch, weights
+        recorded = not (own and tree.eager(leaves, total)) or _inference(leaves)
+        given: Worth | None = None
+        reached = False
 
-    check_untouched(params, versions)
-    loss, carried = of_group(total, params)
-    if carried and not reached and has_tokens(carried[0]):
-        raise ValueError(
-            "loss_fn gives losses that do not depend on params: no gradient reaches any of their leaves. Perhaps "
-            "it calls a module without torch.func.functional_call(module, params, ...), detaches what it "
-            "returns, or computes under torch.no_grad()"
-        )
-    return tree.unflatten(structure, _filled(sums, leaves)), loss, carried
+        for position, (microbatch, weights) in enumerate(
+            _casts_forgotten(group.weighed, leaves), 1
+        ):
+            data, kind = tree.flatten(microbatch)
+            recorded = recorded or tree.requires_grad(data)
+            if recorded:
+                grads, *told, here = returned(params, microbatch, weights, total)
+                if not tree.differentiated(leaves, total, data):
+                    # What the loss closes over is a constant, whether it requires grad or not.
+                    grads, told = tree.detached((grads, told))
+                sums.add(grads, copy=not own)
+            else:
+                own_data = tree.unflatten(kind, tree.detached(data))
+                last = ready if position == group.length else None
+                *told, here = in_place(leaves, structure, own_data, weights, total, sums, last)
+                del own_data
+            reached = reached or here
+            given = plus(given, worth(*told))
+            del told, data, microbatch, weights
 
-
-def _add_returned(sums: GradientSums, grads: list[Tensor], *, copy: bool) -> None:
-    """Adds gradients that a reverse mode has returned, and lets go of each at once."""
-    while grads:
-        grad, index = grads.pop(), len(grads)
-        so_far = sums.values[index]
-        # What a reverse mode of the user's returns may be a buffer of theirs, and sums are written to.
-        grad = grad.to_dense() if grad.is_sparse else grad
-        grad = grad.to(sums.dtypes[index], copy=so_far is None and copy)
-        sums.values[index] = grad if so_far is None else so_far + grad
-        del so_far, grad
-
-
-def _filled(sums: GradientSums, leaves: Sequence[Tensor]) -> list[Tensor]:
-    """The sums, with zeros where no gradient came, in the buffers that they belong into."""
-    filled = []
-    for index, (value, leaf) in enumerate(zip(sums.values, leaves, strict=True)):
-        if sums.out is None:
-            filled.append(
-                torch.zeros_like(leaf, dtype=sums.dtypes[index]) if value is None else value
+        check_untouched(params, leaves, versions)
+        here = sums_of(tree.unflatten(structure, sums.filled()), given, group.counted, leaves[0])
+        if given and not reached and has_tokens(here.counted):
+            raise ValueError(
+                "loss_fn gives losses that do not depend on params: no gradient reaches any of their leaves. Perhaps "
+                "it calls a module without torch.func.functional_call(module, params, ...), detaches what it "
+                "returns, or computes under torch.no_grad()"
             )
-            continue
-        place = sums.out[index]
-        if value is None:
-            place.zero_()
-        elif value is not place:
-            if value.requires_grad:
-                raise ValueError(
-                    "params or a microbatch require grad, and buffers given as out= (gradient buckets of ranks, "
-                    "say) cannot record the gradients: detach them"
-                )
-            place.copy_(value)
-        filled.append(place)
-    return filled
+        return here
+
+    return add_up
 
 
 def _casts_forgotten(group: Iterable[Weighed], leaves: Sequence[Tensor]) -> Iterator[Weighed]:

@@ -8,64 +8,84 @@ denominator cannot disagree.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
 from purestep import tree
-from purestep.tokens import Weighed, checked_weights, count_weights
+from purestep.tokens import Group, checked_weights, count_of, tokens_of
 from purestep.torch_internals import transformed, version
 from purestep.tree import accumulation_dtype
-from purestep.types import LossFn, LossTerms, Microbatch, Params, Tree
-
-Part: TypeAlias = Callable[
-    [Params, Microbatch, Tensor | None, Tensor | None, Tensor | None], tuple[Tensor, Tree]
-]
-"""``part(params, microbatch, weights, num_tokens, num_microbatches) -> (loss, (count, aux))``: its part of L."""
+from purestep.types import Count, LossFn, LossTerms, Microbatch, Params, Sums, Tree
 
 
-def partial_loss(loss_fn: LossFn) -> Part:
-    """The microbatch's part of L, its count and its aux; without the totals, plain sums.
+class Part(NamedTuple):
+    """A microbatch's part of L, before it is summed: its terms, and ∂L/∂term for each, with which a backward pass begins.
 
-    ``weights`` are those that were counted; None where the loss brings them.
-
-    A loss at a weight of zero may be anything, even NaN: it is taken away by selection, and what flows
-    back to it is exactly zero.
+    ``num_tokens`` is empty where the weights were counted before.
     """
 
-    def part(
-        params: Params,
-        microbatch: Microbatch,
-        weights: Tensor | None,
-        num_tokens: Tensor | None,
-        num_microbatches: Tensor | None,
-    ) -> tuple[Tensor, Tree]:
-        terms = loss_terms(loss_fn, params, microbatch)
-        weights = weights_of(terms, weights)
-        counted = count_weights(weights)
-        losses = terms.tokens.to(accumulation_dtype(terms.tokens.dtype))
+    terms: list[Tensor]
+    cotangents: list[Tensor]
+    num_tokens: list[Tensor]
+    aux: Tree
+
+
+PartOf: TypeAlias = Callable[[Params, Microbatch, Tensor | None, Count | None], Part]
+"""``part_of(params, microbatch, weights, total)``; weights of None are those that the loss brings."""
+
+
+def partial_loss(loss_fn: LossFn) -> PartOf:
+    """A microbatch's part of L; without a ``total``, of plain sums.
+
+    >>> part_of = partial_loss(lambda w, m: w * m)
+    >>> total = Count(torch.tensor(4), torch.tensor(1))
+    >>> part_of(torch.tensor(3.0), torch.tensor([1.0, 5.0]), torch.tensor([1, 0]), total).cotangents
+    [tensor([0.2500, 0.0000])]
+    """
+
+    def part_of(
+        params: Params, microbatch: Microbatch, weights: Tensor | None, total: Count | None
+    ) -> Part:
+        given = loss_terms(loss_fn, params, microbatch)
+        counted = total is not None and weights is not None
+        weights = weights_of(given, weights)
+        losses = given.tokens.to(accumulation_dtype(given.tokens.dtype))
         # Divided before it is rounded: a weight need not be a number of the losses' dtype.
-        seed = weights if num_tokens is None else weights.to(torch.float64) / divisor(num_tokens)
-        seed = seed.to(losses.dtype)
-        loss = (torch.where(weights != 0, losses, 0) * seed).sum()
-        if terms.microbatch is not None:
-            if num_microbatches is None:
+        shares = weights if total is None else weights.to(torch.float64) / divisor(total.num_tokens)
+        terms, cotangents = [losses], [shares.to(losses.dtype)]
+        if given.microbatch is not None:
+            if total is None:
                 raise ValueError(
                     "LossTerms.microbatch is divided by the number of microbatches, which must be "
                     'known before the backward pass: use normalize="loss" and a weight_fn (in '
-                    "accumulate: num_microbatches=), or add the term to LossTerms.tokens"
+                    "accumulate: total=), or add the term to LossTerms.tokens"
                 )
-            term = terms.microbatch.to(losses.dtype)
-            present = counted.num_tokens > 0
+            present = (weights > 0).any()
             known = tree.at_hand(present)
             # Left out where that can be told, so that nothing that is not finite comes back from it.
             if known is None or known.any():
-                loss = loss + torch.where(present, term, 0) / divisor(num_microbatches).to(losses)
-        return loss, (counted, terms.aux)
+                terms.append(given.microbatch.to(losses.dtype))
+                share = 1 / divisor(total.num_microbatches).to(losses)
+                cotangents.append(torch.where(present, share, 0))
+        return Part(terms, cotangents, [] if counted else [tokens_of(weights)], given.aux)
 
-    return part
+    return part_of
+
+
+def value(part: Part) -> Tensor:
+    """What the part is worth: the sum of its terms, each times its cotangent.
+
+    A term at a cotangent of zero may be anything, even NaN: it is taken away by selection, and what flows
+    back to it is exactly zero.
+    """
+    sums = [
+        (torch.where(cotangent != 0, term, 0) * cotangent).sum()
+        for term, cotangent in zip(part.terms, part.cotangents, strict=True)
+    ]
+    return sums[0] if len(sums) == 1 else sums[0] + sums[1]
 
 
 def loss_terms(loss_fn: LossFn, params: Params, microbatch: Microbatch) -> LossTerms:
@@ -144,60 +164,61 @@ def divisor(total: Tensor) -> Tensor:
     return torch.where(total > 0, total, 1)
 
 
-class GroupTotal(NamedTuple):
-    """The sum over microbatches of their parts of L, in float64, and of what they carry; and the losses' dtype."""
+class Worth(NamedTuple):
+    """What microbatches give beside gradients: the loss in float64, its own dtype, their tokens one by one, and aux."""
 
     loss: Tensor
-    carried: Tree
     dtype: torch.dtype
+    num_tokens: list[Tensor]
+    aux: Tree
 
 
-def add_part(total: GroupTotal | None, loss: Tensor, carried: Tree) -> GroupTotal:
-    """The total with one microbatch more; a ``total`` of None is nothing yet."""
-    dtype = accumulation_dtype(loss.dtype)
-    if total is None:
-        return GroupTotal(loss.to(torch.float64), plus(None, carried), dtype)
-    dtype = torch.promote_types(total.dtype, dtype)
-    return GroupTotal(total.loss + loss, plus(total.carried, carried), dtype)
+def worth(loss: Tensor, num_tokens: list[Tensor], aux: Tree) -> Worth:
+    """Of one microbatch."""
+    # A copy: what a loss returns may be a view of its inputs, and outputs share no storage with them.
+    own = tree.map(lambda leaf: leaf.to(accumulation_dtype(leaf.dtype), copy=True), aux)
+    return Worth(loss.to(torch.float64), accumulation_dtype(loss.dtype), num_tokens, own)
 
 
-def of_group(total: GroupTotal | None, params: Params) -> tuple[Tensor, Tree]:
-    """The loss of a group in the losses' own dtype, and what it carries: ``()`` where there is no microbatch."""
-    if total is None:
-        leaf: Tensor = tree.leaves_of(params)[0]
-        return leaf.new_zeros((), dtype=accumulation_dtype(leaf.dtype)), ()
-    return total.loss.to(total.dtype), total.carried
+def plus(so_far: Worth | None, more: Worth) -> Worth:
+    """Of more microbatches."""
 
-
-def plus(total: Tree, term: Tree) -> Tree:
-    """``total + term`` in the dtype in which each leaf is summed; a ``total`` of None is nothing yet."""
-
-    def add(so_far: Tensor, leaf: Tensor) -> Tensor:
-        if so_far.shape != leaf.shape:
+    def add(one: Tensor, other: Tensor) -> Tensor:
+        if one.shape != other.shape:
             raise ValueError(
-                f"LossTerms.aux has a leaf of shape {tuple(so_far.shape)} in one microbatch and "
-                f"{tuple(leaf.shape)} in another: it is summed, so return sums over the tokens"
+                f"LossTerms.aux has a leaf of shape {tuple(one.shape)} in one microbatch and "
+                f"{tuple(other.shape)} in another: it is summed, so return sums over the tokens"
             )
-        return so_far + leaf
+        return one + other
 
-    if total is None:
-        # A copy: what a loss returns may be a view of its inputs, and outputs share no storage with them.
-        return tree.map(lambda leaf: leaf.to(accumulation_dtype(leaf.dtype), copy=True), term)
-    return tree.map(add, total, term)
+    if so_far is None:
+        return more
+    dtype = torch.promote_types(so_far.dtype, more.dtype)
+    tokens = so_far.num_tokens + more.num_tokens
+    return Worth(so_far.loss + more.loss, dtype, tokens, tree.map(add, so_far.aux, more.aux))
 
 
-def versions_of(params: Params) -> list[int]:
-    """How often each leaf was written to; nothing where that is not counted, under transforms and compilers."""
+def sums_of(grads: Tree, given: Worth | None, counted: Count | None, like: Tensor) -> Sums:
+    """All of it together. ``like`` is a param: where there is no microbatch, the loss is a zero of its kind."""
+    if given is None:
+        zero = like.new_zeros((), dtype=accumulation_dtype(like.dtype))
+        return Sums(grads, zero, counted or count_of([], like.device), ())
+    counted = counted or count_of(given.num_tokens, like.device)
+    return Sums(grads, given.loss.to(given.dtype), counted, given.aux)
+
+
+def versions_of(leaves: Sequence[Tensor]) -> list[int]:
+    """How often each was written to; nothing where that is not counted, under transforms and compilers."""
     if torch.compiler.is_dynamo_compiling() or transformed():
         return []
-    leaves = tree.leaves_of(params)
     return [] if any(map(Tensor.is_inference, leaves)) else list(map(version, leaves))
 
 
-def check_untouched(params: Params, versions: Sequence[int]) -> None:
+def check_untouched(params: Params, leaves: Sequence[Tensor], versions: Sequence[int]) -> None:
     """Refuses a loss that has written to what it was given."""
-    if versions != versions_of(params):
-        pairs = zip(versions, versions_of(params), strict=True)
+    now = versions_of(leaves)
+    if versions != now:
+        pairs = zip(versions, now, strict=True)
         index = next(index for index, (before, after) in enumerate(pairs) if before != after)
         raise ValueError(
             f"loss_fn wrote to {tree.paths(params, 'params')[index]} in place, which is the caller's: compute a "
@@ -205,18 +226,18 @@ def check_untouched(params: Params, versions: Sequence[int]) -> None:
         )
 
 
-def evaluate(
-    part: Part,
-    params: Params,
-    group: Iterable[Weighed],
-    num_tokens: Tensor | None = None,
-    num_microbatches: Tensor | None = None,
-) -> tuple[Tensor, Tree]:
-    """The loss of a group, and what it carries, without gradients."""
-    total: GroupTotal | None = None
-    versions = versions_of(params)
-    for microbatch, weights in group:
-        here = part(params, microbatch, weights, num_tokens, num_microbatches)
-        total = add_part(total, *tree.map(Tensor.detach, here))
-    check_untouched(params, versions)
-    return of_group(total, params)
+def evaluator(loss_fn: LossFn) -> Callable[[Params, Group, Count | None], Sums]:
+    """What a group gives, without gradients."""
+    part_of = partial_loss(loss_fn)
+
+    def evaluate(params: Params, group: Group, total: Count | None, /) -> Sums:
+        leaves = tree.leaves_of(params)
+        versions = versions_of(leaves)
+        given: Worth | None = None
+        for microbatch, weights in group.weighed:
+            part = part_of(params, microbatch, weights, total)
+            given = plus(given, worth(*tree.detached((value(part), part.num_tokens, part.aux))))
+        check_untouched(params, leaves, versions)
+        return sums_of((), given, group.counted, leaves[0])
+
+    return evaluate

@@ -9,13 +9,12 @@ Importing this defines an operator, so it is imported where something is compile
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, library
 
-from purestep.torch_internals import lies_in_rows, onednn_linear, rewriting
+from purestep.torch_internals import lies_in_rows, onednn_linear
 
 LEAST = 2**22
 """Multiplications that repay the ten microseconds by which a call of oneDNN begins later."""
@@ -78,13 +77,3 @@ def _repays(a: Tensor, b: Tensor) -> bool:
         and a.dtype == torch.float32
         and not (known and math.prod(sizes) < LEAST)
     )
-
-
-def products(function: Callable[..., Any], **settings: Any) -> Callable[..., Any]:
-    """``torch.compile(function, **settings)``, with these products where torch has both libraries.
-
-    >>> double = products(lambda x: 2 * x)
-    """
-    both = torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()
-    options = rewriting(with_products, __file__) if both else {}
-    return torch.compile(function, options=options, **settings)

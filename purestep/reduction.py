@@ -5,7 +5,7 @@ from __future__ import annotations
 import pickle
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import NamedTuple, Protocol, TypeAlias
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -34,15 +34,11 @@ from purestep.axis import Axis, Ranks, psum
 from purestep.axis.buckets import Buckets, Packed, packed, summed
 from purestep.fingerprint import fingerprint
 from purestep.grads import sum_dtypes
-from purestep.tokens import no_count
+from purestep.tokens import count_of
 from purestep.types import Params, Sums, Tree
 
 LOSS_DTYPES = [torch.float32, torch.float64]
 """Those in which losses are summed."""
-
-
-Computed: TypeAlias = tuple[Tree, Tensor, Tree]
-"""Gradients, loss, and ``(Count, aux)``, which is empty where there is no microbatch."""
 
 
 class Compute(Protocol):
@@ -50,7 +46,7 @@ class Compute(Protocol):
 
     def __call__(
         self, *, out: Sequence[Tensor] | None, ready: Callable[[int], None] | None
-    ) -> Computed: ...
+    ) -> Sums: ...
 
 
 def reduce(
@@ -82,7 +78,7 @@ def reduce(
         )
     if isinstance(axis, Ranks) and not compiling:
         return _reduce_returned(axis, agreement, compute)
-    sums: Sums = psum(_sums(agreement, compute(out=None, ready=None)), axis)
+    sums: Sums = psum(compute(out=None, ready=None), axis)
     check_total_at_hand(sums.counted)
     return sums
 
@@ -91,9 +87,9 @@ def _reduce_returned(axis: Ranks, agreement: Agreement, compute: Compute) -> Sum
     """The sum of what ``compute`` returns, where it has returned the like on every rank."""
 
     def bring() -> _Brought:
-        here = _sums(agreement, compute(out=None, ready=None))
+        here = compute(out=None, ready=None)
         said = _says(agreement, here)
-        return _Brought(here, said, row_of(axis, said, no_count(axis.device)), packed(here))
+        return _Brought(here, said, row_of(axis, said, count_of([], axis.device)), packed(here))
 
     brought, errors = attempt(bring)
     meet = partial(axis.where.meet, "all_gather")
@@ -113,7 +109,7 @@ def _reduce_in_buckets(
     buckets = Buckets(axis, leaves, sum_dtypes(leaves, accum_dtype), WIDTH)
 
     def bring() -> _Brought:
-        here = _sums(agreement, compute(out=buckets.sums, ready=buckets.ready))
+        here = compute(out=buckets.sums, ready=buckets.ready)
         said = _says(agreement, here)
         return _Brought(here, said, row_of(axis, said, here.counted, here.loss), packed(here.aux))
 
@@ -136,13 +132,6 @@ class _Brought(NamedTuple):
     said: Said
     row: Tensor
     packed: Packed
-
-
-def _sums(agreement: Agreement, computed: Computed) -> Sums:
-    """What this rank gives."""
-    grads, loss, carried = computed
-    counted, aux = carried or (no_count(agreement.counted.num_tokens.device), ())
-    return Sums(grads, loss, counted, aux)
 
 
 def _says(agreement: Agreement, here: Sums) -> Said:

@@ -18,12 +18,12 @@ from purestep import tree
 from purestep.agreement import Statement, agree
 from purestep.axis import Axis, LocalAxis, check_axis, pvary
 from purestep.compiler import Compiler
-from purestep.grads import Group, accumulate_passes, grad_and_value, microbatch_pass
-from purestep.objective import divisor, evaluate, partial_loss
+from purestep.grads import accumulator, grad_and_value
+from purestep.objective import divisor, evaluator
 from purestep.optim.base import Optimizer, check_optimizer
 from purestep.optim.transition import check_buffers, checked_as_they_come, transition
 from purestep.reduction import reduce
-from purestep.tokens import count_all, held, label_weights, weigh, weighed
+from purestep.tokens import Group, count_of, held, label_weights, tokens_of, weigh, weighed
 from purestep.torch_internals import holds_tensors
 from purestep.types import (
     EvalMetrics,
@@ -33,6 +33,7 @@ from purestep.types import (
     OptState,
     Params,
     StepMetrics,
+    Sums,
     Tree,
     UpdateStep,
     WeightFn,
@@ -136,7 +137,13 @@ def make_update_step(
             f"{accum_dtype=} must be a floating point dtype for sums: one of "
             + ", ".join(map(str, tree.SUM_DTYPES))
         )
-    run = microbatch_pass(partial_loss(loss_fn), grad_and_value, weight_fn, compile=compile)
+    accumulate = accumulator(
+        loss_fn,
+        weight_fn=weight_fn,
+        grad_and_value=grad_and_value,
+        accum_dtype=accum_dtype,
+        compile=compile,
+    )
     counted_first = weight_fn if normalize == "loss" else None
     settings = {
         "normalize": normalize,
@@ -154,34 +161,35 @@ def make_update_step(
         agreement = agree(
             axis, lambda: _statement(params, microbatches, counted_first, shared, donated)
         )
-        known = agreement.counted if counted_first else (None, None)
+        known = agreement.counted if counted_first else None
 
         theta = pvary(params, axis)
         pairs = weighed(agreement.group, weight_fn, agreement.weights if counted_first else None)
         if not isinstance(agreement.group, list | tuple):
             pairs = checked_as_they_come(pairs, donated)
-        group = Group(pairs, agreement.microbatches)
-        compute = partial(accumulate_passes, run, theta, group, known, accum_dtype=accum_dtype)
-        grads, loss, counted, aux = reduce(axis, agreement, compute, params, accum_dtype)
-        total = agreement.counted if counted_first else counted
+        group = Group(pairs, agreement.microbatches, agreement.here if counted_first else None)
+        sums = reduce(
+            axis, agreement, partial(accumulate, theta, group, known), params, accum_dtype
+        )
+        total = known or sums.counted
 
         grad_scale = None if counted_first else divisor(total.num_tokens).to(torch.float64)
-        grad_norm = _over(tree.global_norm(grads), grad_scale)
+        grad_norm = _over(tree.global_norm(sums.grads), grad_scale)
         # An N that has overflowed is no count: the host refuses it, and a device does not apply it.
         applied = (total.num_tokens > 0) & total.num_tokens.isfinite()
         if on_nonfinite == "skip":
-            applied = applied & tree.all_finite(grads)
+            applied = applied & tree.all_finite(sums.grads)
         new_params, new_opt_state = transit(
-            grads, opt_state, params, grad_scale=grad_scale, applied=applied
+            sums.grads, opt_state, params, grad_scale=grad_scale, applied=applied
         )
 
         metrics = StepMetrics(
-            loss=_over(loss, grad_scale),
+            loss=_over(sums.loss, grad_scale),
             num_tokens=total.num_tokens,
             num_microbatches=total.num_microbatches,
             grad_norm=grad_norm,
             applied=applied,
-            aux=aux,
+            aux=sums.aux,
         )
         return new_params, new_opt_state, tree.map(Tensor.detach, metrics)
 
@@ -208,7 +216,7 @@ def make_eval_step(
     tensor(4.)
     """
     _check_functions(loss_fn, weight_fn, axis)
-    part = partial_loss(loss_fn)
+    evaluate = evaluator(loss_fn)
     settings = {"weight_fn": "given" if weight_fn else "None", "evaluation": "yes"}
 
     def eval_step(params: Params, microbatches: Sequence[Microbatch], /) -> EvalMetrics:
@@ -216,18 +224,19 @@ def make_eval_step(
         agreement = agree(axis, lambda: _statement(params, microbatches, weight_fn, shared))
         known = agreement.counted if weight_fn else None
 
-        def compute(**_: Any) -> tuple[Tree, Tensor, Tree]:
+        def compute(**_: Any) -> Sums:
             group = weighed(agreement.group, weight_fn, agreement.weights if weight_fn else None)
-            return (), *evaluate(part, params, group, *known or ())
+            own = agreement.here if weight_fn else None
+            return evaluate(params, Group(group, agreement.microbatches, own), known)
 
-        _, loss, counted, aux = reduce(axis, agreement, compute)
-        total = known or counted
+        sums = reduce(axis, agreement, compute)
+        total = known or sums.counted
 
         metrics = EvalMetrics(
-            loss=_over(loss, None if known else divisor(total.num_tokens).to(torch.float64)),
+            loss=_over(sums.loss, None if known else divisor(total.num_tokens).to(torch.float64)),
             num_tokens=total.num_tokens,
             num_microbatches=total.num_microbatches,
-            aux=aux,
+            aux=sums.aux,
         )
         return cast("EvalMetrics", tree.map(Tensor.detach, metrics))
 
@@ -271,7 +280,7 @@ def _statement(
     data = group if isinstance(group, list | tuple) else ()
     check_buffers(donated, data)
     weights = weigh(group, weight_fn) if weight_fn else ()
-    counted = count_all(weights, device)
+    counted = count_of([tokens_of(each) for each in weights], device)
     number = len(weights) if weight_fn else len(group)
     return Statement(counted, number, shared, weights, group, (params, data))
 

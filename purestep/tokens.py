@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
-from typing import TypeAlias
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
 from purestep.torch_internals import is_wrapped
-from purestep.tree import accumulation_dtype, at_hand, brought
+from purestep.tree import at_hand, brought
 from purestep.types import Count, Microbatch, WeightFn
 
 IGNORE_INDEX = -100
@@ -38,6 +38,14 @@ class WeighedGroup(Sequence[Microbatch]):
 
 Weighed: TypeAlias = tuple[Microbatch, Tensor | None]
 """A microbatch with its tokens' weights, or with None where the loss brings them."""
+
+
+class Group(NamedTuple):
+    """What a rank holds: microbatches with their weights, how many they are, and their count where it is known already."""
+
+    weighed: Iterable[Weighed]
+    length: int
+    counted: Count | None = None
 
 
 def label_weights(microbatch: Microbatch) -> Tensor:
@@ -64,23 +72,25 @@ def label_weights(microbatch: Microbatch) -> Tensor:
     return labels != IGNORE_INDEX
 
 
+def count(microbatches: Sequence[Microbatch], weight_fn: WeightFn = label_weights) -> Count:
+    """Both denominators of a group on this rank: ``psum`` them for those of all ranks.
+
+    N = Σ wᵢ is counted exactly for bool and int weights, in int64; for float weights in float64.
+
+    >>> group = [{"labels": torch.tensor([5, 7, -100])}, {"labels": torch.tensor([-100])}]
+    >>> count(group)
+    Count(num_tokens=tensor(2), num_microbatches=tensor(1))
+    """
+    return count_of([tokens_of(each) for each in weigh(microbatches, weight_fn)])
+
+
 def count_tokens(microbatches: Sequence[Microbatch], weight_fn: WeightFn = label_weights) -> Tensor:
-    """N = Σ wᵢ over a group of microbatches on this rank: ``psum`` it for the global count.
+    """N = Σ wᵢ alone, the first of ``count``.
 
-    bool and int weights are counted exactly, in int64; float weights in float64.
-
-    >>> group = [{"labels": torch.tensor([5, 7, -100])}, {"labels": torch.tensor([2])}]
-    >>> count_tokens(group)
+    >>> count_tokens([{"labels": torch.tensor([5, 7, -100])}, {"labels": torch.tensor([2])}])
     tensor(3)
     """
     return count(microbatches, weight_fn).num_tokens
-
-
-def count(
-    microbatches: Sequence[Microbatch], weight_fn: WeightFn, device: torch.device | None = None
-) -> Count:
-    """Both denominators of this rank's group, on ``device`` (None: where its first weights are)."""
-    return count_all(weigh(microbatches, weight_fn), device)
 
 
 def held(microbatches: Sequence[Microbatch]) -> Sequence[Microbatch]:
@@ -131,28 +141,18 @@ def weighed(
         )
 
 
-def count_all(weights: Sequence[Tensor], device: torch.device | None = None) -> Count:
-    """Both denominators of microbatches with these weights, on ``device`` (None: where the first weights are)."""
-    total = no_count(device or next((each.device for each in weights), None))
-    for each in weights:
-        here = count_weights(each)
-        total = Count(
-            *(sum_ + brought(new, sum_.device) for sum_, new in zip(total, here, strict=True))
-        )
-    return total
+def tokens_of(weights: Tensor) -> Tensor:
+    """The sum of a microbatch's weights."""
+    return weights.sum(dtype=torch.float64 if weights.dtype.is_floating_point else torch.int64)
 
 
-def no_count(device: torch.device | None) -> Count:
-    """The denominators of no microbatch at all."""
-    zero = torch.zeros((), dtype=torch.int64, device=device)
-    return Count(zero, zero)
-
-
-def count_weights(weights: Tensor) -> Count:
-    """Both denominators of one microbatch."""
-    dtype = accumulation_dtype(weights.dtype)
-    num_tokens = weights.sum(dtype=torch.float64 if dtype.is_floating_point else dtype)
-    return Count(num_tokens, (num_tokens > 0).to(torch.int64))
+def count_of(tokens: Sequence[Tensor], device: torch.device | None = None) -> Count:
+    """Both denominators of microbatches with so many tokens each, on ``device`` (None: where the first of them are)."""
+    if not tokens:
+        zero = torch.zeros((), dtype=torch.int64, device=device)
+        return Count(zero, zero)
+    together = torch.stack([brought(each, device or tokens[0].device) for each in tokens])
+    return Count(together.sum(), (together > 0).sum())
 
 
 def has_tokens(counted: Count) -> bool:

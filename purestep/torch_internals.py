@@ -11,9 +11,11 @@ RuntimeError: torch ... has no torch._no_such_name, which purestep needs for thi
 
 from __future__ import annotations
 
+import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from operator import attrgetter
+from types import FunctionType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -177,6 +179,16 @@ def gives_up() -> tuple[type[Exception], ...]:
     return FailOnRecompileLimitHit, TorchDynamoException
 
 
+def breaks_refused(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, of which a compiler makes one graph or raises, whatever it was told. Where unknown, as it was told."""
+    try:
+        from torch._dynamo.decorators import error_on_graph_break
+    except ImportError:
+        return function
+    refused: Callable[..., Any] = error_on_graph_break(True)(function)
+    return refused
+
+
 def is_switched_off() -> bool:
     """Whether ``TORCH_COMPILE_DISABLE`` keeps the compiler from everything."""
     config = getattr(sys.modules.get("torch._dynamo"), "config", None)
@@ -217,6 +229,32 @@ def rewriting(rewrite: Callable[[torch.fx.Graph], None], *files: str) -> dict[st
             return get_hash_for_files(files)
 
     return {"post_grad_custom_post_pass": Pass()}
+
+
+def options_of_mode(mode: str) -> dict[str, Any]:
+    """Those of ``torch.compile(mode=)``, which takes no mode beside options. Where unknown, none."""
+    try:
+        from torch._inductor import list_mode_options
+    except ImportError:
+        return {}
+    options: dict[str, Any] = list_mode_options(mode)
+    return options
+
+
+def unwatched(function: FunctionType, libraries: Sequence[str]) -> dict[str, Any]:
+    """Options of ``torch.compile`` with which it does not look, before each call, for globals of these libraries.
+
+    Such a global is named by its module, or by nothing but itself where it is one of the function's own module.
+    torch.compile takes this out of the options that it is given, so they are for one call of it.
+    """
+    imported = re.compile(rf"G\['__import_({'|'.join(libraries)})(_dot_|')")
+    at_home = function.__globals__.get("__name__", "").partition(".")[0] in libraries
+
+    def look(guard: Any) -> bool:
+        own = at_home and "G['" in guard.name and "G['__import_" not in guard.name
+        return not (own or imported.search(guard.name))
+
+    return {"guard_filter_fn": lambda guards: [look(guard) for guard in guards]}
 
 
 def lies_in_rows(tensor: Tensor) -> bool:

@@ -161,6 +161,9 @@ def map(func: Callable[..., Any], tree: Tree, *rest: Tree) -> Tree:
     ...
     ValueError: trees differ in structure: {'w': *} against {'w': None}
     """
+    if not rest:
+        leaves, structure = flatten(tree)
+        return unflatten(structure, [func(leaf) for leaf in leaves])
     columns_, structure = columns(tree, *rest)
     return unflatten(structure, [func(*row) for row in zip(*columns_, strict=True)])
 
@@ -317,15 +320,13 @@ def detached(tree: Tree) -> Tree:
 
 def requires_grad(tree: Tree) -> bool:
     """Whether autograd follows any of these leaves, those in mappings that optree takes for a leaf included."""
-    leaves = leaves_of(tree)
-    if are_tensors(leaves):
-        return any(leaf.requires_grad for leaf in leaves)
-    return any(
-        leaf.requires_grad
-        if isinstance(leaf, Tensor)
-        else isinstance(leaf, Mapping) and requires_grad(plain(leaf))
-        for leaf in leaves
-    )
+    for leaf in leaves_of(tree):
+        if isinstance(leaf, Tensor):
+            if leaf.requires_grad:
+                return True
+        elif isinstance(leaf, Mapping) and requires_grad(plain(leaf)):
+            return True
+    return False
 
 
 def devices(tree: Tree) -> set[torch.device]:

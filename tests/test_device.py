@@ -254,8 +254,12 @@ def test_parts() -> None:
 
     def by_hand(params: Any, group: list[Batch]) -> Any:
         total = ps.count_tokens(group, weights_of)
-        grads, loss, _ = ps.accumulate(
-            models.integer_loss, params, group, weight_fn=weights_of, num_tokens=total
+        grads, loss, *_ = ps.accumulate(
+            models.integer_loss,
+            params,
+            group,
+            weight_fn=weights_of,
+            total=ps.Count(total, torch.tensor(1)),
         )
         return optimizer.update(grads, optimizer.init(params), params), loss
 

@@ -57,7 +57,7 @@ def test_registered_classes_and_none() -> None:
 
 
 def test_accumulate_is_a_plain_sum_without_a_count() -> None:
-    grads, loss, aux = ps.accumulate(
+    grads, loss, _, aux = ps.accumulate(
         lambda w, m: w * m,
         torch.tensor(2.0),
         [torch.tensor([1.0, 2.0]), torch.tensor([4.0])],
@@ -69,7 +69,7 @@ def test_accumulate_is_a_plain_sum_without_a_count() -> None:
 def test_unused_leaves_and_empty_groups_are_exact_zeros() -> None:
     params = {"used": torch.tensor(2.0), "unused": torch.ones(3, dtype=torch.bfloat16)}
     for group in ([torch.tensor([1.0])], []):
-        grads, _, _ = ps.accumulate(lambda p, m: p["used"] * m, params, group, weight_fn=weight_fn)
+        grads, *_ = ps.accumulate(lambda p, m: p["used"] * m, params, group, weight_fn=weight_fn)
         assert torch.equal(grads["unused"], torch.zeros(3))
         assert grads["unused"].dtype == torch.float32
 
@@ -80,7 +80,7 @@ def test_accum_dtype(asked: torch.dtype | None) -> None:
         torch.ones(2, dtype=dtype) for dtype in (torch.bfloat16, torch.float32, torch.float64)
     ]
     group = [torch.ones(2), torch.ones(2)]
-    grads, loss, _ = ps.accumulate(
+    grads, loss, *_ = ps.accumulate(
         lambda p, m: sum(p) * m, params, group, weight_fn=weight_fn, accum_dtype=asked
     )
     wide = [torch.float32, torch.float32, torch.float64]
@@ -105,7 +105,7 @@ def per_example_clipping(func: Any, argnums: Any = 0, has_aux: bool = False) -> 
 def test_any_grad_and_value() -> None:
     """One that does as it likes with its inputs still has its gradients added up."""
     params, group = {"w": torch.zeros(2)}, [torch.tensor([[3.0, 4.0]]), torch.tensor([[0.3, 0.4]])]
-    grads, _, _ = ps.accumulate(
+    grads, *_ = ps.accumulate(
         lambda p, x: x @ p["w"],
         params,
         group,
@@ -121,16 +121,14 @@ def test_aux_sums_wide() -> None:
     def loss_fn(w: Tensor, m: Tensor) -> ps.LossTerms:
         return ps.LossTerms(w * m, aux={"flag": m[0] > 0, "half": m[0].to(torch.float16)})
 
-    _, _, aux = ps.accumulate(
-        loss_fn, torch.tensor(1.0), [torch.ones(1)] * 3000, weight_fn=weight_fn
-    )
+    *_, aux = ps.accumulate(loss_fn, torch.tensor(1.0), [torch.ones(1)] * 3000, weight_fn=weight_fn)
     assert aux["flag"] == 3000
     assert aux["half"] == 3000
 
     def no_aux(w: Tensor, m: Tensor) -> ps.LossTerms:
         return ps.LossTerms(w * m, aux=None)
 
-    assert ps.accumulate(no_aux, torch.tensor(1.0), [torch.ones(1)], weight_fn=weight_fn)[2] == ()
+    assert ps.accumulate(no_aux, torch.tensor(1.0), [torch.ones(1)], weight_fn=weight_fn).aux == ()
 
 
 def accumulate_one(terms: Any, **how: Any) -> Any:
@@ -196,13 +194,13 @@ def test_what_the_loss_closes_over_is_a_constant() -> None:
         losses = temperature * squares(w, m)
         return ps.LossTerms(losses, aux=losses.sum())
 
-    grads, loss, aux = ps.accumulate(loss_fn, w, group, weight_fn=x_ones)
+    grads, loss, _, aux = ps.accumulate(loss_fn, w, group, weight_fn=x_ones)
     assert grads == 2 * 3 * 2 * (1 + 4)
     assert loss == aux == 3 * 4 * (1 + 4)
     assert not any(value.requires_grad for value in (grads, loss, aux))
     assert temperature.grad is None
     given = [{**m, "temperature": temperature} for m in group]
-    grads, _, _ = ps.accumulate(
+    grads, *_ = ps.accumulate(
         lambda w, m: m["temperature"] * squares(w, m), w, given, weight_fn=x_ones
     )
     grads.sum().backward()
@@ -230,7 +228,7 @@ def test_forward_mode_reaches_through() -> None:
     forward_ad = torch.autograd.forward_ad
     with forward_ad.dual_level():
         w = forward_ad.make_dual(torch.tensor([3.0]), torch.tensor([1.0]))
-        grads, _, _ = ps.accumulate(squares, w, [{"x": torch.tensor([2.0])}], weight_fn=x_ones)
+        grads, *_ = ps.accumulate(squares, w, [{"x": torch.tensor([2.0])}], weight_fn=x_ones)
         assert forward_ad.unpack_dual(grads).tangent == 2 * 4
 
 
@@ -245,7 +243,7 @@ def test_a_gradient_shared_by_two_leaves_is_two_sums() -> None:
     """Autograd hands the same tensor to both; nobody adds to it in place."""
     params = [torch.zeros(2), torch.zeros(2)]
     group = [{"x": torch.ones(2)}] * 3
-    grads, _, _ = ps.accumulate(
+    grads, *_ = ps.accumulate(
         lambda p, m: p[0] + p[1] * 1 + 0 * m["x"], params, group, weight_fn=x_ones
     )
     assert torch.equal(torch.stack(grads), torch.full((2, 2), 3.0))
@@ -262,7 +260,7 @@ def test_a_gradient_whose_memory_two_leaves_share_is_two_sums(number: int, out: 
     def loss_fn(p: list[Tensor], m: Any) -> Tensor:
         return torch.stack(p[m["first"] :]).sum(0) * m["x"]
 
-    grads, _, _ = ps.accumulate(loss_fn, params, group, weight_fn=x_ones, out=out)
+    grads, *_ = ps.accumulate(loss_fn, params, group, weight_fn=x_ones, out=out)
     assert [grad.item() for grad in grads] == [1, 2**number - 1, 2**number - 1]
     assert len({grad.data_ptr() for grad in grads}) == 3
 
@@ -279,7 +277,7 @@ def test_a_gradient_that_somebody_keeps_is_not_added_to() -> None:
             return ctx.kept.view(-1), None
 
     kept = torch.tensor([2.0, 3.0])
-    grads, _, _ = ps.accumulate(
+    grads, *_ = ps.accumulate(
         lambda w, m: Kept.apply(w, kept) * m["x"],
         torch.ones(2),
         [{"x": torch.ones(1)}] * 3,
@@ -295,7 +293,7 @@ def test_sparse_gradients_arrive_dense() -> None:
     def loss_fn(table: Tensor, m: dict[str, Tensor]) -> Tensor:
         return torch.nn.functional.embedding(m["x"], table, sparse=True).sum(-1)
 
-    grads, _, _ = ps.accumulate(loss_fn, table, group, weight_fn=x_ones)
+    grads, *_ = ps.accumulate(loss_fn, table, group, weight_fn=x_ones)
     assert grads.layout == torch.strided
     assert grads.sum(1).tolist() == [2, 4, 0, 2]
 
@@ -320,7 +318,7 @@ def test_out_and_ready(dtype: torch.dtype) -> None:
         assert index not in seen
         seen[index] = out[index].tolist()
 
-    grads, _, _ = ps.accumulate(loss_fn, params, group, weight_fn=x_ones, out=out, ready=ready)
+    grads, *_ = ps.accumulate(loss_fn, params, group, weight_fn=x_ones, out=out, ready=ready)
     assert [leaf.tolist() for leaf in out] == [[3, 3], [1, 1], [0]]
     assert all(grads[name] is out[i] for i, name in enumerate(sorted(grads)))
     assert seen == {0: [3, 3]}
@@ -369,7 +367,7 @@ class First(torch.autograd.Function):
 def test_a_gradient_that_is_none_is_zero(dtype: torch.dtype, buffers: bool) -> None:
     params = [torch.ones(1, dtype=dtype) for _ in range(2)]
     out = [torch.full((1,), float("nan")) for _ in params] if buffers else None
-    grads, _, _ = ps.accumulate(
+    grads, *_ = ps.accumulate(
         lambda p, m: First.apply(*p).float() * m["x"],
         params,
         [{"x": torch.ones(1)}] * 2,
@@ -383,7 +381,7 @@ def test_a_gradient_that_is_none_is_zero(dtype: torch.dtype, buffers: bool) -> N
 def test_out_in_a_dtype_of_its_own() -> None:
     out = [torch.full((1,), float("nan"), dtype=torch.float64)]
     group = [{"x": torch.ones(1)}] * 3
-    grads, _, _ = ps.accumulate(squares, torch.ones(1), group, weight_fn=x_ones, out=out)
+    grads, *_ = ps.accumulate(squares, torch.ones(1), group, weight_fn=x_ones, out=out)
     assert grads is out[0]
     assert grads == 6
 
@@ -413,7 +411,7 @@ def test_a_checkpoint_of_a_function_that_closes_over_params(
     out = [torch.zeros(1)] if announced else None
     refused = pytest.raises(ValueError, match="use_reentrant=False")
     with refused if reentrant else contextlib.nullcontext():
-        grads, _, _ = ps.accumulate(
+        grads, *_ = ps.accumulate(
             loss_fn, w, group, weight_fn=x_ones, out=out, ready=lambda index: None
         )
         assert grads == 18
@@ -504,7 +502,7 @@ def test_a_loss_that_freezes_a_leaf() -> None:
 
     group = [{"x": torch.tensor([x])} for x in (1.0, 2.0, 1.0)]
     for out in (None, [torch.zeros(1), torch.zeros(1)]):
-        grads, _, _ = ps.accumulate(
+        grads, *_ = ps.accumulate(
             loss_fn, [torch.ones(1), torch.ones(1)], group, weight_fn=x_ones, out=out
         )
         assert [grad.item() for grad in grads] == [2, 4]
@@ -519,7 +517,7 @@ def test_what_a_hook_keeps_is_its_own() -> None:
         return w * m["x"]
 
     group = [{"x": torch.tensor([2.0**m])} for m in range(3)]
-    grads, _, _ = ps.accumulate(loss_fn, torch.ones(1), group, weight_fn=x_ones)
+    grads, *_ = ps.accumulate(loss_fn, torch.ones(1), group, weight_fn=x_ones)
     assert grads == 7
     assert [grad.item() for grad in kept] == [1, 2, 4]
 
@@ -529,7 +527,7 @@ def test_losses_are_summed_in_float64() -> None:
     group = [{"x": torch.tensor([x])} for x in [2.0**24] + [1.0] * 1000]
     for run in (torch.no_grad(), contextlib.nullcontext()):
         with run:
-            _, loss, _ = ps.accumulate(
+            _, loss, *_ = ps.accumulate(
                 lambda w, m: w * m["x"], torch.ones(1), group, weight_fn=x_ones
             )
         assert loss.dtype == torch.float32
@@ -548,7 +546,7 @@ def test_a_reverse_mode_that_reuses_its_buffer(dtype: torch.dtype) -> None:
         return run
 
     group = [{"x": torch.tensor([2.0**m])} for m in range(3)]
-    grads, _, _ = ps.accumulate(
+    grads, *_ = ps.accumulate(
         lambda w, m: w * m["x"], torch.ones(1), group, weight_fn=x_ones, grad_and_value=mine
     )
     assert grads == 7
@@ -571,7 +569,7 @@ def test_buffers_of_any_strides() -> None:
     for leaf in (torch.ones(2, 3), torch.ones(3, 2).t(), torch.ones(2, 6)[:, ::2]):
         for place in (torch.empty(2, 3), torch.empty(3, 2).t(), torch.empty(2, 6)[:, ::2]):
             x = torch.arange(6.0).view(2, 3)
-            grads, _, _ = ps.accumulate(
+            grads, *_ = ps.accumulate(
                 lambda w, m: (w * m).sum().expand(1),
                 leaf,
                 [x, 2 * x, 4 * x],
@@ -673,7 +671,7 @@ def test_the_losses_dtype_does_not_depend_on_the_order() -> None:
     w = torch.ones(1)
     evaluate = ps.make_eval_step(lambda w, m: w * m["x"], weight_fn=x_ones)
     for parts in (group, group[::-1]):
-        _, loss, _ = ps.accumulate(lambda w, m: w * m["x"], w, parts, weight_fn=x_ones)
+        _, loss, *_ = ps.accumulate(lambda w, m: w * m["x"], w, parts, weight_fn=x_ones)
         assert loss.dtype == torch.float64
         assert loss == 2**24 + 2
         assert evaluate(w, parts).loss == 2**23 + 1
@@ -785,7 +783,7 @@ def test_a_loss_that_marks_its_microbatch() -> None:
 
     microbatch = {"x": torch.tensor([3.0])}
     for _ in range(2):
-        grads, _, _ = ps.accumulate(loss_fn, torch.ones(1), [microbatch], weight_fn=x_ones)
+        grads, *_ = ps.accumulate(loss_fn, torch.ones(1), [microbatch], weight_fn=x_ones)
         assert grads == 2 * 2 * 3
         assert not microbatch["x"].requires_grad
 
@@ -842,7 +840,7 @@ def test_a_term_of_a_microbatch_without_tokens_may_be_anything() -> None:
 
 
 def test_sparse_gradients_of_any_reverse_mode() -> None:
-    grads, _, _ = ps.accumulate(
+    grads, *_ = ps.accumulate(
         lambda p, m: torch.nn.functional.embedding(m["x"], p, sparse=True).sum(-1),
         torch.zeros(4, 2),
         [{"x": torch.tensor([1, 1])}, {"x": torch.tensor([3, 0])}],

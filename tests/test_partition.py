@@ -420,12 +420,12 @@ def test_the_step_is_its_parts_by_hand(name: str) -> None:
     alone = {label: (mine, PARTS[name][label].init(mine)) for label, mine in split(params).items()}
     for seed in range(3):
         microbatches = group([2, 3], seed)
-        grads, _, _ = ps.accumulate(
+        grads, *_ = ps.accumulate(
             loss_fn,
             state[0],
             microbatches,
             weight_fn=lambda m: m["w"],
-            num_tokens=torch.tensor(5),
+            total=ps.Count(torch.tensor(5), torch.tensor(1)),
         )
         new_params, new_state, _ = step_with(optimizer)(*state, microbatches)
         state = (new_params, new_state)

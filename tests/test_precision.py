@@ -86,12 +86,12 @@ def test_a_thousand_microbatches_are_summed_in_float32(dtype: torch.dtype, seed:
 
     def summed(accum_dtype: torch.dtype | None) -> list[Tensor]:
         total = tokens(group)
-        grads, loss, _ = ps.accumulate(
+        grads, loss, *_ = ps.accumulate(
             linear_loss,
             params,
             group,
             weight_fn=weights_of,
-            num_tokens=total,
+            total=ps.count(group, weights_of),
             accum_dtype=accum_dtype,
         )
         assert grads["w"].dtype == (accum_dtype or torch.float32)
@@ -116,12 +116,12 @@ def test_a_thousand_times_a_thousandth() -> None:
     (thousandth,) = set(gradients(params, group).flatten().tolist())
 
     def total(accum_dtype: torch.dtype | None) -> float:
-        grads, _, _ = ps.accumulate(
+        grads, *_ = ps.accumulate(
             linear_loss,
             params,
             group,
             weight_fn=weights_of,
-            num_tokens=torch.tensor(COUNT),
+            total=ps.Count(torch.tensor(COUNT), torch.tensor(1)),
             accum_dtype=accum_dtype,
         )
         return float(grads["w"])
@@ -349,9 +349,13 @@ def test_master_weights_in_the_step(name: str, dtype: torch.dtype, normalize: An
         wide = to(torch.float32, params)
         alone = (wide, inner.init(wide))
         for group in groups:
-            total = tokens(group) if normalize == "loss" else None
-            grads, _, _ = ps.accumulate(
-                quadratic_loss, ours, group, weight_fn=weights_of, num_tokens=total
+            counted = ps.count(group, weights_of) if normalize == "loss" else None
+            grads, *_ = ps.accumulate(
+                quadratic_loss,
+                ours,
+                group,
+                weight_fn=weights_of,
+                total=counted,
             )
             scale = None if normalize == "loss" else tokens(group)
             alone = by_hand(name, inner, grads, alone, scale)
@@ -513,11 +517,15 @@ def test_autocast_inside_the_loss(donate: bool) -> None:
     ours, opt_state = tree.map(torch.clone, (params, optimizer.init(params)))
     for group in groups:
         total = tokens(group)
-        grads, loss, _ = ps.accumulate(
-            autocast_loss, ours, group, weight_fn=weights_of, num_tokens=total
+        grads, loss, *_ = ps.accumulate(
+            autocast_loss, ours, group, weight_fn=weights_of, total=ps.count(group, weights_of)
         )
-        in_float32, _, _ = ps.accumulate(
-            quadratic_loss, ours, group, weight_fn=weights_of, num_tokens=total
+        in_float32, *_ = ps.accumulate(
+            quadratic_loss,
+            ours,
+            group,
+            weight_fn=weights_of,
+            total=ps.count(group, weights_of),
         )
         usual.zero_grad()
         for batch in group:

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from purestep.products import LEAST, product, products, with_products
+from purestep.compiler import compile as compiled
+from purestep.products import LEAST, product, with_products
 from tests.torch_internals import compiling_sizes_of_data, pass_of_the_compiler
 
 SIDE = 192  # SIDE ** 3 > LEAST
@@ -100,7 +101,7 @@ def test_what_repays_is_replaced() -> None:
 def test_compiled_with_gradients() -> None:
     """Forward and backward, of sizes that are known and of sizes that are not."""
     params = parameters()
-    step = products(mlp)
+    step = compiled(mlp)
     for rows in (SIDE, SIDE + 5, 3, SIDE + 9):
         x = integers(rows, SIDE, seed=rows)
         outputs = [function(params, x) for function in (step, mlp)]
@@ -117,7 +118,7 @@ def test_compiled_with_sizes_that_only_the_data_knows() -> None:
     x, w = (integers(SIDE, SIDE, seed=seed).requires_grad_() for seed in range(2))
     chosen = torch.arange(SIDE) % 3 > 0
     with compiling_sizes_of_data():
-        output = products(picked)(x, chosen, w)
+        output = compiled(picked)(x, chosen, w)
     for one, other in zip(
         torch.autograd.grad(output.sum(), (x, w)),
         torch.autograd.grad(picked(x, chosen, w).sum(), (x, w)),
@@ -127,5 +128,5 @@ def test_compiled_with_sizes_that_only_the_data_knows() -> None:
 
 
 def test_options_of_the_compiler_stay_as_they_are() -> None:
-    products(mlp)(parameters(), integers(SIDE, SIDE))
+    compiled(mlp)(parameters(), integers(SIDE, SIDE))
     assert pass_of_the_compiler() is None

@@ -235,9 +235,9 @@ def test_flow_can_be_copied() -> None:
     state = optimizer.init(PARAMS)
     group = [MICROBATCH, MICROBATCH]
     axis = ps.LocalAxis()
-    num_tokens = ps.psum(ps.count_tokens(group, weight_fn), axis)
-    sums = ps.accumulate(loss_fn, PARAMS, group, weight_fn=weight_fn, num_tokens=num_tokens)
-    grads, loss, _ = ps.psum(sums, axis)
+    total = ps.psum(ps.count(group, weight_fn), axis)
+    sums = ps.accumulate(loss_fn, PARAMS, group, weight_fn=weight_fn, total=total)
+    grads, loss, *_ = ps.psum(sums, axis)
     params, _ = optimizer.update(grads, state, PARAMS)
     expected, _, metrics = ps.make_update_step(loss_fn, optimizer, weight_fn=weight_fn)(
         PARAMS, state, group

@@ -42,3 +42,10 @@ def pass_of_the_compiler() -> Any:
     import torch._inductor.config
 
     return torch._inductor.config.post_grad_custom_post_pass
+
+
+def few_recompilations() -> AbstractContextManager[None]:
+    """Within it, the compiler gives a function up at the third graph."""
+    import torch._dynamo
+
+    return torch._dynamo.config.patch(recompile_limit=2)
