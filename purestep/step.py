@@ -8,24 +8,23 @@ The sums run over all tokens of all microbatches on all ranks.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
-from typing import Any, Literal, NoReturn, cast, get_args
+from typing import Any, Literal, NamedTuple, NoReturn, cast, get_args
 
 import torch
 from torch import Tensor
 
 from purestep import tree
-from purestep.agreement import Statement, agree
 from purestep.axis import Axis, LocalAxis, check_axis, pvary
 from purestep.compiler import Compiler
-from purestep.grads import Group, accumulate_passes, grad_and_value, microbatch_pass
+from purestep.conversation import conversation
+from purestep.grads import Group, accumulate_passes, grad_and_value, microbatch_pass, sum_dtypes
 from purestep.objective import divisor, evaluate, partial_loss
 from purestep.optim.base import Optimizer, check_optimizer
 from purestep.optim.transition import check_buffers, checked_as_they_come, transition
-from purestep.reduction import reduce
-from purestep.tokens import count_all, held, label_weights, weigh, weighed
+from purestep.tokens import count_all, held, label_weights, no_count, weigh, weighed
 from purestep.torch_internals import holds_tensors
 from purestep.types import (
+    Count,
     EvalMetrics,
     GradAndValue,
     LossFn,
@@ -33,6 +32,7 @@ from purestep.types import (
     OptState,
     Params,
     StepMetrics,
+    Sums,
     Tree,
     UpdateStep,
     WeightFn,
@@ -151,19 +151,27 @@ def make_update_step(
     ) -> tuple[Params, OptState, StepMetrics]:
         shared = {"params": params, "opt_state": opt_state, "settings": settings}
         donated = (params, opt_state) if donate else ()
-        agreement = agree(
-            axis, lambda: _statement(params, microbatches, counted_first, shared, donated)
-        )
-        known = agreement.counted if counted_first else (None, None)
-
-        theta = pvary(params, axis)
-        pairs = weighed(agreement.group, weight_fn, agreement.weights if counted_first else None)
-        if not isinstance(agreement.group, list | tuple):
-            pairs = checked_as_they_come(pairs, donated)
-        group = Group(pairs, agreement.microbatches)
-        compute = partial(accumulate_passes, run, theta, group, known, accum_dtype=accum_dtype)
-        grads, loss, counted, aux = reduce(axis, agreement, compute, params, accum_dtype)
-        total = agreement.counted if counted_first else counted
+        with conversation(axis) as ranks:
+            mine = _held(params, microbatches, counted_first, donated)
+            leaves = tree.leaves_of(params)
+            total = ranks.agree(
+                mine.counted,
+                microbatches=mine.number,
+                shared=shared,
+                given=(params, mine.data),
+                gradients=(leaves, sum_dtypes(leaves, accum_dtype)),
+            )
+            known = total if counted_first else (None, None)
+            theta = pvary(params, axis)
+            pairs = weighed(mine.group, weight_fn, mine.weights)
+            if not isinstance(mine.group, list | tuple):
+                pairs = checked_as_they_come(pairs, donated)
+            group = Group(pairs, mine.number)
+            here = accumulate_passes(
+                run, theta, group, known, accum_dtype=accum_dtype, out=ranks.out, ready=ranks.ready
+            )
+            grads, loss, counted, aux = ranks.sum(_sums(*here))
+        total = total if counted_first else counted
 
         grad_scale = None if counted_first else divisor(total.num_tokens).to(torch.float64)
         grad_norm = _over(tree.global_norm(grads), grad_scale)
@@ -213,14 +221,15 @@ def make_eval_step(
 
     def eval_step(params: Params, microbatches: Sequence[Microbatch], /) -> EvalMetrics:
         shared = {"params": params, "settings": settings}
-        agreement = agree(axis, lambda: _statement(params, microbatches, weight_fn, shared))
-        known = agreement.counted if weight_fn else None
-
-        def compute(**_: Any) -> tuple[Tree, Tensor, Tree]:
-            group = weighed(agreement.group, weight_fn, agreement.weights if weight_fn else None)
-            return (), *evaluate(part, params, group, *known or ())
-
-        _, loss, counted, aux = reduce(axis, agreement, compute)
+        with conversation(axis) as ranks:
+            mine = _held(params, microbatches, weight_fn)
+            total = ranks.agree(
+                mine.counted, microbatches=mine.number, shared=shared, given=(params, mine.data)
+            )
+            known = total if weight_fn else None
+            group = weighed(mine.group, weight_fn, mine.weights)
+            here = evaluate(part, params, group, *known or ())
+            _, loss, counted, aux = ranks.sum(_sums((), *here))
         total = known or counted
 
         metrics = EvalMetrics(
@@ -257,23 +266,34 @@ def _check_choice(name: str, value: str, choices: Any) -> None:
         )
 
 
-def _statement(
+class _Held(NamedTuple):
+    """What a rank brings to a step; its weights and its count too, where they are known before the loss."""
+
+    group: Sequence[Microbatch]
+    number: int
+    data: Sequence[Microbatch]
+    weights: Sequence[Tensor] | None
+    counted: Count
+
+
+def _held(
     params: Params,
     microbatches: Sequence[Microbatch],
     weight_fn: WeightFn | None,
-    shared: dict[str, Any],
     donated: Tree = (),
-) -> Statement:
-    """What a rank brings to a step; its count too, where the weights are known before the loss."""
+) -> _Held:
     device = _check_arguments(params, microbatches)
     group = held(microbatches) if weight_fn else microbatches
     # Only what is at hand: of a group that is on its way, each is looked at when it comes.
     data = group if isinstance(group, list | tuple) else ()
     check_buffers(donated, data)
-    weights = weigh(group, weight_fn) if weight_fn else ()
-    counted = count_all(weights, device)
-    number = len(weights) if weight_fn else len(group)
-    return Statement(counted, number, shared, weights, group, (params, data))
+    weights = weigh(group, weight_fn) if weight_fn else None
+    number = len(group) if weights is None else len(weights)
+    return _Held(group, number, data, weights, count_all(weights or (), device))
+
+
+def _sums(grads: Tree, loss: Tensor, carried: Tree) -> Sums:
+    return Sums(grads, loss, *(carried or (no_count(loss.device), ())))
 
 
 def _refuse_kind(path: str, leaf: Tensor) -> NoReturn:
