@@ -138,7 +138,7 @@ LOCAL_MEAN = SEED.replace("divisor(num_tokens)", "divisor(weights.sum())")
 COUNTED = "count_weights(each)"
 THEIR_COUNT = "count_all(weights or (), device)"
 KNOWN = "known = total if counted_first else (None, None)\n"
-LOCAL_COUNT = "mine.counted"
+LOCAL_COUNT = "counted"
 REDUCED = "            grads, loss, counted, aux = ranks.sum(_sums(*here))\n"
 ACCUMULATED = "accumulate_passes(run, theta, Group(weighed({0}, weight_fn), len({0})), totals=known, accum_dtype=accum_dtype{1})"
 LOCAL_SUMS = ACCUMULATED.format("microbatches", "")
@@ -624,8 +624,8 @@ MUTANTS = [
         "weights asked for twice: what multiplies is not what was counted",
         [
             step(
-                "pairs = weighed(mine.group, weight_fn, mine.weights)",
-                "pairs = weighed(mine.group, weight_fn)",
+                "pairs = weighed(mine, weight_fn, weights)",
+                "pairs = weighed(mine, weight_fn)",
             )
         ],
     ),

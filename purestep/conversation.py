@@ -16,7 +16,6 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from math import inf
-from types import TracebackType
 from typing import Any, Literal, NamedTuple, cast
 
 import torch
@@ -66,15 +65,7 @@ class OneProgram:
     def __exit__(self, *_: object) -> None:
         pass
 
-    def agree(
-        self,
-        counted: Count,
-        *,
-        microbatches: int,
-        shared: Mapping[str, Tree],
-        given: Tree,
-        gradients: Gradients | None = None,
-    ) -> Count:
+    def agree(self, counted: Count, *, microbatches: int, **_: Any) -> Count:
         """The sum of all ranks' counts."""
         if self._compiled and not microbatches:
             raise _empty(self._axis)
@@ -101,17 +92,13 @@ class OwnPrograms:
         self.ready: Callable[[int], None] | None = None
         self._axis = axis
         self._next: Literal["agree", "sum", "form"] | None = "agree"
+        self._unread: tuple[Callable[[], list[float]], Mapping[str, Tree]] | None = None
         self._buckets: Buckets | None = None
 
     def __enter__(self) -> OwnPrograms:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         if error is not None and self._next is not None:
             with suppress(BaseException):  # What has gone wrong first is what is raised.
                 self._tell(error)
@@ -131,8 +118,7 @@ class OwnPrograms:
         Buckets for ``gradients`` are made first, so that a rank without memory for them says so here.
         """
         axis = self._axis
-        self._recorded = not tree.untransformed(given, counted)
-        self._holds = microbatches > 0
+        self._holds, self._recorded = microbatches > 0, not tree.untransformed(given, counted)
         # Whoever is inside of a transform cannot read its count, and sums it under the transform.
         hidden = not tree.untransformed(counted)
         how = "by a transform" if hidden else str(self._recorded)
@@ -141,16 +127,16 @@ class OwnPrograms:
         number = fingerprint(shared)
         buckets = Buckets(axis, *gradients) if gradients and not self._recorded else None
 
-        message = self._meet(_message(axis, self._holds, number, None if hidden else counted))
-        self._first: Any = _read_later(message), shared
+        message = self._meet(_message(axis, self._holds, number, () if hidden else counted))
+        self._unread = _read_later(message), shared
         floating = counted.num_tokens.is_floating_point() or not self._holds
         if axis.on_host or self._recorded:
-            floating = self._confirm().floating > 0
+            self._confirm()
+            floating = self._first.floating > 0
+        total = _total(message, floating)
         if hidden:
-            tokens = counted.num_tokens.to(torch.float64) if floating else counted.num_tokens
-            total: Count = over_tree("psum", counted._replace(num_tokens=tokens), axis)
-        else:
-            total = _count(message, floating)
+            tokens = counted.num_tokens.to(total.num_tokens.dtype)
+            total = over_tree("psum", counted._replace(num_tokens=tokens), axis)
 
         self._next, self._buckets = "sum", buckets
         if buckets is not None:
@@ -160,33 +146,29 @@ class OwnPrograms:
 
     def sum(self, here: Sums) -> Sums:
         """The sum of what all ranks have computed; those without microbatches take part with zeros."""
-        axis, buckets = self._axis, self._buckets
-        form = {"LossTerms.aux": here.aux, "the loss": str(here.loss.dtype)} if self._holds else {}
+        axis, buckets, dtype = self._axis, self._buckets, here.loss.dtype
+        form = _form(here.aux, dtype) if self._holds else {}
         number = fingerprint(form) if form else 0
         returned = packed(here if self._recorded else here.aux)
-        read = (here.counted, here.loss) if not self._recorded else ()
+        computed = () if self._recorded else (*here.counted, here.loss)
 
-        message = self._meet(_message(axis, self._holds, number, *read))
-        holders = self._confirm().holders
-        dtype = here.loss.dtype
+        message = self._meet(_message(axis, self._holds, number, computed))
+        holders = self._first.holders
+        floating = here.counted.num_tokens.is_floating_point() or not self._holds
         if axis.on_host or 0 < holders < axis.size:
             heard = self._hear(message.tolist(), form, holders)
-            if 0 < holders < axis.size:
-                aux, dtype = self._form_of_the_others(heard.number // holders, here)
-                returned = returned if self._holds else packed(aux)
-        if self._recorded:
-            sums: Sums = summed(returned, axis)
-            _check_at_hand(sums.counted.num_tokens)
-            return sums
-        floating = here.counted.num_tokens.is_floating_point() or not self._holds
-        if axis.on_host:
-            heard.check_total()
             floating = heard.floating > 0
+        if 0 < holders < axis.size:
+            aux, dtype = self._form_of_the_others(heard.number // holders, here)
+            returned = returned if self._holds else packed(aux)
+        rest = summed(returned, axis)
+        if self._recorded:
+            _check_at_hand(rest.counted.num_tokens)
+            return cast("Sums", rest)
         grads = here.grads
-        if buckets is not None:
+        if buckets is not None and buckets.elsewhere:
             grads = tree.unflatten(tree.flatten(grads)[1], buckets.sums)
-        loss = message[LOSS].to(dtype, copy=True)
-        return Sums(grads, loss, _count(message, floating), summed(returned, axis))
+        return Sums(grads, message[LOSS].to(dtype, copy=True), _total(message, floating), rest)
 
     def _meet(self, message: Tensor) -> Tensor:
         """The sum of all ranks' messages, behind whatever else they send."""
@@ -195,6 +177,7 @@ class OwnPrograms:
         if buckets is not None:
             buckets.launch()
         wait = self._axis.launch(message)
+        self._confirm()  # before it waits for ranks that may have left
         if buckets is not None:
             buckets.wait()
         wait()
@@ -208,41 +191,41 @@ class OwnPrograms:
         if heard_at_once:
             _exchange(axis, _text(error).encode(errors="backslashreplace"))
 
-    def _confirm(self) -> _Heard:
-        """What all have said in ``agree``, which raises where they cannot go on."""
+    def _confirm(self) -> None:
+        """Hears what all have said in ``agree``, if that has not been read yet; raises where they cannot go on."""
+        if self._unread is None:
+            return
+        (read, shared), self._unread = self._unread, None
         axis = self._axis
-        if not isinstance(self._first, _Heard):
-            read, shared = self._first
-            ask = (
-                axis.on_host or self._recorded
-            )  # else a device may be busy with what does not match
-            heard = self._hear(read(), shared, axis.size, ask=ask)
-            heard.check_total()
-            if self._recorded and 0 < heard.holders < axis.size:
-                raise _empty(axis)
-            if not ask and 0 < heard.floating < heard.holders:
-                raise ValueError(
-                    f"the ranks of {axis} disagree on the weights, and nothing was updated: {heard.floating} have "
-                    f"floats, and {heard.holders - heard.floating} integers; return one dtype everywhere"
-                )
-            self._first = heard
-        return cast("_Heard", self._first)
+        self._first = heard = self._hear(read(), shared, axis.size, ask=axis.on_host)
+        if self._recorded and 0 < heard.holders < axis.size:
+            raise _empty(axis)
+        if not axis.on_host and 0 < heard.floating < heard.holders:
+            raise ValueError(
+                f"the ranks of {axis} disagree on the weights, and nothing was updated: those of {heard.floating} are "
+                f"floats, those of {heard.holders - heard.floating} integers; return one kind everywhere"
+            )
 
     def _hear(
         self, numbers: Sequence[float], shared: Mapping[str, Tree], ranks: int, *, ask: bool = True
     ) -> _Heard:
-        """What all have said; raises where one has failed, or these ranks are not alike in what they share."""
+        """What all have said; raises where one has failed, or so many ranks do not share the same.
+
+        ``ask`` them who and why, which a device cannot answer while it is busy with collectives that do not match.
+        """
         heard = _heard(numbers)
         if heard.failed:
             raise _failure(self._axis, heard, ask=ask)
         if ranks * heard.square != heard.number**2:  # equal if and only if all of them are
             raise _disagreement(self._axis, shared, ask=ask)
+        _check_total(heard.whole)  # What overflows on its rank alone stands here without its sign.
+        _check_total(heard.real)
         return heard
 
     def _form_of_the_others(self, number: int, here: Sums) -> tuple[Tree, torch.dtype]:
         """Zeros like the aux of ranks with microbatches, and the dtype of their losses."""
         for dtype in LOSS_DTYPES:
-            if number == fingerprint({"LossTerms.aux": (), "the loss": str(dtype)}):
+            if number == fingerprint(_form((), dtype)):
                 return (), dtype
         axis, note = self._axis, b""
         if self._holds:
@@ -266,49 +249,52 @@ class OwnPrograms:
         return aux, dtype
 
 
+def _form(aux: Tree, dtype: torch.dtype) -> dict[str, Tree]:
+    return {"LossTerms.aux": aux, "the loss": str(dtype)}
+
+
 LOSS_DTYPES = [torch.float32, torch.float64]
 """Those in which losses are summed."""
 
-# A message is of float64, in which sums of bytes are exact on any number of ranks: four numbers, a fingerprint and its
-# square as bytes, N as the bytes of an integer and as a float, how many microbatches have tokens, and the loss.
-NUMBER, SQUARE, WHOLE, REAL, NON_EMPTY, LOSS = (
-    slice(4, 12),
-    slice(12, 28),
-    slice(28, 36),
-    36,
-    37,
-    38,
-)
-WIDTH = 39
+# A message is of float64, in which sums of halves of 32 bits are exact on up to two million ranks: four numbers, a
+# fingerprint and its square in such parts, N as the parts of an integer and as a float, how many microbatches have tokens, the loss.
+NUMBER, SQUARE, WHOLE, REAL, NON_EMPTY, LOSS = slice(4, 6), slice(6, 10), slice(10, 12), 12, 13, 14
+WIDTH = 15
 
 
 def _message(
     axis: Ranks,
     holds: bool = False,
     number: int = 0,
-    counted: Count | None = None,
-    loss: Tensor | None = None,
+    computed: Sequence[Tensor] = (),
     *,
     failed: bool = False,
 ) -> Tensor:
-    """What one rank says; of what it has not got, it says zero."""
-    zero = torch.zeros((), dtype=torch.int64)
-    tokens, non_empty = counted or (zero, zero)
-    floating = tokens.is_floating_point()
-    numbers = (failed, failed * axis.rank, holds, floating)
-    known = [*numbers, *number.to_bytes(8, "little"), *(number**2).to_bytes(16, "little")]
-    parts = [
-        torch.tensor(known, dtype=torch.float64, device="cpu"),
-        (zero if floating else tokens).reshape(1).view(torch.uint8),
-        tokens if floating else zero,
-        non_empty,
-        zero if loss is None else loss.detach(),
-    ]
-    return torch.cat([tree.brought(part, axis.device).reshape(-1) for part in parts])
+    """What one rank says. ``computed`` are N, how many microbatches have tokens, and the loss, as far as it has them."""
+    floating = bool(computed) and computed[0].is_floating_point()
+    said = [failed, failed * axis.rank, holds, floating, *_parts(number, 2), *_parts(number**2, 4)]
+    message = torch.tensor([*said, 0, 0, 0, 0, 0], dtype=torch.float64, device="cpu")
+    message = tree.brought(message, axis.device)
+    for place, value in zip((REAL if floating else WHOLE, NON_EMPTY, LOSS), computed, strict=False):
+        value = value.detach().to(axis.device)
+        message[place] = value.reshape(1).view(torch.uint32) if place == WHOLE else value
+    return message
+
+
+def _parts(number: int, count: int) -> list[int]:
+    return [number >> 32 * place & 0xFFFFFFFF for place in range(count)]
+
+
+def _total(message: Tensor, floating: bool) -> Count:
+    """All ranks' count, where it may be on a device."""
+    low, high = message[WHOLE].to(torch.int64).unbind()
+    whole = low + (high << 32)
+    tokens = message[REAL] + whole if floating else whole
+    return Count(tokens, message[NON_EMPTY].to(torch.int64))
 
 
 class _Heard(NamedTuple):
-    """The sum of what all ranks have said: how many have failed, hold microbatches, count in floats, and so on."""
+    """The sum of what all ranks have said, on the host."""
 
     failed: int
     who: int
@@ -319,45 +305,28 @@ class _Heard(NamedTuple):
     whole: int
     real: float
 
-    def check_total(self) -> None:
-        """Refuses an N that cannot be one; a count that overflows on its rank stands here as one without a sign."""
-        _check_total(self.whole)
-        _check_total(self.real)
-
 
 def _heard(numbers: Sequence[float]) -> _Heard:
     failed, who, holders, floating = map(int, numbers[:4])
-    number, square, whole = (_integer(numbers[part]) for part in (NUMBER, SQUARE, WHOLE))
+    number, square, whole = (
+        sum(int(part) << 32 * place for place, part in enumerate(numbers[parts]))
+        for parts in (NUMBER, SQUARE, WHOLE)
+    )
     return _Heard(failed, who, holders, floating, number, square, whole, numbers[REAL])
-
-
-def _integer(sums: Sequence[float]) -> int:
-    """The sum of integers, from the sums of their bytes."""
-    return sum(int(each) << 8 * place for place, each in enumerate(sums))
-
-
-def _count(message: Tensor, floating: bool) -> Count:
-    """All ranks' count, where it may be on a device."""
-    places = torch.arange(0, 64, 8, device=message.device)
-    whole = (message[WHOLE].to(torch.int64) << places).sum()
-    tokens = message[REAL] + whole if floating else whole
-    return Count(tokens, message[NON_EMPTY].to(torch.int64))
 
 
 def _read_later(message: Tensor) -> Callable[[], list[float]]:
     """A function to the numbers on the host, which waits for these and not for what is queued behind them."""
     if message.device.type == "cpu":
-        return cast("Callable[[], list[float]]", message.tolist)
-    host = torch.empty_like(message, device="cpu", pin_memory=True).copy_(
-        message, non_blocking=True
-    )
+        return message.tolist
+    host = torch.empty_like(message, device="cpu", pin_memory=True)
+    host.copy_(message, non_blocking=True)
     event = torch.Event(message.device)
     event.record()
 
-    def read() -> list[float]:
+    def read() -> Any:
         event.synchronize()
-        numbers: list[float] = host.tolist()
-        return numbers
+        return host.tolist()
 
     return read
 
@@ -387,7 +356,7 @@ def _empty(axis: Axis) -> ValueError:
 
 
 def _failure(axis: Ranks, heard: _Heard, *, ask: bool) -> RankError:
-    """What a rank raises because others have failed; ``ask`` them why where that cannot wait for a device."""
+    """What a rank raises because others have failed."""
     if ask:
         notes = {rank: note.decode() for rank, note in enumerate(_exchange(axis, b"")) if note}
         who, why = _ranks(list(notes)), "; ".join(f"rank {rank}: {notes[rank]}" for rank in notes)
@@ -400,7 +369,7 @@ def _failure(axis: Ranks, heard: _Heard, *, ask: bool) -> RankError:
 
 
 def _disagreement(axis: Ranks, shared: Mapping[str, Tree], *, ask: bool) -> ValueError:
-    """What every rank raises where ranks differ in what they share: who differs, and how, if they can be asked."""
+    """What every rank raises where some differ in what they share: who differs, and how, as far as they can be asked."""
     own = {name: [fingerprint(value), *_lines(name, value)] for name, value in shared.items()}
     start = f"the ranks of {axis} disagree on "
     if not ask:

@@ -64,24 +64,23 @@ def _digest(structure: tree.Structure, kinds: Kinds) -> int:
 
 @lru_cache(maxsize=256)
 def _remembered(structure: tree.Structure, kinds: Kinds) -> int:
-    structure.walk(["*"] * structure.num_leaves, _refuse_what_may_hold_tensors)
+    def refuse(kind: type, data: Any, children: tuple[str, ...]) -> str:
+        if not _holds_no_tensor(data):
+            raise TypeError(f"{kind.__name__} may hold tensors, and would keep them alive here")
+        return "*"
+
+    structure.walk(["*"] * structure.num_leaves, refuse)
     return _digest(structure, kinds)
 
 
-def _refuse_what_may_hold_tensors(kind: type, data: Any, children: tuple[str, ...]) -> str:
-    """Raises where a node keeps more beside its children than values, types, and functions that close over nothing."""
-    waiting = [data]
-    while waiting:
-        value = waiting.pop()
-        if type(value) in (list, tuple, set, frozenset):
-            waiting += value
-        elif isinstance(value, types.FunctionType):
-            waiting += [value.__closure__, value.__defaults__, value.__kwdefaults__]
-        elif isinstance(value, types.BuiltinFunctionType):
-            waiting.append(value.__self__)
-        elif not isinstance(value, (*PLAIN, *NAMED_BY_TORCH, type, types.ModuleType, Enum)):
-            raise TypeError(f"{type(value).__name__} may hold tensors")
-    return "*"
+def _holds_no_tensor(value: Any) -> bool:
+    if type(value) in (list, tuple, set, frozenset):
+        return all(map(_holds_no_tensor, value))
+    if isinstance(value, types.FunctionType):
+        return not (value.__closure__ or value.__defaults__ or value.__kwdefaults__)
+    if isinstance(value, types.BuiltinFunctionType):
+        value = value.__self__
+    return isinstance(value, (*PLAIN, *NAMED_BY_TORCH, type, types.ModuleType, Enum))
 
 
 def _sha256(text: str) -> bytes:

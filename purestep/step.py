@@ -8,7 +8,7 @@ The sums run over all tokens of all microbatches on all ranks.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple, NoReturn, cast, get_args
+from typing import Any, Literal, NoReturn, cast, get_args
 
 import torch
 from torch import Tensor
@@ -152,21 +152,21 @@ def make_update_step(
         shared = {"params": params, "opt_state": opt_state, "settings": settings}
         donated = (params, opt_state) if donate else ()
         with conversation(axis) as ranks:
-            mine = _held(params, microbatches, counted_first, donated)
-            leaves = tree.leaves_of(params)
+            mine, data, weights, counted = _held(params, microbatches, counted_first, donated)
+            number, leaves = len(mine if weights is None else weights), tree.leaves_of(params)
             total = ranks.agree(
-                mine.counted,
-                microbatches=mine.number,
+                counted,
+                microbatches=number,
                 shared=shared,
-                given=(params, mine.data),
+                given=(params, data),
                 gradients=(leaves, sum_dtypes(leaves, accum_dtype)),
             )
             known = total if counted_first else (None, None)
             theta = pvary(params, axis)
-            pairs = weighed(mine.group, weight_fn, mine.weights)
-            if not isinstance(mine.group, list | tuple):
+            pairs = weighed(mine, weight_fn, weights)
+            if not isinstance(mine, list | tuple):
                 pairs = checked_as_they_come(pairs, donated)
-            group = Group(pairs, mine.number)
+            group = Group(pairs, number)
             here = accumulate_passes(
                 run, theta, group, known, accum_dtype=accum_dtype, out=ranks.out, ready=ranks.ready
             )
@@ -222,12 +222,11 @@ def make_eval_step(
     def eval_step(params: Params, microbatches: Sequence[Microbatch], /) -> EvalMetrics:
         shared = {"params": params, "settings": settings}
         with conversation(axis) as ranks:
-            mine = _held(params, microbatches, weight_fn)
-            total = ranks.agree(
-                mine.counted, microbatches=mine.number, shared=shared, given=(params, mine.data)
-            )
+            mine, data, weights, counted = _held(params, microbatches, weight_fn)
+            number = len(mine if weights is None else weights)
+            total = ranks.agree(counted, microbatches=number, shared=shared, given=(params, data))
             known = total if weight_fn else None
-            group = weighed(mine.group, weight_fn, mine.weights)
+            group = weighed(mine, weight_fn, weights)
             here = evaluate(part, params, group, *known or ())
             _, loss, counted, aux = ranks.sum(_sums((), *here))
         total = known or counted
@@ -266,30 +265,20 @@ def _check_choice(name: str, value: str, choices: Any) -> None:
         )
 
 
-class _Held(NamedTuple):
-    """What a rank brings to a step; its weights and its count too, where they are known before the loss."""
-
-    group: Sequence[Microbatch]
-    number: int
-    data: Sequence[Microbatch]
-    weights: Sequence[Tensor] | None
-    counted: Count
-
-
 def _held(
     params: Params,
     microbatches: Sequence[Microbatch],
     weight_fn: WeightFn | None,
     donated: Tree = (),
-) -> _Held:
+) -> tuple[Sequence[Microbatch], Sequence[Microbatch], Sequence[Tensor] | None, Count]:
+    """The group, those of it that are at hand; its weights and its count, where they are known before the loss."""
     device = _check_arguments(params, microbatches)
     group = held(microbatches) if weight_fn else microbatches
-    # Only what is at hand: of a group that is on its way, each is looked at when it comes.
+    # Of a group that is on its way, each is looked at when it comes.
     data = group if isinstance(group, list | tuple) else ()
     check_buffers(donated, data)
     weights = weigh(group, weight_fn) if weight_fn else None
-    number = len(group) if weights is None else len(weights)
-    return _Held(group, number, data, weights, count_all(weights or (), device))
+    return group, data, weights, count_all(weights or (), device)
 
 
 def _sums(grads: Tree, loss: Tensor, carried: Tree) -> Sums:

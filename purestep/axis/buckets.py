@@ -75,7 +75,7 @@ class Buckets:
         self.sums = list(leaves)
         self._axis = axis
         self._meetings: int | None = None
-        self._elsewhere: dict[int, Tensor] = {}
+        self.elsewhere: dict[int, Tensor] = {}
         self._buckets: list[Tensor] = []
         self._places = [range(0)] * len(leaves)
         self._missing: list[int] = []
@@ -95,7 +95,7 @@ class Buckets:
                 leaf = leaves[index]
                 self.sums[index] = flat[start:stop].view(leaf.shape)
                 if not leaf.is_contiguous():
-                    self._elsewhere[index] = leaf
+                    self.elsewhere[index] = leaf
                 if start < stop:
                     places = bisect_right(edges, start) - 1, bisect_left(edges, stop)
                     self._places[index] = range(before + places[0], before + places[1])
@@ -126,7 +126,7 @@ class Buckets:
         """Waits for all sums."""
         for wait in self._waits:
             wait()
-        for index, leaf in self._elsewhere.items():
+        for index, leaf in self.elsewhere.items():
             self.sums[index] = laid_out_like(leaf, self.sums[index])
 
     def _launch(self) -> None:

@@ -24,6 +24,9 @@ from torch import Tensor
 from purestep import tree
 from purestep.types import Tree
 
+SUMMED = {torch.int64, *tree.SUM_DTYPES}
+"""Leaves of these dtypes are summed as they are."""
+
 
 class Axis(Protocol):
     """The dimension, or dimensions, that split a batch's tokens."""
@@ -82,14 +85,10 @@ def over_tree(law: str, x: Tree, axis: Axis) -> Tree:
 
 def _summable(x: Tree) -> Tree:
     """The tree, with its integers in int64."""
-    dtypes = {leaf.dtype for leaf in tree.leaves_of(x)}
-    if all(dtype.is_floating_point or dtype.is_complex or dtype == torch.int64 for dtype in dtypes):
+    if {leaf.dtype for leaf in tree.leaves_of(x)} <= SUMMED:
         return x
     return tree.map(
-        lambda leaf: (
-            leaf if leaf.is_floating_point() or leaf.is_complex() else leaf.to(torch.int64)
-        ),
-        x,
+        lambda x: x if x.is_floating_point() or x.is_complex() else x.to(torch.int64), x
     )
 
 
