@@ -32,8 +32,7 @@ MODULES = [
     "purestep.objective",
     "purestep.backward",
     "purestep.grads",
-    "purestep.agreement",
-    "purestep.reduction",
+    "purestep.conversation",
     "purestep.optim.schedules",
     "purestep.optim.base",
     "purestep.optim.transforms",
@@ -49,7 +48,9 @@ MODULES = [
     "proofs.parallel",
 ]
 OWN_TYPES = {
-    name for name in MODULES if "batching" in name or "backward" in name or "buckets" in name
+    name
+    for name in MODULES
+    if any(part in name for part in ("batching", "backward", "buckets", "conversation"))
 }
 """Modules whose classes are part of what is mutated."""
 THEOREM_FILES = [
@@ -135,10 +136,10 @@ def batching(module: str, old: str, new: str) -> Patch:
 SEED = "seed = weights if num_tokens is None else weights.to(torch.float64) / divisor(num_tokens)"
 LOCAL_MEAN = SEED.replace("divisor(num_tokens)", "divisor(weights.sum())")
 COUNTED = "count_weights(each)"
-THEIR_COUNT = "count_all(weights, device)"
-KNOWN = "known = agreement.counted if counted_first else (None, None)\n"
-LOCAL_COUNT = "_statement(params, microbatches, counted_first, shared).counted"
-REDUCED = "grads, loss, counted, aux = reduce(axis, agreement, compute, params, accum_dtype)\n"
+THEIR_COUNT = "count_all(weights or (), device)"
+KNOWN = "known = total if counted_first else (None, None)\n"
+LOCAL_COUNT = "counted"
+REDUCED = "            grads, loss, counted, aux = ranks.sum(_sums(*here))\n"
 ACCUMULATED = "accumulate_passes(run, theta, Group(weighed({0}, weight_fn), len({0})), totals=known, accum_dtype=accum_dtype{1})"
 LOCAL_SUMS = ACCUMULATED.format("microbatches", "")
 BACKWARD = "backward(loss, own, sums, ready if position == group.length else None)"
@@ -152,7 +153,7 @@ SELECTED = "tree.select(applied, moved(), (params, opt_state))"
 HELD_BACK = "held_back(grads, applied)"
 NOT_APPLIED = "if not applied:\n            return params, opt_state\n"
 PER_STEP = "    transit = transition(optimizer, donate=donate, compile=compile)\n"
-ENTRY = "        theta = pvary(params, axis)\n"
+ENTRY = "            theta = pvary(params, axis)\n"
 FIRST = '        shared = {"params": params, "opt_state": opt_state, "settings": settings}\n'
 
 MUTANTS = [
@@ -192,7 +193,7 @@ MUTANTS = [
         [
             step(
                 THEIR_COUNT,
-                'count_all([w * (m.get("y", m.get("tokens")) != 0) for w, m in zip(weights, microbatches)], device)',
+                'count_all([w * (m.get("y", m.get("tokens")) != 0) for w, m in zip(weights or (), microbatches)], device)',
             )
         ],
     ),
@@ -213,7 +214,7 @@ MUTANTS = [
             step(PER_STEP, PER_STEP + "    last: list[Any] = []\n"),
             step(
                 KNOWN,
-                f"{KNOWN}        last.append(known)\n        known = last[-2:][0]\n",
+                f"{KNOWN}            last.append(known)\n            known = last[-2:][0]\n",
             ),
         ],
     ),
@@ -293,8 +294,8 @@ MUTANTS = [
         [
             step(
                 KNOWN,
-                f"{KNOWN}        if counted_first and len(microbatches) == 1:\n"
-                f"            known = {LOCAL_COUNT}\n",
+                f"{KNOWN}            if counted_first and len(microbatches) == 1:\n"
+                f"                known = {LOCAL_COUNT}\n",
             )
         ],
     ),
@@ -315,8 +316,8 @@ MUTANTS = [
         [
             step(
                 KNOWN,
-                f"{KNOWN}        if counted_first:\n"
-                "            known = known._replace(num_microbatches=known[1] * axis.size)\n",
+                f"{KNOWN}            if counted_first:\n"
+                "                known = known._replace(num_microbatches=known[1] * axis.size)\n",
             )
         ],
     ),
@@ -509,12 +510,11 @@ MUTANTS = [
         [
             step(
                 REDUCED,
-                "sums: Any = None\n"
-                "        for part in [[m] for m in microbatches] or [[]]:\n"
-                f"            one = reduce(axis, agreement, lambda part=part, **out: {ACCUMULATED.format('part', ', **out')}, "
-                "params, accum_dtype)\n"
-                "            sums = one if sums is None else tree.map(torch.add, sums, one)\n"
-                "        grads, loss, counted, aux = sums\n",
+                "            sums: Any = None\n"
+                "            for part in [[m] for m in microbatches] or [[]]:\n"
+                f"                one = ranks.sum(_sums(*{ACCUMULATED.format('part', '')}))\n"
+                "                sums = one if sums is None else tree.map(torch.add, sums, one)\n"
+                "            grads, loss, counted, aux = sums\n",
             ),
         ],
     ),
@@ -524,7 +524,7 @@ MUTANTS = [
         [
             step(
                 ENTRY,
-                f"{ENTRY}        for _ in microbatches:\n            axis.apply('psum', torch.zeros(()))\n",
+                f"{ENTRY}            for _ in microbatches:\n                axis.apply('psum', torch.zeros(()))\n",
             )
         ],
     ),
@@ -624,8 +624,8 @@ MUTANTS = [
         "weights asked for twice: what multiplies is not what was counted",
         [
             step(
-                "pairs = weighed(agreement.group, weight_fn, agreement.weights if counted_first else None)",
-                "pairs = weighed(agreement.group, weight_fn)",
+                "pairs = weighed(mine, weight_fn, weights)",
+                "pairs = weighed(mine, weight_fn)",
             )
         ],
     ),

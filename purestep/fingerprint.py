@@ -17,7 +17,7 @@ from collections import OrderedDict, defaultdict, deque
 from collections.abc import Mapping
 from enum import Enum
 from functools import lru_cache
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -30,7 +30,7 @@ NAMED_BY_TORCH = (torch.dtype, torch.layout, torch.memory_format)
 
 
 def fingerprint(value: Tree) -> int:
-    """The number, in 64 bits. A structure is described once, and known again by its equality.
+    """The number, from 0 to 2⁶⁴ - 1. A structure is described once, and known again by its equality.
 
     >>> fingerprint({"w": torch.zeros(2)}) == fingerprint({"w": torch.ones(2)})
     True
@@ -38,20 +38,49 @@ def fingerprint(value: Tree) -> int:
     False
     """
     leaves, structure = tree.flatten(value)
-    kinds = tuple(tree.kind(leaf) for leaf in leaves)
+    kinds = tuple(
+        [
+            (leaf.dtype, leaf.shape) if isinstance(leaf, Tensor) else tree.kind(leaf)
+            for leaf in leaves
+        ]
+    )
     try:
         return _remembered(structure, kinds)
     except Exception:
-        # What stands in the structure need not be hashable, nor comparable with others.
+        # What stands in the structure need not be hashable, nor comparable with others, nor ours to keep alive.
         return _digest(structure, kinds)
 
 
-def _digest(structure: tree.Structure, kinds: tuple[str, ...]) -> int:
-    digest = _sha256(f"{describe(structure)} {kinds}")
-    return int.from_bytes(digest[:8], "big", signed=True)
+Kinds: TypeAlias = tuple[tuple[torch.dtype, torch.Size] | str, ...]
 
 
-_remembered = lru_cache(maxsize=256)(_digest)
+def _digest(structure: tree.Structure, kinds: Kinds) -> int:
+    words = [
+        kind if isinstance(kind, str) else f"{kind[0]} of shape {tuple(kind[1])}" for kind in kinds
+    ]
+    digest = _sha256(f"{describe(structure)} {words}")
+    return int.from_bytes(digest[:8], "big")
+
+
+@lru_cache(maxsize=256)
+def _remembered(structure: tree.Structure, kinds: Kinds) -> int:
+    def refuse(kind: type, data: Any, children: tuple[str, ...]) -> str:
+        if not _holds_no_tensor(data):
+            raise TypeError(f"{kind.__name__} may hold tensors, and would keep them alive here")
+        return "*"
+
+    structure.walk(["*"] * structure.num_leaves, refuse)
+    return _digest(structure, kinds)
+
+
+def _holds_no_tensor(value: Any) -> bool:
+    if type(value) in (list, tuple, set, frozenset):
+        return all(map(_holds_no_tensor, value))
+    if isinstance(value, types.FunctionType):
+        return not (value.__closure__ or value.__defaults__ or value.__kwdefaults__)
+    if isinstance(value, types.BuiltinFunctionType):
+        value = value.__self__
+    return isinstance(value, (*PLAIN, *NAMED_BY_TORCH, type, types.ModuleType, Enum))
 
 
 def _sha256(text: str) -> bytes:

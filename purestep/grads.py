@@ -33,13 +33,9 @@ from purestep.tokens import (
     Group,
     Weighed,
     checked_weights,
-    count_of,
+    grouped,
     has_tokens,
-    held,
     label_weights,
-    tokens_of,
-    weigh,
-    weighed,
 )
 from purestep.tree import accumulation_dtype
 from purestep.types import Count, GradAndValue, LossFn, Microbatch, Params, Sums, Tree, WeightFn
@@ -181,12 +177,8 @@ def accumulate(
     add_up = accumulator(
         loss_fn, weight_fn=weight_fn, grad_and_value=grad_and_value, accum_dtype=accum_dtype
     )
-    known, counted = None, None
-    if total is not None and weight_fn is not None:
-        microbatches = held(microbatches)
-        known = weigh(microbatches, weight_fn)
-        counted = count_of([tokens_of(each) for each in known], tree.leaves_of(params)[0].device)
-    group = Group(weighed(microbatches, weight_fn, known), len(microbatches), counted)
+    device = tree.leaves_of(params)[0].device
+    group = grouped(microbatches, weight_fn, total is not None, device)
     return add_up(params, group, total, out=out, ready=ready)
 
 
@@ -425,4 +417,6 @@ def _inference(leaves: Sequence[Tensor]) -> bool:
 
 def sum_dtypes(leaves: Sequence[Tensor], accum_dtype: torch.dtype | None) -> list[torch.dtype]:
     """The dtype in which each leaf's gradients are summed."""
-    return [accum_dtype or accumulation_dtype(leaf.dtype) for leaf in leaves]
+    dtypes = [leaf.dtype for leaf in leaves]
+    sums = {dtype: accum_dtype or accumulation_dtype(dtype) for dtype in {*dtypes}}
+    return [sums[dtype] for dtype in dtypes]

@@ -8,23 +8,27 @@ The sums run over all tokens of all microbatches on all ranks.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
-from typing import Any, Literal, NoReturn, cast, get_args
+from typing import Literal, cast
 
 import torch
 from torch import Tensor
 
 from purestep import tree
-from purestep.agreement import Statement, agree
-from purestep.axis import Axis, LocalAxis, check_axis, pvary
+from purestep.arguments import (
+    check_callable,
+    check_choice,
+    check_functions,
+    checked_group,
+    checked_params,
+)
+from purestep.axis import Axis, LocalAxis, pvary
 from purestep.compiler import Compiler
-from purestep.grads import accumulator, grad_and_value
+from purestep.conversation import conversation
+from purestep.grads import accumulator, grad_and_value, sum_dtypes
 from purestep.objective import divisor, evaluator
 from purestep.optim.base import Optimizer, check_optimizer
-from purestep.optim.transition import check_buffers, checked_as_they_come, transition
-from purestep.reduction import reduce
-from purestep.tokens import Group, count_of, held, label_weights, tokens_of, weigh, weighed
-from purestep.torch_internals import holds_tensors
+from purestep.optim.transition import apart, transition
+from purestep.tokens import count_of, grouped, label_weights
 from purestep.types import (
     EvalMetrics,
     GradAndValue,
@@ -33,8 +37,6 @@ from purestep.types import (
     OptState,
     Params,
     StepMetrics,
-    Sums,
-    Tree,
     UpdateStep,
     WeightFn,
 )
@@ -122,11 +124,11 @@ def make_update_step(
     >>> update_step(w, opt_state, one)[0], update_step(w, opt_state, two)[0]
     (tensor(1.8667), tensor(1.8667))
     """
-    _check_functions(loss_fn, weight_fn, axis)
+    check_functions(loss_fn, weight_fn, axis)
     check_optimizer("optimizer must be a ps.optim.Optimizer", optimizer)
-    _check_callable("grad_and_value", grad_and_value)
-    _check_choice("normalize", normalize, Normalize)
-    _check_choice("on_nonfinite", on_nonfinite, OnNonfinite)
+    check_callable("grad_and_value", grad_and_value)
+    check_choice("normalize", normalize, Normalize)
+    check_choice("on_nonfinite", on_nonfinite, OnNonfinite)
     if weight_fn is None and normalize == "loss":
         raise ValueError(
             'weight_fn=None means that the forward pass brings the weights, but normalize="loss" counts '
@@ -144,7 +146,7 @@ def make_update_step(
         accum_dtype=accum_dtype,
         compile=compile,
     )
-    counted_first = weight_fn if normalize == "loss" else None
+    counted_first = normalize == "loss"
     settings = {
         "normalize": normalize,
         "weight_fn": "given" if weight_fn else "None",
@@ -158,19 +160,20 @@ def make_update_step(
     ) -> tuple[Params, OptState, StepMetrics]:
         shared = {"params": params, "opt_state": opt_state, "settings": settings}
         donated = (params, opt_state) if donate else ()
-        agreement = agree(
-            axis, lambda: _statement(params, microbatches, counted_first, shared, donated)
-        )
-        known = agreement.counted if counted_first else None
-
-        theta = pvary(params, axis)
-        pairs = weighed(agreement.group, weight_fn, agreement.weights if counted_first else None)
-        if not isinstance(agreement.group, list | tuple):
-            pairs = checked_as_they_come(pairs, donated)
-        group = Group(pairs, agreement.microbatches, agreement.here if counted_first else None)
-        sums = reduce(
-            axis, agreement, partial(accumulate, theta, group, known), params, accum_dtype
-        )
+        with conversation(axis) as ranks:
+            leaves = checked_params(params)
+            group = grouped(checked_group(microbatches), weight_fn, counted_first, leaves[0].device)
+            group = apart(group, donated)
+            counted = ranks.agree(
+                group.counted or count_of((), leaves[0].device),
+                microbatches=group.length,
+                shared=shared,
+                given=(leaves, group.at_hand),
+                gradients=(leaves, sum_dtypes(leaves, accum_dtype)),
+            )
+            known = counted if counted_first else None
+            here = accumulate(pvary(params, axis), group, known, out=ranks.out, ready=ranks.ready)
+            sums = ranks.sum(here)
         total = known or sums.counted
 
         grad_scale = None if counted_first else divisor(total.num_tokens).to(torch.float64)
@@ -215,21 +218,23 @@ def make_eval_step(
     >>> eval_step(torch.tensor(2.0), [{"x": torch.tensor([1.0, 3.0])}, {"x": torch.tensor([0.0])}]).loss
     tensor(4.)
     """
-    _check_functions(loss_fn, weight_fn, axis)
+    check_functions(loss_fn, weight_fn, axis)
     evaluate = evaluator(loss_fn)
     settings = {"weight_fn": "given" if weight_fn else "None", "evaluation": "yes"}
 
     def eval_step(params: Params, microbatches: Sequence[Microbatch], /) -> EvalMetrics:
         shared = {"params": params, "settings": settings}
-        agreement = agree(axis, lambda: _statement(params, microbatches, weight_fn, shared))
-        known = agreement.counted if weight_fn else None
-
-        def compute(**_: Any) -> Sums:
-            group = weighed(agreement.group, weight_fn, agreement.weights if weight_fn else None)
-            own = agreement.here if weight_fn else None
-            return evaluate(params, Group(group, agreement.microbatches, own), known)
-
-        sums = reduce(axis, agreement, compute)
+        with conversation(axis) as ranks:
+            leaves = checked_params(params)
+            group = grouped(checked_group(microbatches), weight_fn, True, leaves[0].device)
+            counted = ranks.agree(
+                group.counted or count_of((), leaves[0].device),
+                microbatches=group.length,
+                shared=shared,
+                given=(leaves, group.at_hand),
+            )
+            known = counted if weight_fn else None
+            sums = ranks.sum(evaluate(params, group, known))
         total = known or sums.counted
 
         metrics = EvalMetrics(
@@ -245,100 +250,3 @@ def make_eval_step(
 
 def _over(value: Tensor, scale: Tensor | None) -> Tensor:
     return value if scale is None else (value / scale).to(value.dtype)
-
-
-def _check_functions(loss_fn: LossFn, weight_fn: WeightFn | None, axis: Axis) -> None:
-    _check_callable("loss_fn", loss_fn)
-    if weight_fn is not None:
-        _check_callable("weight_fn", weight_fn)
-    check_axis(axis)
-
-
-def _check_callable(name: str, value: object) -> None:
-    if not callable(value):
-        raise TypeError(f"{name} must be a function, got {type(value).__name__}")
-
-
-def _check_choice(name: str, value: str, choices: Any) -> None:
-    if value not in get_args(choices):
-        raise ValueError(
-            f"{name}={value!r} must be one of {', '.join(map(repr, get_args(choices)))}"
-        )
-
-
-def _statement(
-    params: Params,
-    microbatches: Sequence[Microbatch],
-    weight_fn: WeightFn | None,
-    shared: dict[str, Any],
-    donated: Tree = (),
-) -> Statement:
-    """What a rank brings to a step; its count too, where the weights are known before the loss."""
-    device = _check_arguments(params, microbatches)
-    group = held(microbatches) if weight_fn else microbatches
-    # Only what is at hand: of a group that is on its way, each is looked at when it comes.
-    data = group if isinstance(group, list | tuple) else ()
-    check_buffers(donated, data)
-    weights = weigh(group, weight_fn) if weight_fn else ()
-    counted = count_of([tokens_of(each) for each in weights], device)
-    number = len(weights) if weight_fn else len(group)
-    return Statement(counted, number, shared, weights, group, (params, data))
-
-
-def _refuse_kind(path: str, leaf: Tensor) -> NoReturn:
-    """Floating point tensors that look like any other, and are not."""
-    if leaf.dtype not in tree.SUM_DTYPES:
-        raise TypeError(
-            f"{path} is {leaf.dtype}, in which neither gradients nor updates can be computed: keep params in "
-            "bfloat16 or wider, and cast inside loss_fn"
-        )
-    raise TypeError(
-        f"{path} is a {type(leaf).__name__}, which holds its values on several ranks or in several tensors: params are "
-        "plain tensors. Of a DTensor, as fully_shard and distribute_tensor make them, pass leaf.full_tensor(), and "
-        "say by axis=ps.MeshAxis(mesh, ...) where the tokens are spread"
-    )
-
-
-def _check_arguments(params: Params, microbatches: Sequence[Microbatch]) -> torch.device:
-    """Refuses what is not params or not microbatches; returns where the params are."""
-    leaves = tree.leaves_of(params)
-    if isinstance(params, torch.nn.Module):
-        raise TypeError(
-            f"params is a module, {type(params).__name__}: pass its parameters, "
-            "{name: p.detach() for name, p in module.named_parameters()}, and call it in loss_fn through "
-            "torch.func.functional_call"
-        )
-    for position, leaf in enumerate(leaves):
-        if isinstance(leaf, Tensor) and leaf.is_floating_point():
-            plain = type(leaf) is Tensor or not holds_tensors(leaf)
-            if leaf.dtype not in tree.SUM_DTYPES or not plain:
-                _refuse_kind(tree.paths(params, "params")[position], leaf)
-        else:
-            found = leaf.dtype if isinstance(leaf, Tensor) else type(leaf).__name__
-            raise TypeError(
-                f"{tree.paths(params, 'params')[position]} is {found}, which has no gradient: params are "
-                "floating point tensors in containers that optree knows; keep other data in the "
-                "microbatch or close over it, and register classes of your own in purestep.tree.NAMESPACE"
-            )
-    if not leaves:
-        raise ValueError("params holds no tensors, so there is nothing to update")
-    device: torch.device = leaves[0].device
-    if others := tree.devices(leaves) - {device}:
-        places = zip(tree.paths(params, "params"), leaves, strict=True)
-        other, where = next((path, leaf.device) for path, leaf in places if leaf.device in others)
-        raise ValueError(
-            f"{tree.paths(params, 'params')[0]} is on {device}, but {other} is on {where}: the params of a step are "
-            "on one device; move them there"
-        )
-    if device.type == "mps":
-        raise ValueError(
-            f"params are on {device}, which has no float64, and losses and counts are summed in it: move params and "
-            "microbatches to the CPU"
-        )
-    if not isinstance(microbatches, Sequence) or hasattr(microbatches, "_fields"):
-        raise TypeError(
-            f"microbatches must be a sequence of microbatches, got {type(microbatches).__name__}: "
-            "cut a stacked batch with ps.split(batch, k), wrap a single microbatch in a list, and "
-            "gather an iterator into one"
-        )
-    return device

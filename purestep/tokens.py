@@ -41,11 +41,15 @@ Weighed: TypeAlias = tuple[Microbatch, Tensor | None]
 
 
 class Group(NamedTuple):
-    """What a rank holds: microbatches with their weights, how many they are, and their count where it is known already."""
+    """What a rank holds: microbatches with their weights, in order, and how many they are.
+
+    ``counted`` is their count, where it is known before they are used, and ``at_hand`` are those that need not be waited for.
+    """
 
     weighed: Iterable[Weighed]
     length: int
-    counted: Count | None = None
+    counted: Count | None
+    at_hand: Sequence[Microbatch]
 
 
 def label_weights(microbatch: Microbatch) -> Tensor:
@@ -139,6 +143,24 @@ def weighed(
             f"yields {'more' if found > expected else found}: its length, or an earlier iteration, says otherwise. "
             "Hand over a list"
         )
+
+
+def grouped(
+    microbatches: Sequence[Microbatch],
+    weight_fn: WeightFn | None,
+    counted_first: bool,
+    device: torch.device,
+) -> Group:
+    """The group, each of whose weights is asked for once: now, where it is counted first, else with its microbatch."""
+    weights: Sequence[Tensor] | None = None
+    counted: Count | None = None
+    if weight_fn is not None and counted_first:
+        microbatches = held(microbatches)
+        weights = weigh(microbatches, weight_fn)
+        counted = count_of([tokens_of(each) for each in weights], device)
+    number = len(microbatches if weights is None else weights)
+    at_hand = microbatches if isinstance(microbatches, list | tuple) else ()
+    return Group(weighed(microbatches, weight_fn, weights), number, counted, at_hand)
 
 
 def tokens_of(weights: Tensor) -> Tensor:

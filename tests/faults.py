@@ -224,6 +224,60 @@ def unruly_aux(params: Any, microbatch: Batch) -> ps.LossTerms:
     return terms._replace(aux={**terms.aux, "sum": terms.aux["sum"].detach().as_subclass(Unruly)})
 
 
+class Indescribable:
+    """What stands beside leaves, and cannot be told."""
+
+    def __repr__(self) -> str:
+        raise KeyboardInterrupt("θ ≠ θ")
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+class Labelled:
+    """A container with something beside its leaf."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+register(
+    Labelled, lambda x: ((x.value,), Indescribable(), None), lambda _, x: Labelled(x[0]),
+    namespace=tree.NAMESPACE,
+)  # fmt: skip
+
+
+def indescribable_aux(params: Any, microbatch: Batch) -> ps.LossTerms:
+    """An aux that is added up, and raises where it is described."""
+    terms = loss_with_aux(params, microbatch)
+    return terms._replace(aux=Labelled(terms.aux))
+
+
+def hooked(params: Any, microbatch: Batch) -> ps.LossTerms:
+    """A hook that raises in the backward pass, where there is one."""
+
+    def raises(grad: Tensor) -> NoReturn:
+        raise ArithmeticError("θ ≠ θ")
+
+    if params["w"].requires_grad:
+        params["w"].register_hook(raises)
+    return loss_with_aux(params, microbatch)
+
+
+class Large(Tensor):
+    """Params for whose gradients there is no memory."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is Tensor.new_empty:
+            raise MemoryError("θ ≠ θ")
+        return super().__torch_function__(func, types, args, kwargs)
+
+
 def without_aux(params: Any, microbatch: Batch) -> ps.LossTerms:
     """Another structure of aux."""
     return ps.LossTerms(loss_fn(params, microbatch))
@@ -306,6 +360,17 @@ FAULTS = {
         ArithmeticError, "θ ≠ θ", lambda _: {"opt_state": Opaque()}
     ),
     "aux that raises": failure(ArithmeticError, "θ ≠ θ", lambda _: {"loss_fn": unruly_aux}),
+    "aux that cannot be described": failure(
+        KeyboardInterrupt, "θ ≠ θ", lambda _: {"loss_fn": indescribable_aux}
+    ),
+    "params that cannot be described": failure(
+        KeyboardInterrupt, "θ ≠ θ", lambda a: {"opt_state": Labelled(a["opt_state"])}
+    ),
+    "a hook": failure(ArithmeticError, "θ ≠ θ", lambda _: {"loss_fn": hooked}),
+    "no memory for gradients": failure(
+        MemoryError, "θ ≠ θ",
+        lambda a: {"params": {**a["params"], "w": a["params"]["w"].as_subclass(Large)}},
+    ),
     "weights": failure(ArithmeticError, "θ ≠ θ", lambda _: {"weight_fn": raising(ones, 1)}),
     "negative weights": failure(
         ValueError, "weights must be finite and not negative, but one is -1",
@@ -407,7 +472,7 @@ def check_fault(name: str, aftermaths: Sequence[Aftermath], axis: str) -> None:
 
 COMPUTED = [
     "first loss", "backward", "interrupted loss", "interrupted backward", "no Exception",
-    "aux structure", "aux dtype", "aux shape", "loss dtype",
+    "aux structure", "aux dtype", "aux shape", "loss dtype", "aux that cannot be described",
 ]  # fmt: skip
 """Faults that show only when losses and gradients are computed."""
 

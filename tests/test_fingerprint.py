@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 import threading
+import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -240,3 +241,36 @@ def test_structures_are_told_as_optree_tells_them() -> None:
     for value in values:
         structure = tree.flatten(value)[1]
         assert describe(structure) == tree.describe(structure)
+
+
+def test_what_may_hold_tensors_is_not_remembered() -> None:
+    """Lists beside leaves, and functions with tensors in closures, defaults, or bound to them."""
+    kept = torch.ones(1000)
+    alive = weakref.ref(kept)
+
+    def beside(kept: Any) -> list[Any]:
+        return [[kept], lambda x: x + kept, lambda x, y=kept: x + y, kept.add, Config(kept)]
+
+    for each in beside(kept):
+        fingerprint(make(torch.zeros(2), each))
+    del kept, each
+    assert alive() is None
+
+
+def test_many_leaves_are_not_described_again() -> None:
+    """What is known needs no text: a few calls for each leaf, none of them of Python's."""
+    value = {f"w{place}": torch.zeros(2, 3) for place in range(1000)}
+    calls = 0
+
+    def count(frame: Any, event: str, arg: Any) -> None:
+        nonlocal calls
+        calls += event == "call"
+
+    fingerprint(value)
+    before = sys.getprofile()
+    sys.setprofile(count)
+    try:
+        fingerprint(value)
+    finally:
+        sys.setprofile(before)
+    assert calls < 10

@@ -25,7 +25,7 @@ from torch.distributed.tensor import Replicate, distribute_tensor
 import purestep as ps
 from proofs.processes import DeadRankError, World, values
 from purestep import tree
-from purestep.agreement import WIDTH
+from purestep.conversation import WIDTH
 from tests.faults import (
     BAD,
     COMPUTED,
@@ -226,36 +226,32 @@ def traffic(
 SMALL, LARGE = 52 * 4, 5 * 8
 """Bytes of the gradients in each dtype."""
 
-TABLE = SIZE * WIDTH * 8
-"""Numbers that travel with the last bucket: a row of eight-byte integers for each rank, a number for each byte."""
+MESSAGES = 2 * WIDTH * 8
+"""Bytes of what ranks say before they compute and after."""
 
 
 @pytest.mark.parametrize("normalize", ["loss", "grads"])
 @pytest.mark.parametrize("bucket_bytes", [8, 24, 64, 1 << 20])
 def test_traffic_of_a_step(world: World, bucket_bytes: int, normalize: str) -> None:
-    """One small gather and each gradient once, however many microbatches: 1, 4, 16, or none on a rank."""
+    """Two short messages and each gradient once, however many microbatches: 1, 4, 16, or none on a rank."""
     for numbers in ([1] * 4, [4] * 4, [16] * 4, [4, 0, 16, 1]):
         results = processes(
             world, traffic, numbers, [False] * SIZE, [{"normalize": normalize}] * SIZE,
             bucket_bytes=bucket_bytes,
         )  # fmt: skip
         for counts, sent, new_params in results:
-            assert counts == {
-                "all_gather_into_tensor": 1,
-                "allreduce_": ceil(SMALL / bucket_bytes) + ceil(LARGE / bucket_bytes),
-            }
-            assert sent == {
-                "all_gather_into_tensor": WIDTH * 8,
-                "allreduce_": SMALL + LARGE + TABLE * 8,
-            }
+            buckets = ceil(SMALL / bucket_bytes) + ceil(LARGE / bucket_bytes)
+            assert counts == {"allreduce_": 2 + buckets}
+            assert sent == {"allreduce_": MESSAGES + SMALL + LARGE}
             assert same(new_params, results[0][2])
 
 
 def test_aux_travels_in_one_collective_more(world: World) -> None:
     """Two integers; and where a rank is empty, the others tell it their form, and it tells them that it has it."""
-    for numbers, gathers in (([1, 4, 16, 2], 1), ([1, 4, 0, 2], 4)):
+    gathered = {"all_gather_into_tensor": 2}
+    for numbers, told in (([1, 4, 16, 2], {}), ([1, 4, 0, 2], gathered)):
         for counts, sent, _ in processes(world, traffic, numbers, [True] * SIZE, [{}] * SIZE):
-            assert counts == {"all_gather_into_tensor": gathers, "allreduce_": 2, "all_reduce": 1}
+            assert counts == {"allreduce_": 2 + 2 + bool(told), "all_reduce": 1, **told}
             assert sent["all_reduce"] == 2 * 8
 
 

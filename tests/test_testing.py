@@ -24,6 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import purestep as ps
 from purestep import tree
+from purestep.conversation import WIDTH
 from tests.faults import (
     BAD,
     COMPUTED,
@@ -558,7 +559,7 @@ def test_what_comes_out_is_each_ranks_own() -> None:
 def test_a_skipped_step_is_an_error() -> None:
     axis = ps.testing.ThreadAxis(2)
     heard = errors_of(axis, lambda: step(axis, sound(0)), lambda: None)
-    assert "rank 0 calls all_gather of torch.int64 (10,) over ThreadAxis(2)" in heard[0]
+    assert f"rank 0 calls psum of torch.float64 ({WIDTH},) over ThreadAxis(2)" in heard[0]
     assert "rank 1 has returned" in heard[0]
 
 

@@ -6,16 +6,22 @@ row, however they lie in the memory of any rank; a sum that comes out lies as it
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Hashable, Iterable, Sequence
 from itertools import accumulate, pairwise
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from purestep import tree
-from purestep.axis.ranks import Ranks, Wait
 from purestep.types import Tree
+
+if TYPE_CHECKING:
+    from purestep.axis.ranks import Ranks, Wait
+
+FIRST_BYTES = 2**20
+"""The size of the first bucket."""
 
 
 class Packed(NamedTuple):
@@ -30,17 +36,11 @@ class Packed(NamedTuple):
 
 
 def packed(x: Tree) -> Packed:
-    """The tree, ready to be summed; integers in int64."""
+    """The tree, ready to be summed."""
     leaves, structure = tree.flatten(x)
-    leaves = [summable(leaf) for leaf in leaves]
     kinds = _alike((leaf.dtype, leaf.device) for leaf in leaves)
     vectors = [(members, torch.cat([leaves[i].reshape(-1) for i in members])) for members in kinds]
     return Packed(leaves, structure, vectors)
-
-
-def summable(x: Tensor) -> Tensor:
-    """The tensor, in int64 where it holds integers."""
-    return x if x.is_floating_point() or x.is_complex() else x.to(torch.int64)
 
 
 def summed(x: Packed, axis: Ranks) -> Any:
@@ -61,70 +61,73 @@ def summed(x: Packed, axis: Ranks) -> Any:
 class Buckets:
     """The same sums, of leaves that are still being added up: a bucket leaves as soon as it is complete.
 
-    ``sums`` are buffers for the leaves, row-major views of flat vectors. Write into them, and call ``ready(index)``
-    when one is final, in any order: buckets are launched in one and the same order on every rank, so
-    that communication overlaps with the backward pass that is still at work. ``finish`` launches those
-    that are left, and waits for all; then ``sums`` are those of all ranks. Where the loss meets over this axis too, that is all of them: ranks
-    may find their gradients in different orders, and would mix up its collectives with these.
-
-    A row of integers travels with the last bucket. Each rank writes its own, as bytes, into its own row of
-    a table of zeros: bytes, and sums of a byte and zeros, are exact in any floating point dtype.
+    ``sums`` are buffers for the leaves, row-major views of flat vectors. Call ``begin``, write into them, and call
+    ``ready(index)`` once when one is final, in any order: buckets are launched in one and the same order on every rank, so
+    that communication overlaps with the backward pass that is still at work. The first is small, so that this begins
+    early. ``launch`` those that are left, and ``wait`` for all; then ``sums`` are those of all ranks. Where the loss
+    meets over this axis too, none leaves before ``launch``: ranks may find their gradients in different orders, and would
+    mix up its collectives with these.
     """
 
     def __init__(
-        self, axis: Ranks, leaves: Sequence[Tensor], dtypes: Sequence[torch.dtype], width: int
+        self, axis: Ranks, leaves: Sequence[Tensor], dtypes: Sequence[torch.dtype]
     ) -> None:
         self.sums = list(leaves)
         self._axis = axis
-        self._elsewhere: dict[int, Tensor] = {}
+        self._meetings: int | None = None
+        self.elsewhere: dict[int, Tensor] = {}
         self._buckets: list[Tensor] = []
-        self._missing: list[set[int]] = []
+        self._places = [range(0)] * len(leaves)
+        self._missing: list[int] = []
         self._waits: list[Wait] = []
-        self._meetings = axis.meetings
         kinds = ((dtype, leaf.device) for dtype, leaf in zip(dtypes, leaves, strict=True))
-        groups = _alike(kinds) or [[]]
-        for members in groups:
-            like = leaves[members[0]] if members else torch.empty(0, device=axis.device)
-            dtype = dtypes[members[0]] if members else like.dtype
-            sizes = [leaves[index].numel() for index in members]
-            table = axis.size * width * 8 if members is groups[-1] else 0
-            flat = like.new_empty(sum(sizes) + table, dtype=dtype)
+        for members in _alike(kinds):
+            like, dtype = leaves[members[0]], dtypes[members[0]]
+            offsets = [*accumulate((leaves[index].numel() for index in members), initial=0)]
+            flat = like.new_empty(offsets[-1], dtype=dtype)
             capacity = _capacity(axis, flat)
-            # The table makes the last bucket a little larger, never one more of them.
-            edges = [*range(0, max(1, sum(sizes)), capacity), len(flat)]
-            first = len(self._buckets)
-            self._buckets += [flat[start:stop] for start, stop in pairwise(edges)]
-            self._missing += [set() for _ in edges[1:]]
-            spans = pairwise(accumulate(sizes, initial=0))
-            for index, (start, stop) in zip(members, spans, strict=True):
+            first = capacity if self._buckets else min(capacity, FIRST_BYTES // flat.element_size())
+            edges = [0, *range(first, len(flat), capacity), len(flat)]
+            before = len(self._buckets)
+            self._buckets += [flat[start:stop] for start, stop in pairwise(edges) if start < stop]
+            self._missing += [0] * (len(self._buckets) - before)
+            for index, (start, stop) in zip(members, pairwise(offsets), strict=True):
                 leaf = leaves[index]
                 self.sums[index] = flat[start:stop].view(leaf.shape)
                 if not leaf.is_contiguous():
-                    self._elsewhere[index] = leaf
-                for place in range(start // capacity, -(-stop // capacity)):
-                    self._missing[first + place].add(index)
+                    self.elsewhere[index] = leaf
+                if start < stop:
+                    places = bisect_right(edges, start) - 1, bisect_left(edges, stop)
+                    self._places[index] = range(before + places[0], before + places[1])
+                for place in self._places[index]:
+                    self._missing[place] += 1
+
+    def begin(self) -> None:
+        """From here on, no other collective runs over the axis but where the loss calls it."""
+        self._meetings = self._axis.meetings
 
     def ready(self, index: int) -> None:
         """The sum of this leaf is final."""
-        for missing in self._missing:
-            missing.discard(index)
-        if self._axis.meetings != (self._meetings or 0) + len(self._waits):
-            return
-        # All but the last, which waits for the row.
-        while len(self._waits) < len(self._buckets) - 1 and not self._missing[len(self._waits)]:
+        for place in self._places[index]:
+            self._missing[place] -= 1
+        while (
+            len(self._waits) < len(self._buckets)
+            and not self._missing[len(self._waits)]
+            and self._axis.meetings == (self._meetings or 0) + len(self._waits)
+        ):
             self._launch()
 
-    def finish(self, row: Tensor) -> Tensor:
-        """Sums what is left; returns the rows of all ranks, ``(ranks, width)``."""
-        table = self._buckets[-1][-self._axis.size * len(row) * 8 :].view(self._axis.size, -1)
-        table.zero_()[self._axis.rank] = row.view(torch.uint8).to(table)
+    def launch(self) -> None:
+        """Begins to sum all that is left."""
         while len(self._waits) < len(self._buckets):
             self._launch()
+
+    def wait(self) -> None:
+        """Waits for all sums."""
         for wait in self._waits:
             wait()
-        for index, leaf in self._elsewhere.items():
+        for index, leaf in self.elsewhere.items():
             self.sums[index] = laid_out_like(leaf, self.sums[index])
-        return table.to(torch.uint8).view(torch.int64)
 
     def _launch(self) -> None:
         self._waits.append(self._axis.launch(self._buckets[len(self._waits)]))

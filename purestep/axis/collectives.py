@@ -14,15 +14,18 @@ its transpose is the sum that an outer derivative needs.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, Protocol
 
+import torch
 from einops import rearrange
 from torch import Tensor
 
 from purestep import tree
-from purestep.axis.buckets import packed, summable, summed
-from purestep.axis.ranks import Ranks
 from purestep.types import Tree
+
+SUMMED = {torch.int64, *tree.SUM_DTYPES}
+"""Leaves of these dtypes are summed as they are."""
 
 
 class Axis(Protocol):
@@ -71,9 +74,22 @@ def psum(x: Tree, axis: Axis) -> Tree:
     tensor(6.)
     """
     check_axis(axis)
-    if isinstance(axis, Ranks):
-        return summed(packed(x), axis)
-    return tree.map(lambda leaf: axis.apply("psum", summable(leaf)), x)
+    return over_tree("psum", _summable(x), axis)
+
+
+def over_tree(law: str, x: Tree, axis: Axis) -> Tree:
+    """The law of every leaf, all at once where the axis has a way to do that. psum: of floats and int64 alone."""
+    at_once = getattr(axis, "apply_tree", None)
+    return at_once(law, x) if at_once else tree.map(partial(axis.apply, law), x)
+
+
+def _summable(x: Tree) -> Tree:
+    """The tree, with its integers in int64."""
+    if {leaf.dtype for leaf in tree.leaves_of(x)} <= SUMMED:
+        return x
+    return tree.map(
+        lambda x: x if x.is_floating_point() or x.is_complex() else x.to(torch.int64), x
+    )
 
 
 def pmean(x: Tree, axis: Axis) -> Tree:
@@ -99,7 +115,7 @@ def pvary(x: Tree, axis: Axis) -> Tree:
     tensor(6.)
     """
     check_axis(axis)
-    return tree.map(lambda leaf: axis.apply("pvary", leaf), x)
+    return over_tree("pvary", x, axis)
 
 
 def all_gather(x: Tree, axis: Axis, dim: int = 0, *, tiled: bool = False) -> Tree:
@@ -146,7 +162,7 @@ def psum_scatter(x: Tree, axis: Axis, dim: int = 0, *, tiled: bool = False) -> T
                 f"psum_scatter over {axis} along dim={dim} needs {wanted} {axis.size} entries there, "
                 f"one for each rank, but the shape is {tuple(leaf.shape)}"
             )
-        blocks = summable(leaf).movedim(dim, 0)
+        blocks = _summable(leaf).movedim(dim, 0)
         if not tiled:
             return axis.apply("psum_scatter", blocks)
         blocks = rearrange(blocks, "(r d) ... -> r d ...", r=axis.size)

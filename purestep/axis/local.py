@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from purestep.axis.laws import LAWS
+from purestep.types import Tree
 
 
 class LocalAxis:
@@ -26,6 +27,10 @@ class LocalAxis:
     def apply(self, law: str, x: Tensor) -> Tensor:
         """The law over a single rank."""
         return LAWS[law].alone(x)
+
+    def apply_tree(self, law: str, x: Tree) -> Tree:
+        """psum or pvary of every leaf: with a single rank, the tree itself."""
+        return x
 
     def __repr__(self) -> str:
         return "LocalAxis()"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -94,13 +95,9 @@ class MeshAxis(Ranks):
     def launch(self, flat: Tensor) -> Wait:
         """Starts to sum ``flat`` over ranks, in its own buffer."""
         with _explained(self.where):
-            work = dist.all_reduce(flat, group=self._group, async_op=True)
-
-        def wait() -> None:
-            with _explained(self.where):
-                work.wait()
-
-        return wait
+            return partial(
+                _wait, dist.all_reduce(flat, group=self._group, async_op=True), self.where
+            )
 
     def __repr__(self) -> str:
         return str(self.where)
@@ -121,6 +118,11 @@ class Group(NamedTuple):
     def __str__(self) -> str:
         dims = self.dims.removesuffix(",)").strip("()")
         return f"MeshAxis({dims}, {self.size} rank{'s' if self.size > 1 else ''})"
+
+
+def _wait(work: Any, group: Group) -> None:
+    with _explained(group):
+        work.wait()
 
 
 def _psum(x: Tensor, group: Group) -> Tensor:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from functools import partial
 from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
 from purestep import tree
+from purestep.axis.buckets import packed, summed
 from purestep.axis.laws import Where, collective
+from purestep.types import Tree
 
 Wait: TypeAlias = Callable[[], None]
 """Waits for what was launched, as long as the axis itself allows."""
@@ -28,6 +31,7 @@ class Ranks(ABC):
     They meet in ``where`` for one law on one plain tensor each; ``device`` is where such tensors live.
     """
 
+    own_programs = True
     size: int
     device: torch.device
 
@@ -68,6 +72,12 @@ class Ranks(ABC):
         if tree.eager(x):
             return self.where.meet(law, x)  # nobody asks for the transpose, whose record takes time
         return collective(x, None, law, self.where)
+
+    def apply_tree(self, law: str, x: Tree) -> Tree:
+        """psum or pvary of every leaf: sums in ⌈bytes / bucket_bytes⌉ collectives for each dtype."""
+        if law == "psum":
+            return summed(packed(x), self)
+        return x if tree.eager(x) else tree.map(partial(self.apply, law), x)
 
     @abstractmethod
     def launch(self, flat: Tensor) -> Wait:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import pairwise
 from operator import attrgetter
@@ -15,7 +15,7 @@ from torch import Tensor
 from purestep import tree
 from purestep.compiler import Compiler
 from purestep.optim.base import Optimizer, compiled_, foreign, held_back, with_grad_scale
-from purestep.tokens import Weighed
+from purestep.tokens import Group, Weighed
 from purestep.torch_internals import values_inside
 from purestep.types import Microbatch, OptState, Params, Tree
 
@@ -102,10 +102,13 @@ Extent: TypeAlias = tuple[int, int, int, bool]
 """From which byte to which a leaf reaches, its position, and whether its elements overlap each other."""
 
 
-def check_buffers(donated: Tree, data: Sequence[Microbatch]) -> None:
-    """Refuses leaves that are given away and overlap, each other or the data: the update would write there, too."""
-    if not tree.eager(donated):
-        return  # Nothing is written over then.
+def apart(group: Group, donated: Tree) -> Group:
+    """The same group, where nothing that is given away overlaps: each other here, a microbatch when it comes.
+
+    The update would write there, too.
+    """
+    if not donated or not tree.eager(donated):
+        return group  # Nothing is written over then.
     given = _extents(tree.leaves_of(donated))
     for _, _, position, folded in given:
         if folded:
@@ -119,17 +122,13 @@ def check_buffers(donated: Tree, data: Sequence[Microbatch]) -> None:
                 f"donate=True needs a buffer for each leaf, but {_name(donated, before)} and {_name(donated, after)} "
                 "share memory: clone one of them, or tie them inside loss_fn"
             )
-    for number, microbatch in enumerate(data if given else ()):
-        _check_apart(donated, given, number, microbatch)
 
-
-def checked_as_they_come(group: Iterable[Weighed], donated: Tree) -> Iterator[Weighed]:
-    """The same group, each microbatch of which is refused where it overlaps with what is given away."""
-    given = _extents(tree.leaves_of(donated)) if tree.eager(donated) else []
-    for number, (microbatch, weights) in enumerate(group):
-        if given:
+    def checked() -> Iterator[Weighed]:
+        for number, (microbatch, weights) in enumerate(group.weighed):
             _check_apart(donated, given, number, microbatch)
-        yield microbatch, weights
+            yield microbatch, weights
+
+    return group._replace(weighed=checked()) if given else group
 
 
 def _check_apart(

@@ -1,0 +1,110 @@
+"""What a step is given, refused where it cannot be that, with the way out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NoReturn, get_args
+
+import torch
+from torch import Tensor
+
+from purestep import tree
+from purestep.axis import Axis, check_axis
+from purestep.torch_internals import holds_tensors
+from purestep.types import LossFn, Microbatch, Params, WeightFn
+
+
+def check_functions(loss_fn: LossFn, weight_fn: WeightFn | None, axis: Axis) -> None:
+    """Refuses what is neither a function nor an axis."""
+    check_callable("loss_fn", loss_fn)
+    if weight_fn is not None:
+        check_callable("weight_fn", weight_fn)
+    check_axis(axis)
+
+
+def check_callable(name: str, value: object) -> None:
+    """Refuses what cannot be called."""
+    if not callable(value):
+        raise TypeError(f"{name} must be a function, got {type(value).__name__}")
+
+
+def check_choice(name: str, value: str, choices: Any) -> None:
+    """Refuses what is none of the choices, a ``Literal``."""
+    if value not in get_args(choices):
+        raise ValueError(
+            f"{name}={value!r} must be one of {', '.join(map(repr, get_args(choices)))}"
+        )
+
+
+def checked_params(params: Params) -> list[Tensor]:
+    """The leaves of params, refused where they cannot be."""
+    leaves: list[Tensor] = tree.leaves_of(params)
+    devices = {leaf.device for leaf in leaves if isinstance(leaf, Tensor)}
+    dtypes = {leaf.dtype for leaf in leaves if isinstance(leaf, Tensor)}
+    fit = tree.are_tensors(leaves) and dtypes <= {*tree.SUM_DTYPES}
+    if not (leaves and fit and len(devices) == 1) or leaves[0].device.type == "mps":
+        _explain(params, leaves)
+    return leaves
+
+
+def _explain(params: Params, leaves: list[Tensor]) -> None:
+    """Raises where these are no params."""
+    if isinstance(params, torch.nn.Module):
+        raise TypeError(
+            f"params is a module, {type(params).__name__}: pass its parameters, "
+            "{name: p.detach() for name, p in module.named_parameters()}, and call it in loss_fn through "
+            "torch.func.functional_call"
+        )
+    for position, leaf in enumerate(leaves):
+        if isinstance(leaf, Tensor) and leaf.is_floating_point():
+            plain = type(leaf) is Tensor or not holds_tensors(leaf)
+            if leaf.dtype not in tree.SUM_DTYPES or not plain:
+                _refuse_kind(tree.paths(params, "params")[position], leaf)
+        else:
+            found = leaf.dtype if isinstance(leaf, Tensor) else type(leaf).__name__
+            raise TypeError(
+                f"{tree.paths(params, 'params')[position]} is {found}, which has no gradient: params are "
+                "floating point tensors in containers that optree knows; keep other data in the "
+                "microbatch or close over it, and register classes of your own in purestep.tree.NAMESPACE"
+            )
+    if not leaves:
+        raise ValueError("params holds no tensors, so there is nothing to update")
+    device = leaves[0].device
+    places = zip(tree.paths(params, "params"), leaves, strict=True)
+    for other, leaf in places:
+        if leaf.device == device:
+            continue
+        raise ValueError(
+            f"{tree.paths(params, 'params')[0]} is on {device}, but {other} is on {leaf.device}: the params of a step are "
+            "on one device; move them there"
+        )
+    if device.type == "mps":
+        raise ValueError(
+            f"params are on {device}, which has no float64, and losses and counts are summed in it: move params and "
+            "microbatches to the CPU"
+        )
+
+
+def _refuse_kind(path: str, leaf: Tensor) -> NoReturn:
+    """Floating point tensors that look like any other, and are not."""
+    if leaf.dtype not in tree.SUM_DTYPES:
+        raise TypeError(
+            f"{path} is {leaf.dtype}, in which neither gradients nor updates can be computed: keep params in "
+            "bfloat16 or wider, and cast inside loss_fn"
+        )
+    raise TypeError(
+        f"{path} is a {type(leaf).__name__}, which holds its values on several ranks or in several tensors: params are "
+        "plain tensors. Of a DTensor, as fully_shard and distribute_tensor make them, pass leaf.full_tensor(), and "
+        "say by axis=ps.MeshAxis(mesh, ...) where the tokens are spread"
+    )
+
+
+def checked_group(microbatches: Sequence[Microbatch]) -> Sequence[Microbatch]:
+    """The microbatches, refused where they are no sequence."""
+    if not isinstance(microbatches, Sequence) or hasattr(microbatches, "_fields"):
+        raise TypeError(
+            f"microbatches must be a sequence of microbatches, got {type(microbatches).__name__}: "
+            "cut a stacked batch with ps.split(batch, k), wrap a single microbatch in a list, and "
+            "gather an iterator into one"
+        )
+    return microbatches
