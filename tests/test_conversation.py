@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ import purestep as ps
 from purestep import tree
 from purestep.axis.buckets import FIRST_BYTES, Buckets
 from purestep.axis.ranks import Ranks, Wait
-from purestep.conversation import NUMBER, SQUARE, conversation
+from purestep.conversation import NUMBER, SQUARE, WIDTH, conversation
 from tests.faults import (
     BAD,
     SHARE,
@@ -99,7 +100,7 @@ def test_what_a_host_does_does_not_grow_with_the_ranks(weight: float, normalize:
     for size in (2, 65_536):
         axis = Alike(size)
         update(axis)
-        calls.append(calls_of(lambda axis=axis: update(axis)))
+        calls.append(calls_of(partial(update, axis)))
         assert update(axis)[2].num_tokens == 5 * weight * size
         assert set(axis.met) == {"psum"}  # of aux
     assert calls[0] == calls[1]
@@ -167,16 +168,39 @@ def test_leaves_of_any_size_in_buckets_of_any_size(bucket_bytes: int) -> None:
         assert sorted(numbers) == sorted([3 + 0 + 1 + 0, 7 + 5])
 
 
+def lines_of(function: Callable[[], Any]) -> int:
+    """How many lines of Python run."""
+    lines = 0
+
+    def count(frame: Any, event: str, arg: Any) -> Any:
+        nonlocal lines
+        lines += event == "line"
+        return count
+
+    before = sys.gettrace()
+    sys.settrace(count)
+    try:
+        function()
+    finally:
+        sys.settrace(before)
+    return lines
+
+
 def test_what_an_announcement_costs() -> None:
-    """Not a call more for each bucket that there is."""
+    """Not a line more for each bucket that there is."""
 
     def cost(leaves: int) -> float:
         theta = [torch.zeros(2) for _ in range(leaves)]
         buckets = Buckets(Alike(2, bucket_bytes=8), theta, [torch.float32] * leaves)
         buckets.begin()
-        return calls_of(lambda: [buckets.ready(index) for index in range(leaves - 1)]) / leaves
 
-    assert cost(1000) < cost(10) + 1
+        def announce() -> None:
+            for index in range(leaves - 1):
+                buckets.ready(index)
+
+        return lines_of(announce) / leaves
+
+    assert cost(1000) < cost(10) + 2
 
 
 # Who differs
@@ -222,6 +246,7 @@ class Beside(Alike):
 
     def launch(self, flat: Tensor) -> Wait:
         """Adds what the others say to what this one does."""
+        self.sent.append((flat.dtype, flat.numel()))
         number = sum(int(part) << 32 * place for place, part in enumerate(flat[NUMBER].tolist()))
         for other in (number - 1, number + 1):
             for parts, value in ((NUMBER, other), (SQUARE, other**2)):
@@ -235,6 +260,7 @@ def test_a_rank_whose_fingerprint_is_the_mean_of_all_decides_like_the_others() -
     axis = Beside(3)
     with pytest.raises(ValueError, match="disagree"):
         step(axis, sound(0))
+    assert axis.sent == [(torch.float64, WIDTH)]
     assert axis.met == ["all_gather"] * 2
 
 

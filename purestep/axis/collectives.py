@@ -29,7 +29,11 @@ SUMMED = {torch.int64, *tree.SUM_DTYPES}
 
 
 class Axis(Protocol):
-    """The dimension, or dimensions, that split a batch's tokens."""
+    """The dimension, or dimensions, that split a batch's tokens.
+
+    An axis may also have ``apply_tree(law, x)``, for psum and pvary of all leaves at once, and say by ``own_programs`` that it
+    is one of the ``Ranks`` that run programs of their own.
+    """
 
     @property
     def size(self) -> int:

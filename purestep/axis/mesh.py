@@ -36,8 +36,8 @@ class MeshAxis(Ranks):
     Args:
         mesh: from ``torch.distributed.device_mesh.init_device_mesh``, with ``mesh_dim_names``.
         dims: the name of a dimension, or several names in the order of the mesh.
-        bucket_bytes: how many bytes of gradients travel in one collective. Smaller ones start earlier
-            during the backward pass, larger ones waste less.
+        bucket_bytes: how many bytes of gradients travel in one collective, at most a megabyte in the first. Smaller
+            ones start earlier during the backward pass, larger ones waste less.
 
     >>> from torch.distributed.device_mesh import init_device_mesh
     >>> store = torch.distributed.HashStore()
