@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
-from functools import partial
 from itertools import pairwise
 from operator import attrgetter
-from typing import Any, Protocol, TypeAlias, cast
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
 
 from purestep import tree
 from purestep.compiler import Compiler
-from purestep.optim.base import Optimizer, compiled_, foreign, held_back, with_grad_scale
+from purestep.optim.base import Optimizer, compiled_, foreign, selected, with_grad_scale
 from purestep.tokens import Weighed
 from purestep.torch_internals import values_inside
 from purestep.types import Microbatch, OptState, Params, Tree
@@ -40,13 +39,11 @@ def transition(
 ) -> Transition:
     """The optimizer's update where ``applied`` holds, and the identity, to the bit, where it does not.
 
-    Where nobody transforms, ``update_`` does it in place: on the buffers that come in, with ``donate``, and
-    else on one copy of them. Under a transform the old state is still needed. A step that the host knows not
-    to be taken is then never computed; else the choice is a selection, never a multiplication, of what was
-    computed from finite gradients, so that nothing non-finite passes through it or through its derivative.
-    A compiler gets what is no kernel of ``update_``.
+    ``update_`` does it in place where nobody transforms: on the buffers that come in, with ``donate``, and otherwise on
+    one copy of them. A compiler gets what is no kernel of ``update_``. Under a transform the old state is still
+    needed, and the choice is a selection.
     """
-    update = with_grad_scale(optimizer.update)
+    update = with_grad_scale(optimizer.update, optimizer.takes)
     update_ = compiled_(optimizer, compile)
     copies = not donate and (compile is not False or optimizer.update_ is not None)
 
@@ -59,35 +56,25 @@ def transition(
         grad_scale: Tensor | None,
         applied: Tensor,
     ) -> tuple[Params, OptState]:
-        compiling = torch.compiler.is_dynamo_compiling()
-        in_place = donate or (copies and not compiling)
-        if not in_place or not tree.untransformed(grads, opt_state, params):
-            known = tree.at_hand(applied)
-            if known is not None and not known.any():
-                return cast("tuple[Params, OptState]", tree.map(torch.clone, (params, opt_state)))
-            if known is None or not known.all():
-                grads = held_back(grads, applied)
-            moved = partial(update, grads, opt_state, params, grad_scale=grad_scale)
-            selected = tree.select(applied, moved(), (params, opt_state))
-            return cast("tuple[Params, OptState]", selected)
-        if copies:
-            params, opt_state = tree.map(torch.clone, (params, opt_state))
-        if compiling or applied.device.type != "cpu":
-            return update_(grads, opt_state, params, grad_scale=grad_scale, applied=applied)
-        # The host knows already whether the step is taken, so nothing has to be selected.
-        if not applied:
-            return params, opt_state
-        return update_(grads, opt_state, params, grad_scale=grad_scale, applied=None)
-
-    def explained(grads: Tree, opt_state: OptState, params: Params, /, **how: Any) -> Any:
+        eager = tree.eager()
         try:
-            return transit(grads, opt_state, params, **how)
+            if not (donate or (copies and eager)):
+                how = {"grad_scale": grad_scale, "applied": applied}
+                return selected(Optimizer, update, grads, opt_state, params, **how)
+            if copies:
+                params, opt_state = tree.copied((params, opt_state))
+            # The host knows already whether the step is taken, so nothing has to be selected.
+            if eager and applied.is_cpu:
+                if not applied:
+                    return params, opt_state
+                return update_(grads, opt_state, params, grad_scale=grad_scale, applied=None)
+            return update_(grads, opt_state, params, grad_scale=grad_scale, applied=applied)
         except Exception as error:
             if mismatch := _mismatch(optimizer, opt_state, params):
                 raise ValueError(mismatch) from error
             raise
 
-    return explained
+    return transit
 
 
 def _mismatch(optimizer: Optimizer, opt_state: OptState, params: Params) -> str | None:
