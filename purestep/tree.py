@@ -480,14 +480,16 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def copied(tree: Tree) -> Tree:
-    """The same values in memory of its own, on the host copied by one kernel where nobody records it.
+def copied(tree: Tree) -> Tree | None:
+    """The same values in memory of its own, on the host copied by one kernel; None where autograd follows any of them.
 
     >>> one = {"w": torch.ones(2)}
     >>> copied(one)["w"].add_(1), one
     (tensor([2., 2.]), {'w': tensor([1., 1.])})
     """
     leaves, structure = flatten(tree)
-    if leaves and all(leaf.is_cpu and not leaf.requires_grad for leaf in leaves):
+    if any(leaf.requires_grad for leaf in leaves):
+        return None
+    if leaves and all(leaf.is_cpu for leaf in leaves):
         return unflatten(structure, torch_internals.foreach_clone(leaves))
-    return unflatten(structure, [torch.clone(leaf) for leaf in leaves])
+    return unflatten(structure, [leaf.clone() for leaf in leaves])

@@ -58,11 +58,12 @@ def transition(
     ) -> tuple[Params, OptState]:
         eager = tree.eager()
         try:
-            if not (donate or (copies and eager)):
+            given = params, opt_state
+            own = given if donate else tree.copied(given) if copies and eager else None
+            if own is None:
                 how = {"grad_scale": grad_scale, "applied": applied}
                 return selected(Optimizer, update, grads, opt_state, params, **how)
-            if copies:
-                params, opt_state = tree.copied((params, opt_state))
+            params, opt_state = own
             # The host knows already whether the step is taken, so nothing has to be selected.
             if eager and applied.is_cpu:
                 if not applied:
