@@ -35,12 +35,12 @@ MODULES = [
     "purestep.conversation",
     "purestep.optim.schedules",
     "purestep.optim.base",
-    "purestep.optim.transforms",
     "purestep.optim.leafwise",
+    "purestep.optim.partition",
+    "purestep.optim.transforms",
     "purestep.optim.recipes",
     "purestep.optim.adam",
     "purestep.optim.master",
-    "purestep.optim.partition",
     "purestep.optim.torch_optim",
     "purestep.optim",
     "purestep.optim.transition",
@@ -149,9 +149,9 @@ STEP_LOSS = "loss=_over(loss, grad_scale)"
 STEP_TOKENS = "num_tokens=total.num_tokens,\n            num_microbatches=total.num_microbatches,\n            grad_norm"
 GRAD_NORM = "grad_norm = _over(tree.global_norm(grads), grad_scale)"
 SKIP = "applied = applied & tree.all_finite(grads)"
-SELECTED = "tree.select(applied, moved(), (params, opt_state))"
-HELD_BACK = "held_back(grads, applied)"
-NOT_APPLIED = "if not applied:\n            return params, opt_state\n"
+SELECTED = "tree.select(applied, moved(), old)"
+HELD_BACK = "not known.all():\n            grads = held_back(grads, applied)"
+NOT_APPLIED = "if not applied:\n                    return params, opt_state\n"
 PER_STEP = "    transit = transition(optimizer, donate=donate, compile=compile)\n"
 ENTRY = "            theta = pvary(params, axis)\n"
 FIRST = '        shared = {"params": params, "opt_state": opt_state, "settings": settings}\n'
@@ -345,10 +345,11 @@ MUTANTS = [
         "27",
         "skip by multiplication: one NaN poisons everything after",
         [
-            transition(HELD_BACK, "grads"),
-            transition(
+            optim("base", HELD_BACK, "not known.all():\n            pass"),
+            optim(
+                "base",
                 SELECTED,
-                "tree.map(lambda a, b: applied * a + ~applied * b, moved(), (params, opt_state))",
+                "tree.map(lambda a, b: applied * a + ~applied * b, moved(), old)",
             ),
         ],
     ),
@@ -356,8 +357,10 @@ MUTANTS = [
         "28a",
         "skip that still moves moments and the step counter",
         [
-            transition(
-                SELECTED, "(lambda new: (tree.select(applied, new[0], params), new[1]))(moved())"
+            optim(
+                "base",
+                SELECTED,
+                "(lambda new: (tree.select(applied, new[0], params), new[1]))(moved())",
             )
         ],
     ),
@@ -367,7 +370,7 @@ MUTANTS = [
         [
             transition(
                 NOT_APPLIED,
-                "if not applied:\n            return params, tree.map(lambda s: s if s.ndim else s + 1, opt_state)\n",
+                "if not applied:\n                    return params, tree.map(lambda s: s if s.ndim else s + 1, opt_state)\n",
             )
         ],
     ),

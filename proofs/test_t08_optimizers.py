@@ -471,14 +471,22 @@ def test_adamw_is_the_fused_kernel(
         for group in namesake.optimizer.param_groups if scheduled else []:
             group["lr"] = how["lr"] / (1 + namesake.steps)
 
-    def state_of(namesake: Namesake) -> ps.optim.AdamWState:
+    def state_of(namesake: Namesake) -> Any:
         kept = [namesake.optimizer.state[leaf] for leaf in namesake.leaves]
-        return ps.optim.AdamWState(
-            torch.tensor(namesake.steps),
-            [state["exp_avg"] for state in kept],
-            [state["exp_avg_sq"] for state in kept],
-            torch.tensor([leaf.ndim > 1 for leaf in namesake.leaves if masked], dtype=torch.bool),
-        )
+        structure = tree.flatten(namesake.params)[1]
+
+        def part(where: list[int]) -> ps.optim.AdamWState:
+            means = ([state[key] for state in kept] for key in ("exp_avg", "exp_avg_sq"))
+            return ps.optim.AdamWState(
+                torch.tensor(namesake.steps), *(tree.part(structure, one, where) for one in means)
+            )
+
+        flags = [leaf.ndim > 1 or not masked for leaf in namesake.leaves]
+        parts = {
+            label: part([position for position, flag in enumerate(flags) if flag == wanted])
+            for label, wanted in (("decay", True), ("rest", False))
+        }
+        return parts if masked else parts["decay"]
 
     rate = (lambda step: how["lr"] / (1 + step.to(torch.float64))) if scheduled else how["lr"]
     optimizer = ps.optim.adamw(rate, b1, b2, how["eps"], how["weight_decay"], mask)

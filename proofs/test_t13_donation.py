@@ -92,7 +92,7 @@ def plain_update_(case: Case) -> ps.optim.Optimizer:
         new = case.optimizer.update(grads, opt_state, params)
         return tree.map(torch.Tensor.copy_, (params, opt_state), new)
 
-    return case.optimizer._replace(update_=update_)
+    return case.optimizer._replace(update_=update_, takes=())
 
 
 test_donation = donation.test()

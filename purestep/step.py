@@ -24,10 +24,11 @@ from purestep.arguments import (
 from purestep.axis import Axis, LocalAxis, pvary
 from purestep.compiler import Compiler
 from purestep.conversation import conversation
+from purestep.donation import apart
 from purestep.grads import accumulator, grad_and_value, sum_dtypes
 from purestep.objective import divisor, evaluator
 from purestep.optim.base import Optimizer, check_optimizer
-from purestep.optim.transition import apart, transition
+from purestep.optim.transition import transition
 from purestep.tokens import count_of, grouped, label_weights
 from purestep.types import (
     EvalMetrics,

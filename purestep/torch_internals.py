@@ -139,6 +139,7 @@ storage_use_count: Callable[[int], int] = _private("_C._storage_Use_Count")
 # Kernels for many leaves at once.
 
 foreach_add_: Callable[..., None] = _private("_foreach_add_")
+foreach_clone: Callable[..., tuple[Tensor, ...]] = _private("_foreach_clone")
 foreach_copy_: Callable[..., None] = _private("_foreach_copy_")
 foreach_mul_: Callable[..., None] = _private("_foreach_mul_")
 foreach_norm: Callable[..., tuple[Tensor, ...]] = _private("_foreach_norm")

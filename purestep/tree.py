@@ -73,7 +73,8 @@ def part(structure: Structure, leaves: Sequence[Any], where: Collection[int]) ->
     >>> part(flatten(whole)[1], leaves_of(whole), {1})
     {'a': [(), 2], 'b': ()}
     """
-    kept = (leaf if position in where else () for position, leaf in enumerate(leaves))
+    chosen = {*where}
+    kept = (leaf if position in chosen else () for position, leaf in enumerate(leaves))
     return _pruned(structure, iter([*kept]))
 
 
@@ -310,7 +311,7 @@ def untransformed(*trees: Tree) -> bool:
     """
     if torch_internals.transformed() or torch_internals.in_forward_mode():
         return False
-    return not requires_grad(trees)
+    return not (trees and requires_grad(trees))
 
 
 def detached(tree: Tree) -> Tree:
@@ -478,3 +479,18 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     if not (dtype.is_floating_point or dtype.is_complex):
         return torch.int64
     return torch.promote_types(dtype, torch.float32)
+
+
+def copied(tree: Tree) -> Tree | None:
+    """The same values in memory of its own, on the host copied by one kernel; None where autograd follows any of them.
+
+    >>> one = {"w": torch.ones(2)}
+    >>> copied(one)["w"].add_(1), one
+    (tensor([2., 2.]), {'w': tensor([1., 1.])})
+    """
+    leaves, structure = flatten(tree)
+    if any(leaf.requires_grad for leaf in leaves):
+        return None
+    if leaves and all(leaf.is_cpu for leaf in leaves):
+        return unflatten(structure, torch_internals.foreach_clone(leaves))
+    return unflatten(structure, [leaf.clone() for leaf in leaves])

@@ -149,6 +149,6 @@ def test_normalising_takes_no_pass(normalize: Any) -> None:
     matmul = {k: counts[k].pop("mm") for k in counts}
     assert matmul[8] == 8 * matmul[1]
     # The copy that the optimizer works on is the only one of the state.
-    optimizer_and_norm = {"_foreach_norm": 1, "clone": LAYERS, "_foreach_add_": 1}
+    optimizer_and_norm = {"_foreach_norm": 1, "_foreach_clone": 1, "_foreach_add_": 1}
     assert counts[1] == optimizer_and_norm
     assert counts[8] == {**optimizer_and_norm, "add_": 7 * LAYERS}

@@ -91,8 +91,7 @@ def test_mask_as_a_tree_or_a_function() -> None:
         new, _ = optimizer.update(zero, optimizer.init(PARAMS), PARAMS)
         assert torch.equal(new["b"], PARAMS["b"])
         assert torch.allclose(new["w"], torch.full((2, 2), 0.95))
-    everywhere = ps.optim.adamw(0.1, mask=True).init(PARAMS)
-    assert everywhere.decays.tolist() == [True, True]
+    assert set(ps.optim.adamw(0.1, mask=True).init(PARAMS)) == {"decay"}
     for mask in ({"w": True}, 1, tree.map(lambda leaf: torch.tensor(True), PARAMS)):
         with pytest.raises(
             ValueError, match="the weight-decay mask must be a tree of bools like the params"
@@ -123,7 +122,7 @@ def test_chain_uses_the_last_optimizers_own_update_() -> None:
         tree.map(lambda p, g: p.sub_(g), params, grads)
         return params, state
 
-    own = ps.optim.descend(1.0)._replace(update_=update_)
+    own = ps.optim.descend(1.0)._replace(update_=update_, takes=())
     optimizer = ps.optim.chain(TRANSFORMS["clip"], own)
     params = tree.map(torch.clone, PARAMS)
     assert optimizer.update_ is not None
@@ -131,6 +130,66 @@ def test_chain_uses_the_last_optimizers_own_update_() -> None:
     assert len(calls) == 1
     assert new["w"].data_ptr() == params["w"].data_ptr()
     assert torch.equal(new["w"], PARAMS["w"] - calls[0])
+
+
+@pytest.mark.parametrize("behind", ["clip", "decay", "momentum"])
+def test_what_comes_behind_momentum_leaves_its_trace_alone(behind: str) -> None:
+    """It may write to the updates that it is given, and they are not the state's memory."""
+    first = ps.optim.momentum(0.5)
+    optimizer = ps.optim.chain(first, TRANSFORMS[behind], ps.optim.descend(1.0))
+    pure = in_place = (PARAMS, optimizer.init(PARAMS))
+    assert optimizer.update_ is not None
+    for _ in range(2):
+        pure = optimizer.update(GRADS, pure[1], pure[0])
+        given = tree.map(torch.clone, (GRADS, in_place[1], in_place[0]))
+        in_place = optimizer.update_(*given)
+    assert all(map(torch.equal, tree.leaves_of(in_place), tree.leaves_of(pure)))
+    assert torch.equal(pure[1][0].trace["w"], 1.5 * GRADS["w"])
+
+
+def test_what_does_not_decay_is_not_touched() -> None:
+    """Not even multiplied by zero."""
+    params = {"w": torch.ones(2, 2), "b": torch.full((2,), float("inf"))}
+    decay = ps.optim.add_decayed_weights(0.5, matrices)
+    for update in (decay.update, torch.vmap(decay.update)):
+        given = (GRADS, decay.init(params), params)
+        given = given if update is decay.update else tree.map(lambda leaf: leaf[None], given)
+        updates, _ = update(*given)
+        assert torch.equal(updates["b"].squeeze(0), GRADS["b"])
+        assert torch.equal(updates["w"].squeeze(0), GRADS["w"] + 0.5)
+
+
+@pytest.mark.parametrize("takes", [(), ("grad_scale",), ("applied",), ("grad_scale", "applied")])
+def test_only_keywords_that_are_declared_are_passed(takes: tuple[str, ...]) -> None:
+    """Others are done before: gradients are divided, and the scalar is read on the host."""
+    passed: list[set[str]] = []
+
+    def update(grads: Any, state: Any, params: Any, **how: Any) -> Any:
+        passed.append({*how})
+        scale = how.get("grad_scale")
+        scale = 1.0 if scale is None else scale
+        applied = how.get("applied")
+        if applied is None or applied:
+            params = tree.map(lambda p, g: p.sub_(g / scale), params, grads)
+        return params, state
+
+    optimizer = ps.optim.Optimizer(lambda _: (), update, update, takes=takes)
+    chained = ps.optim.chain(ps.optim.chain(optimizer))
+    assert chained.update_ is not None
+    scale = torch.tensor(2.0)
+    for applied in (True, False):
+        grads, params = tree.map(torch.clone, (GRADS, PARAMS))
+        params, _ = chained.update_(
+            grads, (((),),), params, grad_scale=scale, applied=torch.tensor(applied)
+        )
+        expected = PARAMS["w"] - GRADS["w"] / 2 if applied else PARAMS["w"]
+        assert torch.equal(params["w"], expected)
+    wanted = {"applied"} & {*takes} | {"grad_scale"} & {*takes}
+    assert all(keywords <= wanted for keywords in passed)
+    assert len(passed) == (2 if "applied" in takes else 1)
+    pure, _ = chained.update(GRADS, (((),),), tree.map(torch.clone, PARAMS), grad_scale=scale)
+    assert torch.equal(pure["w"], PARAMS["w"] - GRADS["w"] / 2)
+    assert passed[-1] == {"grad_scale"} & {*takes}
 
 
 def test_sgd_refuses_nesterov_without_momentum() -> None:
@@ -192,6 +251,55 @@ RATES = [1e-2, torch.tensor(1e-2), ps.optim.linear_schedule(3e-2, 1e-3, 3)]
 SHAPES = [(), (7,), (64,), (33, 5), (128, 3), (1003,)]
 
 
+VECTOR = 16
+"""A multiple of the elements that one instruction takes."""
+FUSED: dict[str, Any] = {
+    "adamw": lambda rate: ps.optim.adamw(rate, weight_decay=0.0),
+    "masked adamw": lambda rate: ps.optim.adamw(rate, 0.5, 0.9, weight_decay=0.0),
+    "partition": lambda rate: ps.optim.adamw(rate, weight_decay=0.0),
+}
+"""Those with a fused kernel, as they are without weight decay."""
+
+
+def rounding_of_adamw(optimizer: ps.optim.Optimizer, params: Any, history: Any) -> Any:
+    """How far two float32 runs of AdamW can be apart in params, μ and ν, on these gradients; for each element.
+
+    Let M and D be μ and the distance travelled if all gradients were positive, in float64. Each of T steps rounds μ
+    four times, relative to M, and ν, which is positive, five times: γ(4T) M and γ(5T) ν. A step is rate · μ̂ / (√ν̂ + ε),
+    with μ rounded 4T times, √ν half as often as ν, and a dozen roundings of its own: γ(9T + 12) of what is added to
+    D. Params are rounded four times in each step, relative to |θ₀| + D at most; decay makes errors smaller. Both runs
+    round.
+    """
+    steps, dtype = len(history), torch.float32
+    state: Any = ([torch.zeros_like(leaf, dtype=torch.float64) for leaf in params],) * 2
+    state = (state[0], optimizer.init(state[0]))
+    for grads in history:
+        state = optimizer.update([grad.abs() for grad in grads], state[1], state[0])
+    travelled = [-leaf for leaf in state[0]]
+    return (
+        [
+            gamma(2 * (9 * steps + 12), dtype) * far
+            + gamma(2 * 4 * steps, dtype) * (leaf.abs().double() + far)
+            for leaf, far in zip(params, travelled, strict=True)
+        ],
+        [gamma(2 * 4 * steps, dtype) * leaf for leaf in state[1].mu],
+        [gamma(2 * 5 * steps, dtype) * leaf for leaf in state[1].nu],
+    )
+
+
+def of_adamw(state: Any) -> dict[str, ps.optim.AdamWState]:
+    """The states of AdamW in it."""
+    states = state if isinstance(state, dict) else {"all": state}
+    return {key: one for key, one in states.items() if isinstance(one, ps.optim.AdamWState)}
+
+
+def assert_tail_within(a: torch.Tensor, b: torch.Tensor, bound: torch.Tensor) -> None:
+    """Equal to the bit in whole vectors, and within the bound in what is left."""
+    whole = a.numel() // VECTOR * VECTOR
+    assert torch.equal(a.flatten()[:whole], b.flatten()[:whole])
+    assert ((a.double() - b.double()).abs() <= bound).all()
+
+
 @pytest.mark.parametrize("of_grads", [torch.float32, torch.float16])
 @pytest.mark.parametrize("rate", RATES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
@@ -199,16 +307,21 @@ SHAPES = [(), (7,), (64,), (33, 5), (128, 3), (1003,)]
 def test_kernels_and_plain_arithmetic_agree(
     name: str, dtype: torch.dtype, rate: Any, of_grads: torch.dtype
 ) -> None:
-    """In place, out of place and under a transform: the same bits, at any length and whatever the rate is."""
+    """In place, out of place and under a transform: the same bits, at any length and whatever the rate is.
+
+    Torch's fused kernel of AdamW rounds otherwise in what is left of whole vectors: there, within the bound.
+    """
     optimizer = RECIPES[name](rate)
     assert optimizer.update_ is not None
     generator = torch.Generator().manual_seed(0)
     params = [torch.randn(shape, generator=generator).to(dtype) for shape in SHAPES]
     state = in_place = (params, optimizer.init(params))
     batched = tree.map(lambda leaf: torch.stack([leaf, leaf]), state)
+    history = []
     for step in range(4):
         grads = [torch.randn(shape, generator=generator).to(of_grads) for shape in SHAPES]
         scale = torch.tensor(7.3, dtype=torch.float64) if step % 2 else None
+        history.append([grad.double() / (1 if scale is None else scale) for grad in grads])
 
         def under_vmap(
             grads: Any, state: Any, params: Any, scale: torch.Tensor | None = scale
@@ -223,8 +336,22 @@ def test_kernels_and_plain_arithmetic_agree(
         own_params, own_state = tree.map(torch.clone, in_place)
         in_place = optimizer.update_(given, own_state, own_params, grad_scale=scale)
         state = new
-    for other in (in_place, tree.map(lambda leaf: leaf[0], batched)):
-        assert all(map(torch.equal, tree.leaves_of(other), tree.leaves_of(state)))
+    one = tree.map(lambda leaf: leaf[0], batched)
+    assert all(map(torch.equal, tree.leaves_of(in_place), tree.leaves_of(state)))
+    if name not in FUSED or dtype != torch.float32:
+        assert all(map(torch.equal, tree.leaves_of(one), tree.leaves_of(state)))
+        return
+    bounds = rounding_of_adamw(FUSED[name](rate), params, history)
+    for place, bound in enumerate(bounds[0]):
+        assert_tail_within(one[0][place], state[0][place], bound)
+    for label, other in of_adamw(one[1]).items():
+        mine = of_adamw(state[1])[label]
+        assert other.step == mine.step
+        for slot, bound in (("mu", bounds[1]), ("nu", bounds[2])):
+            pairs = zip(getattr(other, slot), getattr(mine, slot), bound, strict=True)
+            for theirs, ours, limit in pairs:
+                if isinstance(ours, torch.Tensor):
+                    assert_tail_within(theirs, ours, limit)
 
 
 WAYS = ["update", "update_"]

@@ -75,6 +75,7 @@ def test_imports_run_downward() -> None:
         "tree",
         "fingerprint",
         "tokens",
+        "donation",
         "losses",
         "batching",
         "objective",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -188,8 +190,65 @@ def test_ordered_dicts_are_labelled_by_key(swapped: bool) -> None:
     new, _ = optimizer.update(params, optimizer.init(params), params)
     assert new["z"].unique() == 0.75
     assert new["a"].unique() == 0
-    flags = dict(zip(tree.paths(params, "p"), mask.decays.tolist(), strict=True))
-    assert flags == {"p['z']": True, "p['a']": False}
+    assert_same(mask["decay"].mu, params_kind(z=torch.zeros(2, 2), a=()))
+    assert_same(mask["rest"].mu, params_kind(z=(), a=torch.zeros(2)))
+
+
+def test_labels_are_asked_once_for_params_that_agree() -> None:
+    """In structure, shapes and dtypes; and under a compiler or a transform each time."""
+    asked = []
+
+    def labels(params: Any) -> Any:
+        asked.append(params["w"].shape)
+        return tree.map(lambda leaf: "slow" if leaf.ndim == 2 else "fast", params)
+
+    optimizer = ps.optim.partition(labels, SGD)
+    for shape in [(2, 2), (4, 2), (2, 2), (4,), (2, 2)]:
+        for dtype in (torch.float32, torch.float64):
+            params = {"w": torch.ones(shape, dtype=dtype), "b": torch.ones(2, dtype=dtype)}
+            state = optimizer.init(params)
+            assert set(state) == ({"slow", "fast"} if len(shape) == 2 else {"fast"})
+            for _ in range(2):
+                moved, _ = optimizer.update(params, state, params)
+            assert moved["b"].unique() == 0.5
+    assert asked == [torch.Size(shape) for shape in ((2, 2), (2, 2), (4, 2), (4, 2), (4,), (4,))]
+    torch.vmap(optimizer.update)(
+        *(tree.map(lambda leaf: leaf[None], one) for one in (params, state, params))
+    )
+    assert len(asked) == 7
+
+
+def test_what_is_remembered_keeps_no_tensor_alive() -> None:
+    optimizer = ps.optim.partition(labels_of, NATIVE)
+    params, _ = drawn(0)
+    known = weakref.ref(tree.leaves_of(params)[0])
+    optimizer.init(params)
+    del params
+    gc.collect()
+    assert known() is None
+
+
+def test_of_transforms() -> None:
+    """Each gradient to a Transform: one before an optimizer, in the order of the params."""
+    params, grads = drawn(0)
+    double = ps.optim.Transform(lambda _: (), lambda g, s, p: (tree.map(lambda x: 2 * x, g), s))
+    apart = ps.optim.partition(labels_of, {"matrix": ps.optim.momentum(0.5), "rest": double})
+    assert isinstance(apart, ps.optim.Transform)
+    optimizer = ps.optim.chain(apart, ps.optim.descend(0.5))
+    assert optimizer.update_ is not None
+    pure = in_place = (params, optimizer.init(params))
+    for one in grads:
+        pure = optimizer.update(one, pure[1], pure[0])
+        given = tree.map(torch.clone, (one, in_place[1], in_place[0]))
+        in_place = optimizer.update_(*given)
+        assert_same(in_place, pure)
+    own = ps.optim.sgd(0.5, momentum=0.5)
+    alone = (split(params)["matrix"], own.init(split(params)["matrix"]))
+    for one in grads:
+        alone = own.update(split(one)["matrix"], alone[1], alone[0])
+    assert_same(split(pure[0])["matrix"], alone[0])
+    with pytest.raises(TypeError, match=r"'b' must be an Optimizer, got Transform"):
+        ps.optim.partition("b", {"a": SGD["fast"], "b": double})  # type: ignore[type-var]
 
 
 def test_a_label_that_nobody_has() -> None:
@@ -444,7 +503,7 @@ def test_vmap_is_one_by_one() -> None:
     optimizer = ps.optim.partition(
         labels_of, {"matrix": ps.optim.adamw(0.1, weight_decay=0.1), "rest": NATIVE["rest"]}
     )
-    members = [drawn(seed) for seed in range(3)]
+    members = [drawn(seed, torch.float64) for seed in range(3)]
     states = [(params, optimizer.init(params)) for params, _ in members]
     ensemble = batched(*states)
     for number in range(3):

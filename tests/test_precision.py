@@ -14,7 +14,7 @@ from torch import Tensor
 import purestep as ps
 from proofs.strategies import assert_same, capture, gamma
 from proofs.test_t06_purity import storages
-from proofs.test_t08_optimizers import buffers, kinds, random_grads, random_params
+from proofs.test_t08_optimizers import WHOLE_VECTORS, buffers, kinds, random_grads, random_params
 from purestep import tree
 
 HALVES = [torch.bfloat16, torch.float16]
@@ -422,10 +422,10 @@ def test_params_of_several_dtypes() -> None:
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("name", ["adamw", "sgd", "lion", "no kernels"])
 def test_vmap_over_master_weights(name: str, dtype: torch.dtype) -> None:
-    """An ensemble is its members one by one, to the bit."""
+    """An ensemble is its members one by one, to the bit, in leaves of whole vectors."""
     optimizer = ps.optim.master_weights(INNER[name]())
     generator = torch.Generator().manual_seed(0)
-    members = [random_params(SHAPES, dtype, generator) for _ in range(3)]
+    members = [random_params(WHOLE_VECTORS, dtype, generator) for _ in range(3)]
     states = [(params, optimizer.init(params)) for params in members]
 
     def stacked(*states: Any) -> Any:
@@ -569,7 +569,7 @@ def exact_training() -> tuple[list[Any], list[Any]]:
     def integers(*shape: int) -> Tensor:
         return torch.randint(-1, 2, shape, generator=generator).float()
 
-    members = [{"up": integers(4, 6), "down": integers(6, 1)} for _ in range(3)]
+    members = [{"up": integers(4, 16), "down": integers(16, 1)} for _ in range(3)]
     return members, [{"x": integers(rows, 4), "w": torch.ones(rows)} for rows in (3, 1)]
 
 
@@ -617,4 +617,4 @@ def test_autocast_under_grad() -> None:
     new = [leaf - 0.125 * grad for leaf, grad in zip(leaves, grads, strict=True)]
     by_hand = torch.autograd.grad(torch.stack([leaf.sum() for leaf in new]).sum(), leaves)
     assert_same(list(slope.values()), list(by_hand))
-    assert not torch.equal(slope["up"], torch.ones(4, 6))
+    assert not torch.equal(slope["up"], torch.ones(4, 16))

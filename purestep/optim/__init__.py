@@ -3,7 +3,7 @@
 from purestep.optim.adam import AdamWState, adamw
 from purestep.optim.base import Optimizer, Transform, chain
 from purestep.optim.master import MasterState, master_weights
-from purestep.optim.partition import partition
+from purestep.optim.partition import Mask, partition
 from purestep.optim.recipes import DescentState, LionState, descend, lion, sgd
 from purestep.optim.schedules import (
     LearningRate,
@@ -16,7 +16,6 @@ from purestep.optim.schedules import (
 from purestep.optim.torch_optim import TorchState, from_torch
 from purestep.optim.transforms import (
     AdamState,
-    Mask,
     MomentumState,
     add_decayed_weights,
     clip_by_global_norm,

@@ -2,42 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple, TypeAlias
+from collections.abc import Callable, Collection
+from itertools import chain
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from purestep import tree
 from purestep.optim.base import Optimizer
-from purestep.optim.leafwise import leafwise
+from purestep.optim.leafwise import Columns, leafwise
+from purestep.optim.partition import Mask, masked
 from purestep.optim.schedules import LearningRate, check_rate, rate_at
-from purestep.optim.transforms import Mask, decay_flags, flags_of, number, root, zero_step
-from purestep.torch_internals import foreach_copy_, fused_adamw_
+from purestep.optim.transforms import number, root, zero_step
+from purestep.torch_internals import fused_adamw_
 from purestep.types import Params, Tree
-
-VECTOR = 16
-"""A multiple of the elements that one instruction takes. What is left of a leaf, the kernel rounds otherwise."""
 
 
 class AdamWState(NamedTuple):
-    """Steps taken, the decaying means of gradients and of their squares, and which leaves decay (empty: all)."""
+    """Steps taken, and the decaying means of gradients and of their squares."""
 
     step: Tensor
     mu: Tree
     nu: Tree
-    decays: Tensor
-
-
-Row: TypeAlias = tuple[Tensor, ...]
-"""A leaf of params, with its gradient and its means."""
 
 
 class _Numbers(NamedTuple):
     rate: float | Tensor
     decay: float | Tensor
-    decays: Sequence[Tensor]
-    step: Tensor
     grad_scale: Tensor | None
 
 
@@ -56,8 +48,9 @@ def adamw(
         ν ← b₂ ν + (1 − b₂) g²
         θ ← θ − lr · (μ̂ / (√ν̂ + ε) + weight_decay · θ)      where μ̂ = μ / (1 − b₁ᵗ), ν̂ = ν / (1 − b₂ᵗ)
 
-    Float32 leaves go through torch's fused kernel where nobody transforms; the plain form, for every
-    transform, gives the same bits on the host. On CUDA the kernel takes a rate that a schedule computes in float32.
+    Float32 leaves go through torch's fused kernel where nobody transforms. The plain form, for every transform, gives
+    the same bits on the host in whole vectors of sixteen elements; the kernel rounds the rest of a leaf as its scalar
+    code does. On CUDA the kernel takes a rate that a schedule computes in float32.
 
     Args:
         learning_rate: a number, a scalar tensor or a schedule.
@@ -65,7 +58,7 @@ def adamw(
         eps: added outside the root.
         weight_decay: decoupled from the gradient.
         mask: which leaves decay: a tree of bools like the params, a prefix of it, or a function from params to
-            one; None: all.
+            one; None: all. With a mask it is a ``partition`` into ``"decay"`` and ``"rest"``, and so is its state.
 
     >>> optimizer = adamw(0.1, mask=lambda params: tree.map(lambda p: p.ndim > 1, params))
     >>> params = {"w": torch.tensor(1.0)}
@@ -74,115 +67,96 @@ def adamw(
     """
 
     check_rate(learning_rate)
+    if mask is not None:
+        plain = adamw(learning_rate, b1, b2, eps, 0.0)
+        return masked(mask, adamw(learning_rate, b1, b2, eps, weight_decay), plain)
 
     def init(params: Params) -> AdamWState:
-        mu, nu = tree.zeros_like(params), tree.zeros_like(params)
-        return AdamWState(zero_step(params), mu, nu, decay_flags(mask, params))
+        return AdamWState(zero_step(params), tree.zeros_like(params), tree.zeros_like(params))
 
-    def numbers(state: AdamWState, grad_scale: Tensor | None) -> _Numbers:
+    def numbers(state: AdamWState, _: list[Tensor], grad_scale: Tensor | None) -> _Numbers:
         rate = rate_at(learning_rate, state.step)
         rate = rate.to(torch.float64) if isinstance(rate, Tensor) else rate
-        return _Numbers(
-            rate, weight_decay, flags_of(state.decays, state.mu), state.step + 1, grad_scale
-        )
+        return _Numbers(rate, weight_decay, grad_scale)
 
-    def formula(
-        numbers: _Numbers, index: int, param: Tensor, grad: Tensor, mu: Tensor, nu: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        rate, decay, decays, step, grad_scale = numbers
-        decay = decay * decays[index].to(torch.float64) if decays else decay
-        grad = grad.to(mu.dtype)
-        grad = grad if grad_scale is None else grad / number(grad_scale, grad)
-        mu = torch.lerp(mu, grad, 1 - b1)
-        nu = torch.addcmul(nu * b2, grad, grad, value=1 - b2)
+    def formula(numbers: _Numbers, step: Tensor) -> Callable[..., tuple[Tensor, ...]]:
+        rate, decay, grad_scale = numbers
         mu_correction = 1 - b1 ** step.to(torch.float64)
-        nu_correction = 1 - b2 ** step.to(torch.float64)
-        shrunk = param.to(mu.dtype) * number(1 - rate * decay, mu)
-        deviation = root(nu) / number(nu_correction.sqrt(), nu) + eps
-        moved = shrunk + number(-(rate / mu_correction), mu) * mu / deviation
-        return moved.to(param.dtype), mu, nu
+        nu_root = (1 - b2 ** step.to(torch.float64)).sqrt()
+        kept, moving = 1 - rate * decay, -(rate / mu_correction)
+
+        def of_leaf(grad: Tensor, param: Tensor, mu: Tensor, nu: Tensor) -> tuple[Tensor, ...]:
+            grad = grad.to(mu.dtype)
+            grad = grad if grad_scale is None else grad / number(grad_scale, grad)
+            mu = torch.lerp(mu, grad, 1 - b1)
+            nu = torch.addcmul(nu * b2, grad, grad, value=1 - b2)
+            shrunk = param.to(mu.dtype) * number(kept, mu)
+            deviation = root(nu) / number(nu_root, nu) + eps
+            moved = shrunk + number(moving, mu) * mu / deviation
+            return moved.to(param.dtype), mu, nu
+
+        return of_leaf
 
     def kernel(
         numbers: _Numbers,
-        params: list[Tensor],
+        step: Tensor,
         grads: list[Tensor],
+        params: list[Tensor],
         mu: list[Tensor],
         nu: list[Tensor],
         applied: Tensor | None = None,
-    ) -> None:
-        on_host = all(param.device.type == "cpu" for param in params)
-        # The kernel takes a number for the decay, and to read what is on a device would wait.
-        read = [value for value in (numbers.decay, *numbers.decays) if isinstance(value, Tensor)]
-        at_hand = all(value.device.type == "cpu" for value in read)
-        flags = [bool(flag) for flag in numbers.decays if at_hand] or [True] * len(params)
-        for decays in {*flags}:
-            wholes: list[Row] = []
-            rests: list[Row] = []
-            for index, row in enumerate(zip(params, grads, mu, nu, strict=True)):
-                if flags[index] != decays:
-                    continue
-                if not (at_hand and _alike(row)):
-                    plain(numbers, index, row, applied)
-                elif on_host and row[0].numel() % VECTOR:
-                    flat = [leaf.view(-1) for leaf in row]
-                    whole = len(flat[0]) // VECTOR * VECTOR
-                    wholes.append(tuple(leaf[:whole] for leaf in flat))
-                    rests.append(tuple(leaf[whole:] for leaf in flat))
-                else:
-                    wholes.append(row)
-            if wholes:
-                run(numbers, decays, wholes, applied)
-            if rests:
-                columns = [list(column) for column in zip(*rests, strict=True)]
-                joined = tuple(map(torch.cat, columns))
-                plain(numbers, flags.index(decays), joined, applied)
-                for column, values in zip(columns, joined, strict=True):
-                    foreach_copy_(column, values.split([len(rest) for rest in column]))
-
-    def run(numbers: _Numbers, decays: bool, rows: list[Row], applied: Tensor | None) -> None:
-        columns = ([*column] for column in zip(*rows, strict=True))
-        steps = [numbers.step.to(torch.float32)] * len(rows)
+    ) -> list[Tensor]:
+        on_host = step.is_cpu
+        rate = numbers.rate
         fused_adamw_(
-            *columns,
+            params,
+            grads,
+            mu,
+            nu,
             [],
-            steps,
-            lr=_rate(numbers.rate),
+            # The host's kernel reads them as numbers, whatever their dtype; others take float32 alone.
+            [step if on_host else step.to(torch.float32)] * len(params),
+            lr=float(rate) if on_host or not isinstance(rate, Tensor) else rate.to(torch.float32),
             beta1=b1,
             beta2=b2,
-            weight_decay=float(numbers.decay) if decays else 0.0,
+            weight_decay=float(numbers.decay),
             eps=eps,
             amsgrad=False,
             maximize=False,
             grad_scale=_float32(numbers.grad_scale),
             found_inf=None if applied is None else _float32(~applied),
         )
-
-    def plain(numbers: _Numbers, index: int, row: Row, applied: Tensor | None) -> None:
-        param, grad, *means = row
-        new = formula(numbers, index, param, grad, *means)
-        tree.overwrite([param, *means], list(new), applied)
+        return params
 
     slots = ["mu", "nu"]
-    return leafwise(init, AdamWState, slots, numbers, formula, kernel, ("cpu", "cuda"))
-
-
-def _alike(row: Row) -> bool:
-    """Whether the kernel knows them: float32, one beside the other in memory."""
-    param, grad, mu, nu = row
-    return (
-        param.dtype == grad.dtype == mu.dtype == nu.dtype == torch.float32
-        and param.is_contiguous()
-        and grad.is_contiguous()
-        and mu.is_contiguous()
-        and nu.is_contiguous()
+    return leafwise(
+        Optimizer,
+        init,
+        AdamWState,
+        slots,
+        numbers,
+        formula,
+        kernel,
+        unfit=_unfit,
+        devices=("cpu", "cuda"),
     )
 
 
-def _rate(rate: float | Tensor) -> float | Tensor:
-    """What is read without waiting as a number; on a device a float32, which is all that the kernel takes there."""
-    if isinstance(rate, Tensor) and rate.device.type != "cpu":
-        return rate.to(torch.float32)
-    return float(rate)
+def _unfit(numbers: _Numbers, columns: Columns) -> Collection[int]:
+    """Leaves that the kernel does not know: it takes float32 alone, without gaps, and the decay as a number."""
+    if isinstance(numbers.decay, Tensor) and not numbers.decay.is_cpu:
+        return range(len(columns[0]))  # To read the number would wait for the device.
+    leaves = [*chain(*columns)]
+    if {leaf.dtype for leaf in leaves} == {torch.float32} and all(
+        map(Tensor.is_contiguous, leaves)
+    ):
+        return ()
+    return {
+        position
+        for column in columns
+        for position, leaf in enumerate(column)
+        if leaf.dtype is not torch.float32 or not leaf.is_contiguous()
+    }
 
 
 def _float32(x: Tensor | None) -> Tensor | None:

@@ -1,29 +1,30 @@
-"""What an optimizer is: a NamedTuple of pure functions. The type is the design.
+"""An optimizer is a NamedTuple of pure functions.
 
-    opt_state = init(params)
-    params, opt_state = update(grads, opt_state, params)
+    opt_state = optimizer.init(params)
+    params, opt_state = optimizer.update(grads, opt_state, params)
 
-A ``Transform`` has optax's shape, ``update(grads, state, params) -> (updates, state)``; a ``chain`` of
-transforms that ends in an ``Optimizer`` is an ``Optimizer``.
+A ``Transform`` turns gradients into updates, as in optax: ``update(grads, state, params) -> (updates, state)``. A
+``chain`` of transforms that ends in an ``Optimizer`` is an ``Optimizer``.
 
-Two keywords are optional, and found by name in the function's signature; their meaning is that of
-torch's fused kernels.
+``update_`` is the same step in place, and optional: all have ``update``. Two keywords are optional, too. Their meaning
+is that of torch's fused kernels. A function gets those that the field ``takes`` names:
 
 ``grad_scale``
-    The gradients are this many times too large. Whoever reads the gradients first, divides: in a
-    multiplication that it does anyway, so no pass is spent. Functions without it get a divided tree.
+    The gradients are this many times too large. The first function that reads them divides them, in a
+    multiplication that it does anyway, so this costs no pass. A function that does not take it gets divided gradients.
 ``applied`` (of ``update_``)
-    A bool scalar. Where it is False, ``update_`` leaves everything as it was, to the bit. For an
-    ``update_`` without it, the step has to read the scalar on the host first.
+    A bool scalar. Where it is False, ``update_`` leaves params and state as they were, to the bit. An ``update_`` that
+    takes it has to see for itself whether it may write: under a transform, or where leaves require grad, it returns
+    fresh tensors. An ``update_`` that does not take it is only called where it may write, after the host has read
+    the scalar.
 """
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from types import FunctionType
-from typing import Any, NamedTuple, NoReturn, Protocol, TypeVar, cast
+from typing import Any, NamedTuple, NoReturn, Protocol, TypeAlias, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -33,6 +34,12 @@ from purestep.compiler import Compiler, compiled
 from purestep.optim.schedules import SCHEDULER_HINT, is_scheduler
 from purestep.types import OptState, Params, Tree
 
+Update: TypeAlias = Callable[..., tuple[Tree, OptState]]
+"""``update(grads, state, params)``, with the keywords that it takes, gives updates or params, and the new state."""
+
+KEYWORDS = ("grad_scale", "applied")
+"""All that an update can take."""
+
 
 class Init(Protocol):
     """``init(params) -> state``: a tree of tensors, in full from the start, cut off from params that require grad."""
@@ -40,27 +47,11 @@ class Init(Protocol):
     def __call__(self, params: Params, /) -> OptState: ...
 
 
-class TransformUpdate(Protocol):
-    """``update(grads, state, params) -> (updates, state)``."""
-
-    def __call__(
-        self, grads: Tree, state: OptState, params: Params, /, **extra: Any
-    ) -> tuple[Tree, OptState]: ...
-
-
-class OptimizerUpdate(Protocol):
-    """``update(grads, opt_state, params) -> (params, opt_state)``."""
-
-    def __call__(
-        self, grads: Tree, opt_state: OptState, params: Params, /, **extra: Any
-    ) -> tuple[Params, OptState]: ...
-
-
 class Transform(NamedTuple):
-    """Pure functions from gradients to updates. ``updates`` point the way of the gradients: uphill.
+    """Pure functions from gradients to updates, which point the way of the gradients: uphill.
 
-    ``update_``, where there is one, is the same to the bit in the buffers of gradients and state, both of
-    which it consumes. It runs where kernels may. ``kernels`` and ``compiled`` are those of ``Optimizer``.
+    ``update_`` does the same in the buffers of gradients and state, both of which it consumes, and gives updates in
+    memory that is not the state's. ``kernels``, ``compiled`` and ``takes`` are those of ``Optimizer``.
 
     >>> import torch
     >>> halve = Transform(
@@ -72,21 +63,24 @@ class Transform(NamedTuple):
     """
 
     init: Init
-    update: Callable[..., tuple[Tree, OptState]]
-    update_: Callable[..., tuple[Tree, OptState]] | None = None
+    update: Update
+    update_: Update | None = None
     kernels: bool = False
-    compiled: Callable[[bool | Compiler], Callable[..., tuple[Tree, OptState]]] | None = None
+    compiled: Callable[[bool | Compiler], Update] | None = None
+    takes: Collection[str] = ()
 
 
 class Optimizer(NamedTuple):
     """Pure functions from gradients to new parameters.
 
-    ``update_``, where there is one, is the same step done in place. It consumes all that it is given: state and
-    parameters come back in the same buffers, and the gradients may hold anything. ``donate=True`` uses it.
+    ``update_`` consumes all that it is given: state and parameters come back in the same buffers, and the gradients
+    may hold anything. ``donate=True`` uses it.
 
     ``kernels`` says that ``update_`` runs kernels of its own, from which a compiler had better stay away.
     ``compiled(compile)``, where a part of ``update_`` cannot be compiled, is ``update_`` with its other parts compiled
     as ``compile=`` of a step says.
+    ``takes`` names the optional keywords, ``"grad_scale"`` and ``"applied"``. What it does not name is never passed:
+    that is right and only slower.
 
     >>> import torch
     >>> descend = Optimizer(
@@ -98,10 +92,11 @@ class Optimizer(NamedTuple):
     """
 
     init: Init
-    update: Callable[..., tuple[Params, OptState]]
-    update_: Callable[..., tuple[Params, OptState]] | None = None
+    update: Update
+    update_: Update | None = None
     kernels: bool = False
-    compiled: Callable[[bool | Compiler], Callable[..., tuple[Params, OptState]]] | None = None
+    compiled: Callable[[bool | Compiler], Update] | None = None
+    takes: Collection[str] = ()
 
 
 def check_optimizer(wanted: str, value: object) -> None:
@@ -148,69 +143,62 @@ def chain(*transforms: *tuple[*tuple[Transform, ...], Last]) -> Last:
     def init(params: Params) -> OptState:
         return tuple(part.init(params) for part in parts)
 
-    def states_of(grads: Tree, state: OptState, params: Params) -> tuple[OptState, ...]:
-        if not isinstance(state, tuple) or len(state) != len(transforms):
-            refuse(init, grads, state, params)
-        return state
-
-    def update(
-        grads: Tree, state: OptState, params: Params, *, grad_scale: Tensor | None = None
-    ) -> tuple[Tree, OptState]:
-        states: list[OptState] = []
-        for part, old in zip(parts, states_of(grads, state, params), strict=True):
-            grads, new = with_grad_scale(part.update)(grads, old, params, grad_scale=grad_scale)
-            states.append(new)
-            grad_scale = None  # whoever reads the gradients first has divided them
-        return grads, tuple(states)
-
-    def in_turn(updates_: Sequence[Callable[..., Any]]) -> Callable[..., tuple[Tree, OptState]]:
-        def update_(
-            grads: Tree,
-            state: OptState,
-            params: Params,
-            *,
-            grad_scale: Tensor | None = None,
-            applied: Tensor | None = None,
+    def in_turn(updates: Sequence[Update], in_place: bool) -> Update:
+        def update(
+            grads: Tree, state: OptState, params: Params, **how: Any
         ) -> tuple[Tree, OptState]:
+            if not isinstance(state, tuple) or len(state) != len(parts):
+                refuse(init, grads, state, params)
             states: list[OptState] = []
-            for part_, old in zip(updates_, states_of(grads, state, params), strict=True):
-                grads, new = part_(grads, old, params, grad_scale=grad_scale, applied=applied)
+            for part, old in zip(updates, state, strict=True):
+                grads, new = part(grads, old, params, **how)
                 states.append(new)
-                grad_scale = None
+                how = {**how, "grad_scale": None}  # The first part has divided the gradients.
             return grads, tuple(states)
 
-        return update_
+        return update
 
-    return composed(type(transforms[-1]), init, update, parts, in_turn)
+    return composed(type(transforms[-1]), init, parts, in_turn)
 
 
 def composed(
     kind: type[Last],
     init: Init,
-    update: Callable[..., tuple[Tree, OptState]],
-    parts: Sequence[Transform | Optimizer],
-    combine: Callable[[Sequence[Callable[..., Any]]], Callable[..., tuple[Tree, OptState]]],
+    parts: Collection[Transform | Optimizer],
+    combine: Callable[[Sequence[Update], bool], Update],
 ) -> Last:
-    """An Optimizer or Transform made of parts, whose ``update_`` is ``combine`` of theirs.
+    """An Optimizer or Transform made of parts: ``combine(updates, in_place)`` makes one update of theirs.
 
-    A compiler gets it whole, and part by part where one of the parts cannot be compiled.
+    A compiler gets ``update_`` whole, and part by part where one of the parts cannot be compiled.
     """
+    update = combine([with_grad_scale(part.update, part.takes) for part in parts], False)
 
-    def part_by_part(compile: bool | Compiler) -> Callable[..., tuple[Tree, OptState]]:
-        return combine([compiled_(part, compile) for part in parts])
+    def made(updates_: Sequence[Update]) -> Update:
+        in_place = combine(updates_, True)
+
+        def update_(
+            grads: Tree, state: OptState, params: Params, **how: Any
+        ) -> tuple[Tree, OptState]:
+            if not tree.untransformed(grads, state, params):
+                return selected(kind, update, grads, state, params, **how)
+            return in_place(grads, state, params, **how)
+
+        return update_
+
+    def part_by_part(compile: bool | Compiler) -> Update:
+        return made([compiled_(part, compile) for part in parts])
 
     return kind(
         init,
         update,
-        combine([guarded(part) for part in parts]),
+        made([guarded(part) for part in parts]),
         all(part.kernels for part in parts),
         part_by_part if any(part.compiled for part in parts) else None,
+        KEYWORDS,
     )
 
 
-def compiled_(
-    part: Transform | Optimizer, compile: bool | Compiler
-) -> Callable[..., tuple[Tree, OptState]]:
+def compiled_(part: Transform | Optimizer, compile: bool | Compiler) -> Update:
     """The part's ``guarded`` ``update_``, compiled but for kernels."""
     if compile is False or part.kernels:
         return guarded(part)
@@ -219,29 +207,122 @@ def compiled_(
     return guarded(part._replace(update_=part.compiled(compile)))
 
 
-def leaf_columns(
-    init: Init, state_type: type, slots: Sequence[str], grads: Tree, state: Any, params: Params
-) -> tuple[list[list[Tensor]], tree.Structure]:
-    """The leaves of params, of gradients and of those fields of the state that are trees like them.
+def with_grad_scale(update: Update, takes: Collection[str], *, consumes: bool = False) -> Update:
+    """``update`` with the keyword ``grad_scale``; one that does not take it gets divided gradients.
 
-    Refuses what does not belong together: kernels would not ask, and plain arithmetic would broadcast or
-    round.
+    Where it ``consumes`` them anyway, they are divided in their buffers.
     """
-    if not isinstance(state, state_type):
-        refuse(init, grads, state, params)
-    ours, structure = tree.flatten(params)
-    shapes = [leaf.shape for leaf in ours]
-    columns = [ours]
-    for value in (grads, *(getattr(state, slot) for slot in slots)):
-        column, own = tree.flatten(value)
-        if own != structure or [leaf.shape for leaf in column] != shapes:
-            refuse(init, grads, state, params)
-        columns.append(column)
-    if any(leaf.dtype not in tree.SUM_DTYPES for column in columns[2:] for leaf in column):
-        refuse(init, grads, state, params)
-    if len(getattr(state, "decays", ())) not in (0, len(ours)):
-        refuse(init, grads, state, params)
-    return columns, structure
+    if "grad_scale" in takes:
+        return update
+
+    def of_quotients(
+        grads: Tree,
+        state: OptState,
+        params: Params,
+        *,
+        grad_scale: Tensor | None = None,
+        **how: Any,
+    ) -> tuple[Tree, OptState]:
+        def divide(grad: Tensor, scale: Tensor) -> Any:
+            # A count does not fit into half precision, and what it would be there divides no better.
+            wide = tree.accumulation_dtype(grad.dtype)
+            quotient = (grad.to(wide) / scale.to(wide)).to(grad.dtype)
+            return written(grad, quotient, None) if consumes else quotient
+
+        if grad_scale is not None:
+            grads = tree.map(partial(divide, scale=grad_scale), grads)
+        return update(grads, state, params, **how)
+
+    return of_quotients
+
+
+def guarded(part: Transform | Optimizer) -> Update:
+    """The part's ``update_`` with both keywords, whichever it takes itself.
+
+    Without an ``update_``, what ``update`` gives is written over what it replaces. For an ``update_`` that does not take
+    ``applied``, the scalar is read on the host.
+    """
+    kind = type(part)
+    pure = with_grad_scale(part.update, part.takes)
+    update = with_grad_scale(part.update_ or part.update, part.takes, consumes=True)
+    if part.update_ is not None and "applied" in part.takes:
+        return update
+
+    def update_(
+        grads: Tree,
+        state: OptState,
+        params: Params,
+        *,
+        grad_scale: Tensor | None = None,
+        applied: Tensor | None = None,
+    ) -> tuple[Tree, OptState]:
+        if not tree.untransformed(grads, state, params):
+            return selected(
+                kind, pure, grads, state, params, grad_scale=grad_scale, applied=applied
+            )
+        if part.update_ is not None:
+            if applied is None or bool(applied):
+                return update(grads, state, params, grad_scale=grad_scale)
+            return (grads if kind is Transform else params), state
+        if applied is not None:
+            grads = held_back(grads, applied)
+        new, after = update(grads, state, params, grad_scale=grad_scale)
+        if kind is Transform:
+            return new, tree.overwrite(state, after, applied)
+        moved: tuple[Params, OptState] = tree.overwrite((params, state), (new, after), applied)
+        return moved
+
+    return update_
+
+
+def selected(
+    kind: type[Last],
+    update: Update,
+    grads: Tree,
+    state: OptState,
+    params: Params,
+    *,
+    grad_scale: Tensor | None = None,
+    applied: Tensor | None = None,
+) -> tuple[Tree, OptState]:
+    """What ``update`` gives where ``applied`` holds (None: always), and the old values where it does not; in fresh tensors.
+
+    A step that the host knows not to be taken is never computed. Otherwise the choice is a selection, never a
+    multiplication, of what was computed from finite gradients, so that nothing non-finite passes through it or
+    through its derivative.
+    """
+    if applied is None:
+        return update(grads, state, params, grad_scale=grad_scale)
+    old = state if kind is Transform else (params, state)
+    known = tree.at_hand(applied)
+    if known is not None and not known.any():
+        new = tree.map(torch.clone, old)
+    else:
+        if known is None or not known.all():
+            grads = held_back(grads, applied)
+        moved = partial(update, grads, state, params, grad_scale=grad_scale)
+        if kind is Transform:
+            grads, after = moved()
+            new = tree.select(applied, after, old)
+        else:
+            new = tree.select(applied, moved(), old)
+    return (grads, new) if kind is Transform else cast("tuple[Params, OptState]", new)
+
+
+def held_back(grads: Tree, applied: Tensor) -> Tree:
+    """The gradients where the step is taken, and zeros where it is not.
+
+    What is computed from them is finite then, whether it is chosen or not. A derivative needs that: a selection
+    sends zeros into the branch that it does not choose, and zero times infinity is NaN.
+    """
+    return tree.map(lambda grad: torch.where(applied, grad, 0), grads)
+
+
+def written(old: Tensor, new: Tensor, applied: Tensor | None) -> Tensor:
+    """``new`` written over ``old`` where ``applied`` holds (None: always); a fresh tensor where ``new`` is recorded."""
+    if applied is not None:
+        new = torch.where(applied, new, old)
+    return new.to(old.dtype) if new.requires_grad else old.copy_(new)
 
 
 def refuse(init: Init, grads: Tree, state: OptState, params: Params) -> NoReturn:
@@ -263,134 +344,3 @@ def foreign(init: Init, state: OptState, params: Params) -> str | None:
         f"opt_state was not made by optimizer.init of these params: it is {found}, and {expected} was "
         f"expected; {difference}. Take optimizer.init(params) of this very optimizer"
     )
-
-
-def takes(function: Callable[..., Any], keyword: str) -> bool:
-    """Whether the function takes this optional keyword."""
-    if not hasattr(function, "__code__"):
-        return keyword in inspect.signature(function).parameters
-    # What ``inspect`` would say; but this, a compiler can trace.
-    code = function.__code__
-    return keyword in code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
-
-
-def with_grad_scale(update: Callable[..., Any], *, consumes: bool = False) -> Callable[..., Any]:
-    """``update`` with the keyword ``grad_scale``; one that has no use for it gets divided gradients.
-
-    Where it ``consumes`` them anyway, they are divided in their buffers.
-    """
-    if takes(update, "grad_scale"):
-        return update
-
-    def divided(
-        grads: Tree,
-        state: OptState,
-        params: Params,
-        *,
-        grad_scale: Tensor | None = None,
-        **extra: Any,
-    ) -> Any:
-        def divide(grad: Tensor, scale: Tensor) -> Any:
-            # A count does not fit into half precision, and what it would be there divides no better.
-            wide = tree.accumulation_dtype(grad.dtype)
-            quotient = (grad.to(wide) / scale.to(wide)).to(grad.dtype)
-            return tree.overwrite(grad, quotient, None) if consumes else quotient
-
-        if grad_scale is not None:
-            grads = tree.map(partial(divide, scale=grad_scale), grads)
-        return update(grads, state, params, **extra)
-
-    return divided
-
-
-def guarded(part: Transform | Optimizer) -> Callable[..., tuple[Tree, OptState]]:
-    """The part's ``update_`` with both keywords, whichever it takes itself.
-
-    Without an ``update_``, what ``update`` gives is written over what it replaces. For an ``update_`` without
-    ``applied``, the scalar is read on the host.
-    """
-    update, own = with_grad_scale(part.update, consumes=True), part.update_
-    if own is None:
-
-        def overwriting(
-            grads: Tree, state: OptState, params: Params, *, applied: Tensor | None, **extra: Any
-        ) -> tuple[Tree, OptState]:
-            if applied is not None:
-                grads = held_back(grads, applied)
-            new, after = update(grads, state, params, **extra)
-            if isinstance(part, Transform):
-                return new, tree.overwrite(state, after, applied)
-            written: tuple[Params, OptState] = tree.overwrite(
-                (params, state), (new, after), applied
-            )
-            return written
-
-        return overwriting
-    scaled = with_grad_scale(own, consumes=True)
-    if takes(own, "applied"):
-        return scaled
-
-    def on_host(
-        grads: Tree, state: OptState, params: Params, *, applied: Tensor | None, **extra: Any
-    ) -> Any:
-        if applied is None or bool(applied):
-            return scaled(grads, state, params, **extra)
-        return (grads if isinstance(part, Transform) else params), state
-
-    return on_host
-
-
-def held_back(grads: Tree, applied: Tensor) -> Tree:
-    """The gradients where the step is taken, and zeros where it is not.
-
-    What is computed from them is finite then, whether it is chosen or not. A derivative needs that: a selection
-    sends zeros into the branch that it does not choose, and zero times infinity is NaN.
-    """
-    return tree.map(lambda grad: torch.where(applied, grad, 0), grads)
-
-
-def runs_kernels(*values: Tree, devices: Sequence[str] = ("cpu",)) -> bool:
-    """Whether kernels that work in place, and that no transform knows, may run on these tensors.
-
-    The one rule for all optimizers: nobody transforms, records or compiles, and the tensors are where the
-    kernel is at home.
-    """
-    if not tree.eager(*values):
-        return False
-    places = {device for value in values for device in tree.devices(value)}
-    return {device.type for device in places} <= {*devices}
-
-
-def in_place(
-    update: Callable[..., tuple[Tree, OptState]],
-    columns_of: Callable[[Tree, OptState, Params], tuple[list[list[Tensor]], tree.Structure]],
-    kernel: Callable[..., list[Tensor]],
-    *captured: Tree,
-) -> Callable[..., tuple[Tree, OptState]]:
-    """The ``update_`` of a transform: its kernel where one may run, else ``update``.
-
-    Args:
-        update: the same in plain arithmetic.
-        columns_of: from gradients, state and params, the leaves of those trees that the kernel reads and writes,
-            found to fit, and their structure.
-        kernel: ``kernel(state, grad_scale, *columns)`` returns the leaves of the updates.
-        captured: tensors that the transform was made with, which somebody may differentiate.
-    """
-
-    def update_(
-        grads: Tree,
-        state: OptState,
-        params: Params,
-        *,
-        grad_scale: Tensor | None = None,
-        applied: Tensor | None = None,
-    ) -> tuple[Tree, OptState]:
-        columns, structure = columns_of(grads, state, params)
-        if applied is None and runs_kernels(grads, state, params, captured):
-            return tree.unflatten(structure, kernel(state, grad_scale, *columns)), state
-        if applied is not None and not tree.untransformed(grads, state, params, captured):
-            grads = held_back(grads, applied)
-        updates, new = update(grads, state, params, grad_scale=grad_scale)
-        return updates, tree.overwrite(state, new, applied)
-
-    return update_

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple, cast
 
 from torch import Tensor
 
 from purestep import tree
-from purestep.optim.base import (
-    Optimizer,
-    check_optimizer,
-    composed,
-    leaf_columns,
-    with_grad_scale,
-)
+from purestep.optim.base import Optimizer, Update, check_optimizer, composed, written
+from purestep.optim.leafwise import leaf_columns
 from purestep.tree import accumulation_dtype
 from purestep.types import OptState, Params, Tree
 
@@ -60,43 +55,24 @@ def master_weights(optimizer: Optimizer) -> Optimizer:
         master = tree.map(copied, params)
         return MasterState(master, optimizer.init(master))
 
-    def update(
-        grads: Tree, opt_state: OptState, params: Params, *, grad_scale: Tensor | None = None
-    ) -> tuple[Params, OptState]:
-        master, inner = checked(grads, opt_state, params)
-        moved, inner = with_grad_scale(optimizer.update)(
-            wide(grads, master), inner, master, grad_scale=grad_scale
-        )
-        rounded = tree.map(lambda param, m: m.to(param.dtype, copy=True), params, moved)
-        return rounded, MasterState(moved, inner)
+    def rounding(updates: Sequence[Update], in_place: bool) -> Update:
+        (inner_update,) = updates
 
-    def rounding(updates_: Sequence[Callable[..., Any]]) -> Callable[..., Any]:
-        (inner_,) = updates_
-
-        def update_(
-            grads: Tree,
-            opt_state: OptState,
-            params: Params,
-            *,
-            grad_scale: Tensor | None = None,
-            applied: Tensor | None = None,
+        def update(
+            grads: Tree, opt_state: OptState, params: Params, **how: Any
         ) -> tuple[Params, OptState]:
-            master, inner = checked(grads, opt_state, params)
-            moved, inner = inner_(
-                wide(grads, master), inner, master, grad_scale=grad_scale, applied=applied
-            )
-            rounded = tree.map(
-                lambda param, m: tree.overwrite(param, m.to(param.dtype), applied), params, moved
-            )
-            return rounded, MasterState(moved, inner)
+            leaf_columns(init, MasterState, ["master"], grads, opt_state, params)
+            master, inner = cast("MasterState", opt_state)
+            wide = tree.map(lambda grad, m: grad.to(m.dtype), grads, master)
+            moved, inner = inner_update(wide, inner, master, **how)
 
-        return update_
+            def rounded(param: Tensor, m: Tensor) -> Tensor:
+                if in_place:
+                    return written(param, m, how.get("applied"))
+                return m.to(param.dtype, copy=True)
 
-    def checked(grads: Tree, opt_state: OptState, params: Params) -> MasterState:
-        leaf_columns(init, MasterState, ["master"], grads, opt_state, params)
-        return cast("MasterState", opt_state)
+            return tree.map(rounded, params, moved), MasterState(moved, inner)
 
-    def wide(grads: Tree, master: Params) -> Tree:
-        return tree.map(lambda grad, m: grad.to(m.dtype), grads, master)
+        return update
 
-    return composed(Optimizer, init, update, [optimizer], rounding)
+    return composed(Optimizer, init, [optimizer], rounding)

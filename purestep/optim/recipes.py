@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -10,16 +11,14 @@ from torch import Tensor
 from purestep import tree
 from purestep.optim.base import Optimizer, Transform, chain
 from purestep.optim.leafwise import leafwise
+from purestep.optim.partition import Mask, masked
 from purestep.optim.schedules import LearningRate, check_rate, rate_at
 from purestep.optim.transforms import (
-    Mask,
     add_decayed_weights,
-    decay_flags,
-    flags_of,
+    is_zero,
     momentum as momentum_transform,
+    multiply_add,
     number,
-    plus,
-    widened,
     zero_step,
 )
 from purestep.torch_internals import foreach_add_
@@ -47,17 +46,23 @@ def descend(learning_rate: LearningRate) -> Optimizer:
     def init(params: Params) -> DescentState:
         return DescentState(zero_step(params))
 
-    def rate_of(opt_state: DescentState, grad_scale: Tensor | None) -> float | Tensor:
+    def numbers(
+        opt_state: DescentState, _: list[Tensor], grad_scale: Tensor | None
+    ) -> tuple[float | Tensor]:
         rate = rate_at(learning_rate, opt_state.step)
-        return rate if grad_scale is None else rate / grad_scale.to(torch.float64)
+        return (rate if grad_scale is None else rate / grad_scale.to(torch.float64),)
 
-    def formula(rate: float | Tensor, _: int, param: Tensor, u: Tensor) -> tuple[Tensor]:
-        return (plus(param, -rate, widened(u)),)
+    def formula(numbers: tuple[float | Tensor], _: Tensor) -> Callable[..., tuple[Tensor]]:
+        (rate,) = numbers
+        return lambda u, param: (multiply_add(param, -rate, u),)
 
-    def kernel(rate: float | Tensor, params: list[Tensor], updates: list[Tensor]) -> None:
-        foreach_add_(params, [widened(u) for u in updates], alpha=-float(rate))
+    def kernel(
+        numbers: tuple[float | Tensor], _: Tensor, updates: list[Tensor], params: list[Tensor]
+    ) -> list[Tensor]:
+        foreach_add_(params, updates, alpha=-float(numbers[0]))
+        return params
 
-    return leafwise(init, DescentState, (), rate_of, formula, kernel)
+    return leafwise(Optimizer, init, DescentState, (), numbers, formula, kernel)
 
 
 def sgd(
@@ -78,7 +83,7 @@ def sgd(
         nesterov: look ahead, with g + momentum · t.
         weight_decay: added to the gradient, so that it takes part in the momentum.
         mask: which leaves decay: a tree of bools like the params, a prefix of it, or a function from params to
-            one; None: all.
+            one; None: all. With a mask, the decay is a ``partition``.
 
     >>> import torch
     >>> optimizer = sgd(0.1, momentum=0.9)
@@ -89,7 +94,7 @@ def sgd(
     if nesterov and momentum == 0:
         raise ValueError("sgd: nesterov=True looks ahead along the momentum, but momentum=0")
     transforms: list[Transform] = []
-    if not _is_zero(weight_decay):
+    if not is_zero(weight_decay):
         transforms.append(add_decayed_weights(weight_decay, mask))
     if momentum != 0:
         transforms.append(momentum_transform(momentum, nesterov=nesterov))
@@ -97,11 +102,10 @@ def sgd(
 
 
 class LionState(NamedTuple):
-    """Steps taken, the decaying mean of the gradients, and which leaves decay (empty: all)."""
+    """Steps taken, and the decaying mean of the gradients."""
 
     step: Tensor
     mu: Tree
-    decays: Tensor
 
 
 def lion(
@@ -122,7 +126,7 @@ def lion(
         b2: the decay of the mean.
         weight_decay: decoupled from the gradient.
         mask: which leaves decay: a tree of bools like the params, a prefix of it, or a function from params to
-            one; None: all.
+            one; None: all. With a mask it is a ``partition`` into ``"decay"`` and ``"rest"``, and so is its state.
 
     >>> import torch
     >>> optimizer = lion(0.1)
@@ -132,28 +136,30 @@ def lion(
     """
 
     check_rate(learning_rate)
+    if mask is not None:
+        plain = lion(learning_rate, b1, b2, 0.0)
+        return masked(mask, lion(learning_rate, b1, b2, weight_decay), plain)
 
     def init(params: Params) -> LionState:
-        return LionState(zero_step(params), tree.zeros_like(params), decay_flags(mask, params))
+        return LionState(zero_step(params), tree.zeros_like(params))
 
-    def numbers(state: LionState, grad_scale: Tensor | None) -> tuple[Any, ...]:
-        return rate_at(learning_rate, state.step), flags_of(state.decays, state.mu), grad_scale
+    def numbers(
+        state: LionState, _: list[Tensor], grad_scale: Tensor | None
+    ) -> tuple[float | Tensor | None, ...]:
+        return rate_at(learning_rate, state.step), weight_decay, grad_scale
 
-    def formula(
-        numbers: tuple[Any, ...], index: int, param: Tensor, grad: Tensor, mu: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        rate, decays, grad_scale = numbers
-        decay = weight_decay * decays[index].to(torch.float64) if decays else weight_decay
-        grad = grad.to(mu.dtype)
-        grad = grad if grad_scale is None else grad / number(grad_scale, grad)
-        direction = torch.lerp(mu, grad, 1 - b1)
-        # torch's sign of NaN is 0: training would stand still, and nobody would see why. So 0 times it is added.
-        sign = torch.add(direction.sign(), direction, alpha=0)
-        moved = plus(param.to(mu.dtype) * number(1 - rate * decay, mu), -rate, sign)
-        return moved.to(param.dtype), torch.lerp(mu, grad, 1 - b2)
+    def formula(numbers: tuple[Any, ...], _: Tensor) -> Callable[..., tuple[Tensor, Tensor]]:
+        rate, decay, grad_scale = numbers
 
-    return leafwise(init, LionState, ["mu"], numbers, formula)
+        def of_leaf(grad: Tensor, param: Tensor, mu: Tensor) -> tuple[Tensor, Tensor]:
+            grad = grad.to(mu.dtype)
+            grad = grad if grad_scale is None else grad / number(grad_scale, grad)
+            direction = torch.lerp(mu, grad, 1 - b1)
+            # torch's sign of NaN is 0: training would stand still, and nobody would see why. So 0 times it is added.
+            sign = torch.add(direction.sign(), direction, alpha=0)
+            moved = multiply_add(param.to(mu.dtype) * number(1 - rate * decay, mu), -rate, sign)
+            return moved.to(param.dtype), torch.lerp(mu, grad, 1 - b2)
 
+        return of_leaf
 
-def _is_zero(value: float | Tensor) -> bool:
-    return not isinstance(value, Tensor) and value == 0
+    return leafwise(Optimizer, init, LionState, ["mu"], numbers, formula)

@@ -6,7 +6,7 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 from numbers import Real
-from typing import TypeAlias, cast
+from typing import Any, TypeAlias, cast
 
 import torch
 from torch import Tensor
@@ -19,8 +19,11 @@ LearningRate: TypeAlias = float | Tensor | Schedule
 
 
 def rate_at(learning_rate: LearningRate, step: Tensor) -> float | Tensor:
-    """The learning rate of this step."""
-    return learning_rate(step) if callable(learning_rate) else learning_rate
+    """The learning rate of this step; a schedule's in float64, in memory of its own."""
+    if not callable(learning_rate):
+        return learning_rate
+    rate: Any = learning_rate(step)
+    return rate.to(torch.float64) if isinstance(rate, Tensor) else rate
 
 
 def check_rate(learning_rate: object) -> None:

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
-from itertools import compress
-from typing import Any, NamedTuple, TypeAlias, cast
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from purestep import tree
-from purestep.optim.base import Transform, in_place, leaf_columns
-from purestep.torch_internals import foreach_add_, foreach_mul_
-from purestep.types import OptState, Params, Tree
-
-Mask: TypeAlias = Tree | Callable[[Params], Tree]
-"""A tree of bools like the params, or a function that makes one from them."""
+from purestep.optim.base import Transform
+from purestep.optim.leafwise import leafwise
+from purestep.optim.partition import Mask, masked
+from purestep.torch_internals import foreach_add_, foreach_copy_, foreach_mul_
+from purestep.types import Params, Tree
 
 
 def clip_by_global_norm(max_norm: float | Tensor) -> Transform:
@@ -26,33 +23,27 @@ def clip_by_global_norm(max_norm: float | Tensor) -> Transform:
     ({'w': tensor([0.6000, 0.8000])}, ())
     """
 
-    def update(
-        grads: Tree, state: OptState, params: Params, *, grad_scale: Tensor | None = None
-    ) -> tuple[Tree, OptState]:
-        factor = factor_of(grads, grad_scale)
-        return tree.map(lambda grad: scaled(grad, factor), grads), state
-
-    def kernel(_: OptState, grad_scale: Tensor | None, grads: list[Tensor]) -> list[Tensor]:
-        factor = factor_of(grads, grad_scale)
-        wide = [widened(grad) for grad in grads]
-        if factor != 1:
-            foreach_mul_(wide, float(factor))
-        return wide
-
-    def factor_of(grads: Tree, grad_scale: Tensor | None) -> Tensor:
-        scale = _inverse(grad_scale)
+    def numbers(_: tuple[()], grads: list[Tensor], grad_scale: Tensor | None) -> tuple[Tensor]:
+        scale = 1 if grad_scale is None else inverse(grad_scale)
         norm = tree.global_norm(grads) * scale
         longer = norm > max_norm
         # Divided by what is not 0 also where nothing is clipped: a derivative reaches both branches.
         factor = torch.where(longer, max_norm / torch.where(longer, norm, 1), 1)
-        return cast("Tensor", scale * factor)
+        return (scale * factor,)
 
-    return Transform(
-        _stateless,
-        update,
-        in_place(update, lambda grads, *_: tree.columns(grads), kernel, max_norm),
-        kernels=True,
-    )
+    def formula(numbers: tuple[Tensor], _: None) -> Callable[..., tuple[Tensor]]:
+        (factor,) = numbers
+        return lambda grad, _: (grad * number(factor, grad),)
+
+    def kernel(
+        numbers: tuple[Tensor], _: None, grads: list[Tensor], __: list[Tensor]
+    ) -> list[Tensor]:
+        factor = float(numbers[0])
+        if factor != 1:
+            foreach_mul_(grads, factor)
+        return grads
+
+    return leafwise(Transform, _stateless, tuple, (), numbers, formula, kernel, reads_params=False)
 
 
 class MomentumState(NamedTuple):
@@ -73,36 +64,42 @@ def momentum(decay: float | Tensor, *, nesterov: bool = False) -> Transform:
     def init(params: Params) -> MomentumState:
         return MomentumState(tree.zeros_like(params))
 
-    def update(
-        grads: Tree, state: MomentumState, params: Params, *, grad_scale: Tensor | None = None
-    ) -> tuple[Tree, MomentumState]:
-        columns_of(grads, state, params)
-        factor = None if grad_scale is None else _inverse(grad_scale)
-        grads = tree.map(lambda grad: scaled(grad, factor), grads)
-        trace = tree.map(lambda t, g: (t * number(decay, t) + g).to(t.dtype), state.trace, grads)
-        updates = tree.map(lambda g, t: plus(g, decay, t), grads, trace) if nesterov else trace
-        return updates, MomentumState(trace)
+    def numbers(_: MomentumState, __: list[Tensor], grad_scale: Tensor | None) -> tuple[Any, ...]:
+        return decay, None if grad_scale is None else inverse(grad_scale)
+
+    def formula(numbers: tuple[Any, ...], _: None) -> Callable[..., tuple[Tensor, Tensor]]:
+        decay, factor = numbers
+
+        def of_leaf(grad: Tensor, _: Tensor, trace: Tensor) -> tuple[Tensor, Tensor]:
+            grad = scaled(grad, factor)
+            trace = (trace * number(decay, trace) + grad).to(trace.dtype)
+            return multiply_add(grad, decay, trace) if nesterov else trace, trace
+
+        return of_leaf
 
     def kernel(
-        _: MomentumState, grad_scale: Tensor | None, grads: list[Tensor], trace: list[Tensor]
+        numbers: tuple[Any, ...],
+        _: None,
+        grads: list[Tensor],
+        __: list[Tensor],
+        trace: list[Tensor],
     ) -> list[Tensor]:
-        grads = [widened(grad) for grad in grads]
-        if grad_scale is not None:
-            foreach_mul_(grads, float(_inverse(grad_scale)))
+        decay, factor = numbers
+        if factor is not None:
+            foreach_mul_(grads, float(factor))
         foreach_mul_(trace, float(decay))
         foreach_add_(trace, grads)
         if nesterov:
             foreach_add_(grads, trace, alpha=float(decay))
-        return grads if nesterov else trace
+        else:
+            # The update in memory of its own: what comes next may write to it.
+            grads = [grad.to(t.dtype) for grad, t in zip(grads, trace, strict=True)]
+            foreach_copy_(grads, trace)
+        return grads
 
-    def columns_of(
-        grads: Tree, state: MomentumState, params: Params
-    ) -> tuple[list[list[Tensor]], tree.Structure]:
-        params = grads if params is None else params
-        columns, structure = leaf_columns(init, MomentumState, ["trace"], grads, state, params)
-        return columns[1:], structure
-
-    return Transform(init, update, in_place(update, columns_of, kernel, decay), kernels=True)
+    return leafwise(
+        Transform, init, MomentumState, ["trace"], numbers, formula, kernel, reads_params=False
+    )
 
 
 class AdamState(NamedTuple):
@@ -130,84 +127,66 @@ def scale_by_adam(b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8) -> Tran
     def init(params: Params) -> AdamState:
         return AdamState(zero_step(params), tree.zeros_like(params), tree.zeros_like(params))
 
-    def update(
-        grads: Tree, state: AdamState, params: Params, *, grad_scale: Tensor | None = None
-    ) -> tuple[Tree, AdamState]:
-        like = grads if params is None else params
-        leaf_columns(init, AdamState, ["mu", "nu"], grads, state, like)
-        scale = _inverse(grad_scale)
-        grads = tree.map(widened, grads)
-        step = state.step + 1
+    def numbers(_: AdamState, __: list[Tensor], grad_scale: Tensor | None) -> tuple[Any]:
+        return (1.0 if grad_scale is None else inverse(grad_scale),)
+
+    def formula(numbers: tuple[Any], step: Tensor) -> Callable[..., tuple[Tensor, ...]]:
+        (scale,) = numbers
         c1, c2 = (1 - b1) * scale, (1 - b2) * scale * scale
-        mu = tree.map(lambda m, g: (b1 * m + c1 * g).to(m.dtype), state.mu, grads)
-        nu = tree.map(lambda v, g: (b2 * v + c2 * (g * g)).to(v.dtype), state.nu, grads)
         mu_correction = 1 - b1 ** step.to(torch.float64)
         nu_correction = 1 - b2 ** step.to(torch.float64)
 
-        def direction(m: Tensor, v: Tensor) -> Tensor:
-            return ((m / mu_correction) / (root(v / nu_correction) + eps)).to(m.dtype)
+        def of_leaf(grad: Tensor, _: Tensor, mu: Tensor, nu: Tensor) -> tuple[Tensor, ...]:
+            mu = (b1 * mu + c1 * grad).to(mu.dtype)
+            nu = (b2 * nu + c2 * (grad * grad)).to(nu.dtype)
+            direction = (mu / mu_correction) / (root(nu / nu_correction) + eps)
+            return direction.to(mu.dtype), mu, nu
 
-        return tree.map(direction, mu, nu), AdamState(step, mu, nu)
+        return of_leaf
 
-    return Transform(init, update)
-
-
-class DecayState(NamedTuple):
-    """Which leaves decay, in the order of the leaves; empty where all do."""
-
-    decays: Tensor
+    return leafwise(Transform, init, AdamState, ["mu", "nu"], numbers, formula, reads_params=False)
 
 
 def add_decayed_weights(weight_decay: float | Tensor, mask: Mask | None = None) -> Transform:
     """u + weight_decay · θ, where the mask says so (None: everywhere).
 
-    The mask is asked once, by ``init``, and is part of the state from then on.
+    With a mask, it is a ``partition``.
 
     >>> decay = add_decayed_weights(0.1, mask=lambda params: tree.map(lambda p: p.ndim > 1, params))
     >>> params = {"bias": torch.ones(1), "weight": torch.ones(1, 1)}
     >>> decay.update(tree.zeros_like(params), decay.init(params), params)[0]
     {'bias': tensor([0.]), 'weight': tensor([[0.1000]])}
     """
+    if mask is not None:
+        return masked(mask, add_decayed_weights(weight_decay), add_decayed_weights(0.0))
+    decays = not is_zero(weight_decay)
 
-    def init(params: Params) -> DecayState:
-        return DecayState(decay_flags(mask, params))
+    def numbers(_: tuple[()], __: list[Tensor], grad_scale: Tensor | None) -> tuple[Any, ...]:
+        return weight_decay, None if grad_scale is None else inverse(grad_scale)
 
-    def update(
-        grads: Tree, state: DecayState, params: Params, *, grad_scale: Tensor | None = None
-    ) -> tuple[Tree, DecayState]:
-        columns_of(grads, state, params)
-        factor = None if grad_scale is None else _inverse(grad_scale)
-        rates = []
-        if state.decays.numel():
-            flags = flags_of(state.decays, params)
-            decays = [weight_decay * flag.to(torch.float64) for flag in flags]
-            rates.append(tree.unflatten(tree.flatten(params)[1], decays))
+    def formula(numbers: tuple[Any, ...], _: None) -> Callable[..., tuple[Tensor]]:
+        weight_decay, factor = numbers
 
-        def decayed(grad: Tensor, param: Tensor, rate: float | Tensor = weight_decay) -> Tensor:
-            return plus(scaled(grad, factor), rate, param)
+        def of_leaf(grad: Tensor, param: Tensor) -> tuple[Tensor]:
+            grad = scaled(grad, factor)
+            return (multiply_add(grad, weight_decay, param) if decays else grad,)
 
-        return tree.map(decayed, grads, params, *rates), state
+        return of_leaf
 
     def kernel(
-        state: DecayState,
-        grad_scale: Tensor | None,
-        params: list[Tensor],
-        grads: list[Tensor],
+        numbers: tuple[Any, ...], _: None, grads: list[Tensor], params: list[Tensor]
     ) -> list[Tensor]:
-        grads = [widened(grad) for grad in grads]
-        if grad_scale is not None:
-            foreach_mul_(grads, float(_inverse(grad_scale)))
-        decays = state.decays.tolist() or [True] * len(params)
-        decayed, theirs = (list(compress(leaves, decays)) for leaves in (grads, params))
-        if decayed:
-            foreach_add_(decayed, theirs, alpha=float(weight_decay))
+        weight_decay, factor = numbers
+        if factor is not None:
+            foreach_mul_(grads, float(factor))
+        if decays:
+            foreach_add_(grads, params, alpha=float(weight_decay))
         return grads
 
-    columns_of = partial(leaf_columns, init, DecayState, [])
-    return Transform(init, update, in_place(update, columns_of, kernel, weight_decay), kernels=True)
+    return leafwise(Transform, _stateless, tuple, (), numbers, formula, kernel)
 
 
-def plus(x: Tensor, factor: float | Tensor, y: Tensor) -> Tensor:
+def multiply_add(x: Tensor, factor: float | Tensor, y: Tensor) -> Tensor:
     """x + factor · y with one rounding, as the kernels of torch's ``alpha`` do, in the dtype of x."""
     if isinstance(factor, Tensor):
         wide = torch.promote_types(x.dtype, y.dtype)
@@ -215,14 +194,8 @@ def plus(x: Tensor, factor: float | Tensor, y: Tensor) -> Tensor:
     return torch.add(x, y, alpha=factor).to(x.dtype)
 
 
-def widened(grad: Tensor) -> Tensor:
-    """A gradient in float32 at least, before it is scaled or squared: both leave the range of float16."""
-    return grad if grad.dtype.itemsize >= 4 else grad.to(tree.accumulation_dtype(grad.dtype))
-
-
-def scaled(grad: Tensor, factor: float | Tensor | None) -> Tensor:
-    """factor · grad, in float32 at least (None: the gradient itself)."""
-    grad = widened(grad)
+def scaled(grad: Tensor, factor: Tensor | None) -> Tensor:
+    """factor · grad (None: the gradient itself)."""
     return grad if factor is None else grad * number(factor, grad)
 
 
@@ -231,40 +204,9 @@ def number(value: float | Tensor, x: Tensor) -> float | Tensor:
     return value.to(x.dtype) if isinstance(value, Tensor) else value
 
 
-def decay_flags(mask: Mask | None, params: Params) -> Tensor:
-    """Which leaves decay, in the order of the leaves, as the mask says; empty where all do.
-
-    It stays on the host, where the choice of kernels is made.
-    """
-    if mask is None:
-        return torch.zeros(0, dtype=torch.bool)
-    return torch.tensor(_flags(mask(params) if callable(mask) else mask, params), dtype=torch.bool)
-
-
-def flags_of(decays: Tensor, like: Tree) -> Sequence[Tensor]:
-    """The flags one by one, each a number on the host; behind a transform, where the leaves are.
-
-    An ensemble has as many flags for each leaf as it has members, and that is no number any more.
-    """
-    if tree.at_hand(decays) is decays:
-        return decays.unbind()
-    leaves = tree.leaves_of(like)
-    there = tree.brought(decays, leaves[0].device) if leaves else decays
-    return [there[index] for index in range(len(decays))]
-
-
-def _flags(mask: Tree, params: Params) -> list[bool]:
-    try:
-        flags = tree.broadcast_prefix(mask, params)
-    except ValueError:
-        flags = [mask]
-    if not all(isinstance(flag, bool) for flag in flags):
-        wanted = tree.describe(tree.flatten(params)[1])
-        raise ValueError(
-            f"the weight-decay mask must be a tree of bools like the params, or a prefix of it, {wanted}, but "
-            f"it is {mask}"
-        )
-    return flags
+def is_zero(value: float | Tensor) -> bool:
+    """Whether a setting is the number 0, so that nothing comes of it."""
+    return not isinstance(value, Tensor) and value == 0
 
 
 def zero_step(params: Params) -> Tensor:
@@ -277,8 +219,9 @@ def _stateless(params: Params) -> tuple[()]:
     return ()
 
 
-def _inverse(grad_scale: Tensor | None) -> Any:
-    return 1.0 if grad_scale is None else 1 / grad_scale.to(torch.float64)
+def inverse(grad_scale: Tensor) -> Tensor:
+    """1 / grad_scale, whatever its dtype is."""
+    return 1 / grad_scale.to(torch.float64)
 
 
 def root(x: Tensor) -> Tensor:

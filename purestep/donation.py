@@ -1,0 +1,114 @@
+"""``donate=True``: the update writes where params and state lie, so nothing else may lie there."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from operator import attrgetter
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from purestep import tree
+from purestep.tokens import Group, Weighed
+from purestep.torch_internals import values_inside
+from purestep.types import Microbatch, Tree
+
+Extent: TypeAlias = tuple[int, int, int, bool]
+"""From which byte to which a leaf reaches, its position, and whether its elements overlap each other."""
+
+
+def apart(group: Group, donated: Tree) -> Group:
+    """The same group, where nothing that is given away overlaps: each other here, a microbatch when it comes.
+
+    The update would write there, too.
+    """
+    if not donated or not tree.eager(donated):
+        return group  # Nothing is written over then.
+    given = _extents(tree.leaves_of(donated))
+    for _, _, position, folded in given:
+        if folded:
+            raise ValueError(
+                f"donate=True needs memory of its own for each element, but {_name(donated, position)} overlaps "
+                "itself, as expand and unfold make it: clone it"
+            )
+    for (_, stop, before, _), (start, _, after, _) in pairwise(given):
+        if start < stop:
+            raise ValueError(
+                f"donate=True needs a buffer for each leaf, but {_name(donated, before)} and {_name(donated, after)} "
+                "share memory: clone one of them, or tie them inside loss_fn"
+            )
+
+    def checked() -> Iterator[Weighed]:
+        for number, (microbatch, weights) in enumerate(group.weighed):
+            _check_apart(donated, given, number, microbatch)
+            yield microbatch, weights
+
+    return group._replace(weighed=checked()) if given else group
+
+
+def _check_apart(
+    donated: Tree, given: Sequence[Extent], number: int, microbatch: Microbatch
+) -> None:
+    plain = tree.plain(microbatch)
+    for theirs in _extents(tree.leaves_of(plain)):
+        place = bisect_left(given, theirs)
+        for ours in given[max(0, place - 1) : place + 1]:
+            if max(ours[0], theirs[0]) < min(ours[1], theirs[1]):
+                path = tree.paths(plain, f"microbatches[{number}]")[theirs[2]]
+                raise ValueError(
+                    f"donate=True lets the update write over {_name(donated, ours[2])}, but {path} shares its memory: "
+                    "clone one of them"
+                )
+
+
+def _name(donated: Tree, position: int) -> str:
+    return tree.paths(donated, "(params, opt_state)")[position]
+
+
+def _extents(leaves: Sequence[Any]) -> list[Extent]:
+    """Where each leaf lies, in the order of memory; a leaf without memory that could be told lies nowhere.
+
+    Where there are no addresses, a storage counts as one byte: whatever lies in it overlaps.
+    """
+    extents = _in_one_piece(leaves)
+    if extents is None:
+        extents = [extent for pair in enumerate(leaves) for extent in _extent(*pair)]
+    extents.sort()
+    return extents
+
+
+def _in_one_piece(leaves: Sequence[Any]) -> list[Extent] | None:
+    """The extents of leaves that are all tensors in one piece, as nearly always: all asked at once, in half the time."""
+    if not tree.are_tensors(leaves) or {*map(_layout, leaves)} != {torch.strided}:
+        return None
+    starts, sizes = [*map(Tensor.data_ptr, leaves)], [*map(_nbytes, leaves)]
+    missing = any(size and not start for start, size in zip(starts, sizes, strict=True))
+    if missing or not all(map(Tensor.is_contiguous, leaves)):
+        return None
+    places = enumerate(zip(starts, sizes, strict=True))
+    return [(start, start + size, position, False) for position, (start, size) in places if size]
+
+
+_layout, _nbytes = attrgetter("layout"), attrgetter("nbytes")
+
+
+def _extent(position: int, leaf: Any) -> list[Extent]:
+    if not isinstance(leaf, Tensor):
+        return []
+    if leaf.layout is not torch.strided or leaf.is_nested:
+        return _extent(position, values_inside(leaf))
+    if not tree.has_address(leaf):
+        storage = tree.address(leaf)
+        return [(storage, storage + 1, position, False)]
+    start = leaf.data_ptr()
+    if not (start and leaf.nbytes):
+        return []
+    reach, folded = 0, False
+    for stride, count in sorted(zip(leaf.stride(), leaf.shape, strict=True)):
+        # Rows that are as far apart as they reach cannot meet. Others may, and then an element is written twice.
+        folded = folded or (count > 1 and stride <= reach)
+        reach += (count - 1) * stride
+    return [(start, start + (1 + reach) * leaf.element_size(), position, folded)]
