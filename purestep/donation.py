@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from operator import attrgetter
 from typing import Any, TypeAlias
@@ -25,9 +25,10 @@ def apart(group: Group, donated: Tree) -> Group:
 
     The update would write there, too.
     """
-    if not donated or not tree.eager(donated):
+    leaves = tree.leaves_of(donated)
+    if not (leaves and tree.eager()) or tree.any_requires_grad(leaves):
         return group  # Nothing is written over then.
-    given = _extents(tree.leaves_of(donated))
+    given = _extents(leaves)
     for _, _, position, folded in given:
         if folded:
             raise ValueError(
@@ -52,12 +53,15 @@ def apart(group: Group, donated: Tree) -> Group:
 def _check_apart(
     donated: Tree, given: Sequence[Extent], number: int, microbatch: Microbatch
 ) -> None:
-    plain = tree.plain(microbatch)
-    for theirs in _extents(tree.leaves_of(plain)):
+    leaves = tree.leaves_of(microbatch)
+    if any(isinstance(leaf, Mapping) for leaf in leaves):
+        microbatch = tree.plain(microbatch)
+        leaves = tree.leaves_of(microbatch)
+    for theirs in _extents(leaves):
         place = bisect_left(given, theirs)
         for ours in given[max(0, place - 1) : place + 1]:
             if max(ours[0], theirs[0]) < min(ours[1], theirs[1]):
-                path = tree.paths(plain, f"microbatches[{number}]")[theirs[2]]
+                path = tree.paths(microbatch, f"microbatches[{number}]")[theirs[2]]
                 raise ValueError(
                     f"donate=True lets the update write over {_name(donated, ours[2])}, but {path} shares its memory: "
                     "clone one of them"

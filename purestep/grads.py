@@ -219,8 +219,8 @@ def in_place_pass(part_of: PartOf) -> Pass:
         with torch.enable_grad():
             part = part_of(tree.unflatten(structure, own), microbatch, weights, total)
         reached = backward(part.terms, part.cotangents, own, sums, ready)
-        part = part._replace(terms=[term.detach() for term in part.terms])
-        return value(part), part.num_tokens, tree.detached(part.aux), reached
+        loss = value([term.detach() for term in part.terms], part.cotangents)
+        return loss, part.num_tokens, tree.detached(part.aux), reached
 
     return run
 
@@ -298,7 +298,7 @@ def returning_pass(
                 # A piece of the microbatch, from a reverse mode that looks at examples one by one.
                 here = checked_weights(weight_fn(given))
             part = part_of(tree.unflatten(structure, leaves), given, here, total)
-            loss = value(part)
+            loss = value(part.terms, part.cotangents)
             # Where the leaves are not tracked, this reverse mode has a way of its own.
             tracked = any(leaf.requires_grad for leaf in leaves)
             reached = loss.requires_grad or not tracked
@@ -356,7 +356,9 @@ def accumulator(
         sums = GradientSums(leaves, dtypes, out)
         versions = versions_of(leaves)
         # Whoever transforms or differentiates the step needs gradients that are returned, with their graph.
-        recorded = not (own and tree.eager(leaves, total)) or _inference(leaves)
+        recorded = (
+            not (own and tree.eager(total)) or tree.any_requires_grad(leaves) or _inference(leaves)
+        )
         given: Worth | None = None
         reached = False
 
@@ -364,7 +366,7 @@ def accumulator(
             _casts_forgotten(group.weighed, leaves), 1
         ):
             data, kind = tree.flatten(microbatch)
-            recorded = recorded or tree.requires_grad(data)
+            recorded = recorded or tree.any_requires_grad(data)
             if recorded:
                 grads, *told, here = returned(params, microbatch, weights, total)
                 if not tree.differentiated(leaves, total, data):
@@ -372,7 +374,7 @@ def accumulator(
                     grads, told = tree.detached((grads, told))
                 sums.add(grads, copy=not own)
             else:
-                own_data = tree.unflatten(kind, tree.detached(data))
+                own_data = tree.unflatten(kind, [_detached(leaf) for leaf in data])
                 last = ready if position == group.length else None
                 *told, here = in_place(leaves, structure, own_data, weights, total, sums, last)
                 del own_data
@@ -410,9 +412,13 @@ def _casts_forgotten(group: Iterable[Weighed], leaves: Sequence[Tensor]) -> Iter
             torch.clear_autocast_cache()
 
 
+def _detached(leaf: Any) -> Any:
+    return leaf.detach() if isinstance(leaf, Tensor) else leaf
+
+
 def _inference(leaves: Sequence[Tensor]) -> bool:
     """Whether autograd would record nothing, where ``torch.func`` does."""
-    return torch.is_inference_mode_enabled() or any(leaf.is_inference() for leaf in leaves)
+    return torch.is_inference_mode_enabled() or any(map(Tensor.is_inference, leaves))
 
 
 def sum_dtypes(leaves: Sequence[Tensor], accum_dtype: torch.dtype | None) -> list[torch.dtype]:

@@ -75,17 +75,15 @@ def partial_loss(loss_fn: LossFn) -> PartOf:
     return part_of
 
 
-def value(part: Part) -> Tensor:
-    """What the part is worth: the sum of its terms, each times its cotangent.
+def value(terms: Sequence[Tensor], cotangents: Sequence[Tensor]) -> Tensor:
+    """What a part is worth: the sum of its terms, each times its cotangent.
 
     A term at a cotangent of zero may be anything, even NaN: it is taken away by selection, and what flows
     back to it is exactly zero.
     """
-    sums = [
-        (torch.where(cotangent != 0, term, 0) * cotangent).sum()
-        for term, cotangent in zip(part.terms, part.cotangents, strict=True)
-    ]
-    return sums[0] if len(sums) == 1 else sums[0] + sums[1]
+    pairs = zip(terms, cotangents, strict=True)
+    first, *others = [(torch.where(share != 0, term, 0) * share).sum() for term, share in pairs]
+    return sum(others, first)
 
 
 def loss_terms(loss_fn: LossFn, params: Params, microbatch: Microbatch) -> LossTerms:
@@ -176,7 +174,11 @@ class Worth(NamedTuple):
 def worth(loss: Tensor, num_tokens: list[Tensor], aux: Tree) -> Worth:
     """Of one microbatch."""
     # A copy: what a loss returns may be a view of its inputs, and outputs share no storage with them.
-    own = tree.map(lambda leaf: leaf.to(accumulation_dtype(leaf.dtype), copy=True), aux)
+    own = (
+        aux
+        if aux == ()
+        else tree.map(lambda leaf: leaf.to(accumulation_dtype(leaf.dtype), copy=True), aux)
+    )
     return Worth(loss.to(torch.float64), accumulation_dtype(loss.dtype), num_tokens, own)
 
 
@@ -236,7 +238,9 @@ def evaluator(loss_fn: LossFn) -> Callable[[Params, Group, Count | None], Sums]:
         given: Worth | None = None
         for microbatch, weights in group.weighed:
             part = part_of(params, microbatch, weights, total)
-            given = plus(given, worth(*tree.detached((value(part), part.num_tokens, part.aux))))
+            given = plus(
+                given, worth(*tree.detached((value(*part[:2]), part.num_tokens, part.aux)))
+            )
         check_untouched(params, leaves, versions)
         return sums_of((), given, group.counted, leaves[0])
 

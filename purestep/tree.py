@@ -321,7 +321,12 @@ def detached(tree: Tree) -> Tree:
 
 def requires_grad(tree: Tree) -> bool:
     """Whether autograd follows any of these leaves, those in mappings that optree takes for a leaf included."""
-    for leaf in leaves_of(tree):
+    return any_requires_grad(leaves_of(tree))
+
+
+def any_requires_grad(leaves: Sequence[Any]) -> bool:
+    """``requires_grad`` of a tree's leaves."""
+    for leaf in leaves:
         if isinstance(leaf, Tensor):
             if leaf.requires_grad:
                 return True
@@ -425,6 +430,8 @@ def global_norm(tree: Tree) -> Tensor:
     """
     parts = _joined(leaves_of(tree))
     norms = _norms(parts) if eager(parts) else [_norm(part) for part in parts]
+    if len(norms) == 1:
+        return norms[0]
     return _norm(torch.stack(norms)) if norms else torch.zeros(())
 
 
