@@ -1,4 +1,4 @@
-"""T9, reverse mode. ``ps.grad_and_value`` equals ``torch.func.grad_and_value``, bitwise."""
+"""T9, reverse mode. ``ps.grad_and_value`` equals ``torch.func.grad_and_value``, bitwise; and so does a step that runs on either."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from hypothesis import given, strategies as st
 import purestep as ps
 from proofs import models
 from proofs.strategies import RealCase, assert_same, real_cases
+from purestep import tree
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16]
 
@@ -61,3 +62,27 @@ def test_higher_derivatives(case: RealCase) -> None:
         ),
     ):
         assert_same(outer(ps.grad_and_value), outer(torch.func.grad_and_value))
+
+
+@given(real_cases(DTYPES), st.booleans(), st.booleans(), st.data())
+def test_the_steps_own_path(case: RealCase, counted: bool, term: bool, data: st.DataObject) -> None:
+    """Sums over microbatches by either: the backward pass that begins with weights / N is that of the whole objective."""
+    rows = len(case.batch["labels"])
+    edge = data.draw(st.integers(1, rows))
+    group = [
+        tree.map(lambda leaf, span=span: leaf[span], case.batch)
+        for span in (slice(edge), slice(edge, rows))
+    ]
+    group = [microbatch for microbatch in group if len(microbatch["labels"])]
+
+    def loss_fn(params: Any, microbatch: Any) -> ps.LossTerms:
+        losses = models.transformer_loss(params, microbatch)
+        extra = params["embedding"].square().mean() if term and counted else None
+        return ps.LossTerms(losses, microbatch=extra, aux={"greatest": losses.detach().max()})
+
+    total = ps.count(group) if counted else None
+    ours, theirs = (
+        ps.accumulate(loss_fn, case.params, group, total=total, grad_and_value=transform)
+        for transform in (ps.grad_and_value, torch.func.grad_and_value)
+    )
+    assert_same(ours, theirs)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -103,6 +104,9 @@ class GradientSums:
         return filled
 
 
+_requires_grad = attrgetter("requires_grad")
+
+
 def own_leaves(leaves: Sequence[Tensor]) -> list[Tensor]:
     """Leaves with the same values, for one microbatch: what a loss does to them ends with it."""
     return [leaf.detach().requires_grad_() for leaf in leaves]
@@ -142,8 +146,10 @@ def backward(
             announce(index)
 
     # Hooks are the loss's, and see this microbatch's gradient alone; a leaf that requires none is frozen by it.
-    hooked = {index for index, hooks in enumerate(map(accumulate_hooks, leaves)) if hooks}
-    wanted = tuple([leaf for leaf in leaves if leaf.requires_grad])
+    hooked: set[int] = set()
+    if any(map(accumulate_hooks, leaves)):
+        hooked = {index for index, leaf in enumerate(leaves) if accumulate_hooks(leaf)}
+    wanted = tuple(filter(_requires_grad, leaves))
     plain = announce is None and sums.out is None and not hooked and len(wanted) == len(leaves)
     if plain and sums.all_direct:
         for leaf, so_far in zip(leaves, sums.values, strict=True):

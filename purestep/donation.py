@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import pairwise
-from operator import attrgetter
+from itertools import pairwise, repeat
+from operator import add, attrgetter
 from typing import Any, TypeAlias
 
 import torch
@@ -89,11 +89,9 @@ def _in_one_piece(leaves: Sequence[Any]) -> list[Extent] | None:
     if not tree.are_tensors(leaves) or {*map(_layout, leaves)} != {torch.strided}:
         return None
     starts, sizes = [*map(Tensor.data_ptr, leaves)], [*map(_nbytes, leaves)]
-    missing = any(size and not start for start, size in zip(starts, sizes, strict=True))
-    if missing or not all(map(Tensor.is_contiguous, leaves)):
+    if 0 in starts or 0 in sizes or not all(map(Tensor.is_contiguous, leaves)):
         return None
-    places = enumerate(zip(starts, sizes, strict=True))
-    return [(start, start + size, position, False) for position, (start, size) in places if size]
+    return [*zip(starts, map(add, starts, sizes), range(len(leaves)), repeat(False), strict=False)]
 
 
 _layout, _nbytes = attrgetter("layout"), attrgetter("nbytes")

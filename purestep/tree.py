@@ -17,6 +17,7 @@ from __future__ import annotations
 import builtins
 import itertools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from operator import attrgetter
 from typing import Any, TypeAlias
 
 import optree
@@ -326,6 +327,8 @@ def requires_grad(tree: Tree) -> bool:
 
 def any_requires_grad(leaves: Sequence[Any]) -> bool:
     """``requires_grad`` of a tree's leaves."""
+    if are_tensors(leaves):
+        return any(builtins.map(_requires_grad, leaves))
     for leaf in leaves:
         if isinstance(leaf, Tensor):
             if leaf.requires_grad:
@@ -333,6 +336,9 @@ def any_requires_grad(leaves: Sequence[Any]) -> bool:
         elif isinstance(leaf, Mapping) and requires_grad(plain(leaf)):
             return True
     return False
+
+
+_requires_grad = attrgetter("requires_grad")
 
 
 def devices(tree: Tree) -> set[torch.device]:
