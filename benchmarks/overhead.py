@@ -226,7 +226,7 @@ def draw(path: Path, tables: dict[str, Any], own: dict[str, float] | None) -> No
     rows = [row for row in (above, below) if row]
     figure = pyplot.figure(figsize=(13, 3.3 * len(rows)), dpi=150, layout="constrained")
     strips = figure.subfigures(len(rows), 1, squeeze=False, height_ratios=[9, 6][: len(rows)])
-    panels = {}
+    panels: dict[str, Any] = {}
     for strip, row in zip(strips[:, 0], rows, strict=True):
         panels |= dict(zip(row, strip.subplots(1, len(row), squeeze=False)[0], strict=True))
     for name, axes in panels.items():

@@ -70,12 +70,12 @@ class Alike(Ranks):
 def microbatches_table(options: argparse.Namespace) -> Lines:
     """Against the number of microbatches."""
     problem = overhead.problem_of(overhead.init(0))
-    ways = {name: peers.WAYS[name](problem) for name in (peers.BY_HAND, peers.PURE)}
 
     def calls_of(k: int) -> dict[str, Callable[[], object]]:
+        ways = {name: peers.WAYS[name](problem) for name in (peers.BY_HAND, peers.PURE)}
         return step.checked(problem, ways, overhead.group_of(k))
 
-    return against(MICROBATCHES, calls_of, options, lambda k: 32 // k)
+    return against(MICROBATCHES, calls_of, options)
 
 
 def leaves_table(options: argparse.Namespace) -> Lines:
@@ -89,7 +89,7 @@ def leaves_table(options: argparse.Namespace) -> Lines:
         }
         return step.updates(ways, step.leaves_group(1))
 
-    return against(LEAVES, calls_of, options, lambda number: 300 // number)
+    return against(LEAVES, calls_of, options)
 
 
 def conversation_table(options: argparse.Namespace) -> Lines:
@@ -105,7 +105,7 @@ def conversation_table(options: argparse.Namespace) -> Lines:
         calls = step.checked(problem, ways, overhead.group_of(1))
         return {name: calls[name] for name in (peers.PURE, CONVERSATION)}
 
-    lines = against(RANKS, calls_of, options, lambda number: 4096 // number)
+    lines = against(RANKS, calls_of, options)
     pairs = {x: zip(lines[CONVERSATION][x], alone, strict=True) for x, alone in lines[peers.PURE].items()}  # fmt: skip
     return {CONVERSATION: {x: [many - one for many, one in both] for x, both in pairs.items()}}
 
@@ -123,13 +123,14 @@ def against(
     sizes: Sequence[int],
     calls_of: Callable[[int], dict[str, Callable[[], object]]],
     options: argparse.Namespace,
-    block_of: Callable[[int], int],
 ) -> Lines:
-    """Seconds of the calls for each size, in blocks of at most 30."""
+    """Seconds of the calls for each size, in blocks of up to 30 that take a thirtieth of a second."""
     lines: Lines = {}
     for size in sizes:
-        block = min(overhead.BLOCK, max(1, block_of(size)))
-        taken = timing.in_turn(calls_of(size), options.repeats, warmup=2, block=block)
+        calls = calls_of(size)
+        _, slowest = (max(map(timing.seconds_of, calls.values())) for _ in range(2))
+        block = min(overhead.BLOCK, max(1, round(1 / 30 / slowest)))
+        taken = timing.in_turn(calls, options.repeats, warmup=2, block=block)
         for name, seconds in taken.items():
             lines.setdefault(name, {})[str(size)] = seconds
     return lines
@@ -198,6 +199,11 @@ def joined(launches: list[Lines]) -> dict[str, dict[str, float]]:
     }
 
 
+def written(value: float) -> str:
+    """A number as people write it."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
 def draw(path: Path, tables: dict[str, dict[str, dict[str, float]]]) -> None:
     """A panel for each table: milliseconds, both axes logarithmic."""
     import matplotlib
@@ -217,11 +223,12 @@ def draw(path: Path, tables: dict[str, dict[str, dict[str, float]]]) -> None:
         highest_first = sorted(lines.items(), key=lambda item: -[*item[1].values()][-1])
         for position, (line, seconds) in enumerate(highest_first):
             sizes = [int(size) for size in seconds]
-            milliseconds = [1e3 * value for value in seconds.values()]
+            # Where nothing is left of a difference, noise may be less than nothing.
+            milliseconds = [1e3 * max(value, 1e-6) for value in seconds.values()]
             color = colors.get(line) or ("#0072b2" if line.startswith("purestep") else "#d55e00")
             axes.plot(sizes, milliseconds, "o-", color=color, label=line, linewidth=1.8)
             axes.annotate(
-                f"{milliseconds[-1]:.3g}", (sizes[-1], milliseconds[-1]), (5, 4 - 9 * position),
+                written(milliseconds[-1]), (sizes[-1], milliseconds[-1]), (5, 4 - 9 * position),
                 textcoords="offset points", va="center", fontsize="small", color=color,
             )  # fmt: skip
         axes.set_xscale("log", base=10 if sizes[-1] in (LEAVES[-1], EXAMPLES[-1]) else 2)
@@ -230,8 +237,9 @@ def draw(path: Path, tables: dict[str, dict[str, dict[str, float]]]) -> None:
         # What hardly grows is drawn so, and the legend has room.
         axes.set_ylim(min(lowest, highest / 100), 4 * highest)
         axes.xaxis.set_major_formatter(ticker.FuncFormatter(lambda x, _: f"{x:,.0f}"))
-        axes.yaxis.set_major_formatter(ticker.FuncFormatter(lambda y, _: f"{y:g}"))
-        axes.set_xticks(sizes if len(sizes) < 5 or sizes[-1] < 100 else sizes[::2])
+        axes.yaxis.set_major_formatter(ticker.FuncFormatter(lambda y, _: written(y)))
+        axes.set_xticks(sizes)
+        axes.tick_params(labelsize="small")
         axes.minorticks_off()
         title, label = TITLES[name]
         axes.set_title(title, fontsize="medium", loc="left")
