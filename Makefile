@@ -25,12 +25,14 @@ oldest newest: %: .venv-%/installed
 bench: .venv/installed
 	$(BIN)/python -m pip install -q -c constraints.txt -e '.[bench]'
 	OMP_NUM_THREADS=2 $(BIN)/python benchmarks/batching.py
-	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/ranks.py
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.ranks
 	OMP_NUM_THREADS=2 $(BIN)/python -m benchmarks.peers
 	OMP_NUM_THREADS=2 $(BIN)/python -m benchmarks.step
 	OMP_NUM_THREADS=2 $(BIN)/python -m benchmarks.memory
 	OMP_NUM_THREADS=2 $(BIN)/python -m benchmarks.normalize
 	OMP_NUM_THREADS=2 $(BIN)/python -m benchmarks.compile
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.overhead
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.scale
 
 format: .venv/installed
 	$(BIN)/ruff check --fix-only .

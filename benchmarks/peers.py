@@ -50,20 +50,21 @@ class Metrics(NamedTuple):
 
 
 class Way(NamedTuple):
-    """One update of a state of its own, and a function to the parameters."""
+    """One update of a state of its own, a function to the parameters, and one from a group to the data that updates take."""
 
-    update: Callable[[list[Batch]], Metrics]
+    update: Callable[[Any], Metrics]
     params: Callable[[], Any]
+    data: Callable[[list[Batch]], Any] = lambda group: group
 
 
 @dataclass(frozen=True)
 class Problem:
-    """What to train: parameters, a loss per token, and their sum, as people write it who need no more."""
+    """What to train: parameters, a loss per token, and their sum, as people write it who need no more; the model in JAX."""
 
     params: Any
     token_losses: Callable[[Any, Batch], Tensor]
     loss_sum: Callable[[Any, Batch], Tensor]
-    config: gpt.Config | None = None
+    logits_in_jax: Callable[[Any, Any], Any] | None = None
 
 
 def gpt_problem(config: gpt.Config, dtype: torch.dtype = torch.float32) -> Problem:
@@ -78,7 +79,7 @@ def gpt_problem(config: gpt.Config, dtype: torch.dtype = torch.float32) -> Probl
 
     params = gpt.init(config, torch.Generator().manual_seed(0), dtype)
     params = tree.map(lambda leaf: leaf.to(timing.device()), params)
-    return Problem(params, token_losses, loss_sum, config)
+    return Problem(params, token_losses, loss_sum, functools.partial(gpt_in_jax, config))
 
 
 def group_of(k: int, rows: int, lengths: list[int], seed: int = 0) -> list[Batch]:
@@ -105,12 +106,21 @@ def norm_of(grads: list[Any]) -> Tensor:
     return total_norm(grads)
 
 
-def purestep(problem: Problem, **how: Any) -> Way:
-    """``ps.make_update_step``, told ``how``."""
+def purestep(
+    problem: Problem,
+    ensemble: bool = False,
+    around: Callable[..., Any] | None = None,
+    **how: Any,
+) -> Way:
+    """``ps.make_update_step``, told ``how``; of each member of an ensemble; with something ``around`` the whole step."""
     optimizer = ps.optim.adamw(LEARNING_RATE, *BETAS, EPS, WEIGHT_DECAY)
-    step = ps.make_update_step(problem.token_losses, optimizer, **how)
+    step: Any = ps.make_update_step(problem.token_losses, optimizer, **how)
+    init: Any = optimizer.init
+    if ensemble:
+        step, init = torch.vmap(step, in_dims=(0, 0, None)), torch.vmap(init)
+    step = around(step) if around else step
     params = tree.map(Tensor.clone, problem.params)
-    opt_state = optimizer.init(params)
+    opt_state = tree.map(Tensor.clone, init(params))
 
     def update(group: list[Batch]) -> Metrics:
         nonlocal params, opt_state
@@ -272,7 +282,7 @@ def torchopt(problem: Problem) -> Way:
     return Way(update, lambda: params)
 
 
-def jax_logits(config: gpt.Config, params: Any, tokens: Any) -> Any:
+def gpt_in_jax(config: gpt.Config, params: Any, tokens: Any) -> Any:
     """``gpt.apply`` in JAX. (``jax.nn.dot_product_attention`` is the same on a CPU, but for float64, which it rounds.)"""
     import jax
     from jax import numpy as jnp
@@ -302,22 +312,21 @@ def to_jax(leaf: Tensor) -> Any:
     return jnp.array(jnp.from_dlpack(leaf.contiguous()))
 
 
-def jax_optax(problem: Problem) -> Way:
-    """JAX and optax: one jitted function, microbatches in a scan, parameters and state donated."""
+def jax_optax(problem: Problem, ensemble: bool = False) -> Way:
+    """JAX and optax: one jitted function, microbatches in a scan, parameters and state donated; data are JAX's own."""
     import jax
     import optax
     from jax import numpy as jnp
 
-    assert problem.config is not None
-    config = problem.config
+    logits_of: Any = problem.logits_in_jax
     optimizer: Any = optax.adamw(LEARNING_RATE, *BETAS, EPS, weight_decay=WEIGHT_DECAY)
 
     def loss_of(params: Any, batch: Any, num_tokens: Any) -> Any:
-        logits, labels = jax_logits(config, params, batch["tokens"]), batch["labels"]
+        logits, labels = logits_of(params, batch["tokens"]), batch["labels"]
         losses = optax.softmax_cross_entropy_with_integer_labels(logits, jnp.maximum(labels, 0))
         return jnp.where(labels != -100, losses, 0).sum() / num_tokens
 
-    def pure_step(params: Any, opt_state: Any, group: Any) -> Any:
+    def plain_step(params: Any, opt_state: Any, group: Any) -> Any:
         num_tokens = (group["labels"] != -100).sum()
 
         def add(sums: Any, batch: Any) -> Any:
@@ -325,25 +334,31 @@ def jax_optax(problem: Problem) -> Way:
             return jax.tree.map(jnp.add, sums, more), None
 
         zeros = jax.tree.map(jnp.zeros_like, params)
-        (loss, grads), _ = jax.lax.scan(add, (jnp.zeros((), zeros["norm"].dtype), zeros), group)
+        nothing = jnp.zeros((), jax.tree.leaves(params)[0].dtype)
+        (loss, grads), _ = jax.lax.scan(add, (nothing, zeros), group)
         updates, opt_state = optimizer.update(grads, opt_state, params)
         metrics = Metrics(loss, optax.global_norm(grads))
         return optax.apply_updates(params, updates), opt_state, metrics
 
-    step = jax.jit(pure_step, donate_argnums=(0, 1))
+    init = optimizer.init
+    step: Any = jax.default_matmul_precision("highest")(plain_step)
+    if ensemble:
+        step, init = jax.vmap(step, in_axes=(0, 0, None)), jax.vmap(init)
+    jitted = jax.jit(step, donate_argnums=(0, 1))
     params = tree.map(to_jax, problem.params)
-    opt_state = optimizer.init(params)
+    opt_state = init(params)
 
-    def update(group: list[Batch]) -> Metrics:
+    def data(group: list[Batch]) -> Any:
+        stacked = {key: torch.stack([batch[key] for batch in group]) for key in group[0]}
+        return {key: to_jax(x if x.is_floating_point() else x.int()) for key, x in stacked.items()}
+
+    def update(group: Any) -> Metrics:
         nonlocal params, opt_state
-        stacked = {k: torch.stack([batch[k] for batch in group]).int() for k in group[0]}
-        with jax.default_matmul_precision("highest"):
-            stacked = tree.map(jnp.from_dlpack, stacked)
-            params, opt_state, metrics = step(params, opt_state, stacked)
+        params, opt_state, metrics = jitted(params, opt_state, group)
         jax.block_until_ready((params, opt_state, metrics))
         return metrics
 
-    return Way(update, lambda: tree.map(torch.utils.dlpack.from_dlpack, params))
+    return Way(update, lambda: tree.map(torch.utils.dlpack.from_dlpack, params), data)
 
 
 WAYS: dict[str, Callable[[Problem], Way]] = {
@@ -391,7 +406,7 @@ def check(problem: Problem, ways: dict[str, Way], group: list[Batch]) -> dict[st
     reference = tree.map(Tensor.clone, ways[BY_HAND].params())
     travelled = norm(reference, problem.params)
     distances = {name: norm(way.params(), reference) / travelled for name, way in ways.items()}
-    limit = bound(group, reference["norm"].dtype)
+    limit = bound(group, tree.leaves_of(reference)[0].dtype)
     for name, distance in distances.items():
         if not distance <= limit:
             raise SystemExit(
@@ -401,14 +416,13 @@ def check(problem: Problem, ways: dict[str, Way], group: list[Batch]) -> dict[st
     return distances
 
 
-def check_logits(problem: Problem, batch: Batch) -> None:
+def check_logits(config: gpt.Config, problem: Problem, batch: Batch) -> None:
     """Ends the program unless the model in JAX gives the logits of the model in torch, to rounding: u √n for n = 4 · width."""
-    assert problem.config is not None
-    wanted = gpt.apply(problem.config, problem.params, batch["tokens"])
+    wanted = gpt.apply(config, problem.params, batch["tokens"])
     params, tokens = tree.map(to_jax, problem.params), to_jax(batch["tokens"].int())
-    found = torch.utils.dlpack.from_dlpack(jax_logits(problem.config, params, tokens))
+    found = torch.utils.dlpack.from_dlpack(gpt_in_jax(config, params, tokens))
     distance = float((found - wanted).norm() / wanted.norm())
-    limit = torch.finfo(wanted.dtype).eps * math.sqrt(4 * problem.config.width)
+    limit = torch.finfo(wanted.dtype).eps * math.sqrt(4 * config.width)
     print(f"logits of the model in JAX: {distance:.1e} from those in torch; bound {limit:.1e}")
     if not distance <= limit:
         raise SystemExit("the model in JAX is not the model in torch")
@@ -421,8 +435,10 @@ def compare(options: argparse.Namespace, dtype: torch.dtype) -> None:
     groups = [group_of(8, 4, [CONFIG.context], seed) for seed in range(options.updates)]
     ways = {name: make(problem) for name, make in ways_without(options.leave_out).items()}
     if JAX in ways:
-        check_logits(problem, groups[0][0])
-    metrics = {name: [way.update(group) for group in groups][-1] for name, way in ways.items()}
+        check_logits(CONFIG, problem, groups[0][0])
+    metrics = {
+        name: [way.update(way.data(group)) for group in groups][-1] for name, way in ways.items()
+    }
     distances = check(problem, ways, groups[0])
     print(f"{dtype}, {options.updates} updates; bound {bound(groups[0], dtype):.1e}")
     for name, distance in distances.items():

@@ -8,7 +8,7 @@ backward pass, report loss and gradient norm, and arrive at the same parameters.
 Where a process's memory comes to lie makes a difference of one or two percent that lasts as long as the process: the
 ranks are launched several times, and the ratios are medians over all updates of all launches.
 
-    python benchmarks/ranks.py        writes benchmarks/results/ranks.{json,png}
+    python -m benchmarks.ranks        writes benchmarks/results/ranks.{json,png}
 """
 
 from __future__ import annotations
@@ -20,9 +20,6 @@ import json
 import os
 import platform
 import statistics
-import subprocess
-import sys
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -36,10 +33,10 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.nn.parallel import DistributedDataParallel
 
 import purestep as ps
+from benchmarks import timing
 from purestep import tree
 from purestep.examples import gpt
 
-RESULTS = Path(__file__).with_name("results")
 CONFIG = gpt.Config(context=64, layers=4, width=256, heads=8)
 LEARNING_RATE = 0.1
 WAYS = ["purestep", "DDP, no_sync", "DDP"]
@@ -186,18 +183,6 @@ def worker(options: argparse.Namespace) -> None:
     dist.destroy_process_group()
 
 
-def launch(options: argparse.Namespace) -> dict[str, Any]:
-    """All ways on two fresh ranks."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "report.json"
-        ranks = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-        environment = os.environ | {"OMP_NUM_THREADS": "1"}
-        command = [sys.executable, *ranks, __file__, *sys.argv[1:], "--report", str(path)]
-        subprocess.run(command, check=True, timeout=1800, env=environment)
-        report: dict[str, Any] = json.loads(path.read_text())
-    return report
-
-
 def joined(reports: list[dict[str, Any]]) -> dict[str, Any]:
     """One report of several launches: medians, and the median ratio of each launch beside that of all."""
     measured = []
@@ -274,9 +259,9 @@ def main() -> None:
         worker(options)
         return
 
-    report = joined([launch(options) for _ in range(options.launches)])
-    RESULTS.mkdir(exist_ok=True)
-    (RESULTS / "ranks.json").write_text(json.dumps(report, indent=1))
+    report = joined([timing.launch_ranks(2, "benchmarks.ranks") for _ in range(options.launches)])
+    timing.RESULTS.mkdir(exist_ok=True)
+    (timing.RESULTS / "ranks.json").write_text(json.dumps(report, indent=1))
     print(f"{report['parameters'] / 1e6:.1f}M parameters on 2 ranks")
     for result in report["measured"]:
         parts = [
@@ -289,8 +274,8 @@ def main() -> None:
         print(f"        DDP, no_sync in each launch: {' '.join(spread)}")
     for way, value in report["distance from no_sync"].items():
         print(f"distance of the parameters from no_sync, {way}: {value:.1e}")
-    draw(RESULTS / "ranks.png", report["measured"])
-    print(f"picture: {RESULTS / 'ranks.png'}")
+    draw(timing.RESULTS / "ranks.png", report["measured"])
+    print(f"picture: {timing.RESULTS / 'ranks.png'}")
 
 
 if __name__ == "__main__":

@@ -43,7 +43,21 @@ def updates(
     ways: dict[str, peers.Way], group: list[peers.Batch]
 ) -> dict[str, Callable[[], object]]:
     """What is timed: an update of each way."""
-    return {name: partial(way.update, group) for name, way in ways.items()}
+    return {name: partial(way.update, way.data(group)) for name, way in ways.items()}
+
+
+def checked(
+    problem: peers.Problem, ways: dict[str, peers.Way], group: list[peers.Batch]
+) -> dict[str, Callable[[], object]]:
+    """The same, of ways that have arrived at the same parameters after two updates."""
+    calls = updates(ways, group)
+    for _ in range(2):
+        for call in calls.values():
+            call()
+    distances = peers.check(problem, ways, group)
+    away = ", ".join(f"{name} {distance:.1e}" for name, distance in distances.items())
+    print(f"  distances from {peers.BY_HAND}, of the distance travelled: {away}")
+    return calls
 
 
 def gpt_table(options: argparse.Namespace) -> timing.Seconds:
@@ -52,12 +66,7 @@ def gpt_table(options: argparse.Namespace) -> timing.Seconds:
     problem = peers.gpt_problem(peers.CONFIG)
     makers = peers.ways_without(options.leave_out)
     ways = {name: make(problem) for name, make in makers.items()}
-    for _ in range(2):
-        for way in ways.values():
-            way.update(group)
-    for name, distance in peers.check(problem, ways, group).items():
-        print(f"  {name}: {distance:.1e} of the distance travelled from {peers.BY_HAND}")
-    return timing.in_turn(updates(ways, group), options.repeats)
+    return timing.in_turn(checked(problem, ways, group), options.repeats)
 
 
 def large_table(options: argparse.Namespace) -> timing.Seconds:
@@ -70,7 +79,7 @@ def large_table(options: argparse.Namespace) -> timing.Seconds:
     return timing.in_turn(updates(ways, group), options.repeats)
 
 
-def leaves_problem() -> peers.Problem:
+def leaves_problem(number: int = LEAVES) -> peers.Problem:
     """Linear regression on the mean of many small leaves."""
 
     def token_losses(leaves: list[Tensor], batch: peers.Batch) -> Tensor:
@@ -81,20 +90,26 @@ def leaves_problem() -> peers.Problem:
         return token_losses(leaves, batch).sum()
 
     generator = torch.Generator().manual_seed(0)
-    leaves = torch.randn(LEAVES, ELEMENTS, generator=generator).to(timing.device())
+    leaves = torch.randn(number, ELEMENTS, generator=generator).to(timing.device())
     return peers.Problem(list(leaves), token_losses, loss_sum)
+
+
+def leaves_group(k: int) -> list[peers.Batch]:
+    """K times one microbatch for them."""
+    device = timing.device()
+    one = {"tokens": torch.randn(16, ELEMENTS, device=device), "labels": torch.ones(16, device=device)}  # fmt: skip
+    return [one] * k
 
 
 def leaves_table(options: argparse.Namespace) -> timing.Seconds:
     """The cost of each leaf."""
-    problem, device = leaves_problem(), timing.device()
-    one = {"tokens": torch.randn(16, ELEMENTS, device=device), "labels": torch.ones(16, device=device)}  # fmt: skip
+    problem = leaves_problem()
     ways = {
         FOREACH: peers.by_hand(problem, foreach=True),
         peers.BY_HAND: peers.by_hand(problem),
         peers.PURE: peers.purestep(problem, donate=True),
     }
-    return timing.in_turn(updates(ways, [one] * options.microbatches), options.repeats)
+    return timing.in_turn(updates(ways, leaves_group(options.microbatches)), options.repeats)
 
 
 def optimizer_table(options: argparse.Namespace) -> timing.Seconds:

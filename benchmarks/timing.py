@@ -46,24 +46,30 @@ def same_cores() -> None:
         os.sched_setaffinity(0, cores[: torch.get_num_threads()])
 
 
-def seconds_of(call: Callable[[], object]) -> float:
-    """How long one call takes, until its results are there."""
+def seconds_of(call: Callable[[], object], block: int = 1) -> float:
+    """How long one call takes, until its results are there; the mean of a ``block`` of them."""
     synchronise()
     start = time.perf_counter()
-    call()
+    for _ in range(block):
+        call()
     synchronise()
-    return time.perf_counter() - start
+    return (time.perf_counter() - start) / block
 
 
-def in_turn(calls: Mapping[str, Callable[[], object]], repeats: int, warmup: int = 1) -> Seconds:
-    """Seconds of each call: all in turn, in an order drawn anew for each repeat, after a warm-up that does not count."""
+def in_turn(
+    calls: Mapping[str, Callable[[], object]], repeats: int, warmup: int = 1, block: int = 1
+) -> Seconds:
+    """Seconds of each call: all in turn, in an order drawn anew for each repeat, after a warm-up that does not count.
+
+    A ``block`` of calls each time is for short ones: a training loop finds its caches warm.
+    """
     draw = random.Random(0)
     seconds: Seconds = {way: [] for way in calls}
     gc.collect()
     gc.disable()
     for repeat in range(warmup + repeats):
         for way in draw.sample(list(calls), len(calls)):
-            taken = seconds_of(calls[way])
+            taken = seconds_of(calls[way], block)
             if repeat >= warmup:
                 seconds[way].append(taken)
     gc.enable()
@@ -109,7 +115,7 @@ def show(title: str, table: dict[str, Any]) -> None:
             f"  {table['ratio'][base][way]:5.3f} ({spread(table['ratio of each launch'][base][way])})"
             for base in bases
         ]
-        print(f"  {way:{width}}  {1e3 * seconds:9.2f}" + "".join(f"{r:<31}" for r in ratios))
+        print(f"  {way:{width}}  {1e3 * seconds:9.4g}" + "".join(f"{r:<31}" for r in ratios))
 
 
 def spread(values: list[float]) -> str:
@@ -132,10 +138,20 @@ def arguments(doc: str | None, repeats: int, launches: int) -> argparse.Argument
 
 def launch(module: str, *extra: str, **environment: str) -> Any:
     """What this module, called as we were and with more arguments, writes to --report in a fresh process."""
+    return _reported([module], extra, environment)
+
+
+def launch_ranks(number: int, module: str, *extra: str) -> Any:
+    """The same of so many processes of one thread each, the ranks of one group; the first of them writes."""
+    torchrun = ["torch.distributed.run", "--standalone", f"--nproc-per-node={number}"]
+    return _reported([*torchrun, "-m", module], extra, {"OMP_NUM_THREADS": "1"})
+
+
+def _reported(module: list[str], extra: Sequence[str], environment: Mapping[str, str]) -> Any:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "report.json"
-        command = [sys.executable, "-m", module, *sys.argv[1:], *extra, "--report", str(path)]
-        subprocess.run(command, check=True, timeout=3600, env=os.environ | environment)
+        command = [sys.executable, "-m", *module, *sys.argv[1:], *extra, "--report", str(path)]
+        subprocess.run(command, check=True, timeout=3600, env={**os.environ, **environment})
         return json.loads(path.read_text())
 
 
