@@ -117,7 +117,7 @@ def on_both(
 
 @pytest.mark.parametrize("name", ["masked", "all of lion", "all of adamw"])
 def test_state_loaded_to_the_device(name: str) -> None:
-    """As ``torch.load(map_location=)`` brings it: the flags, too."""
+    """As ``torch.load(map_location=)`` brings it."""
     params, batch = problem()
     optimizer = OPTIMIZERS[name]
     state = (params, started(optimizer, params))
@@ -318,7 +318,7 @@ def test_prefetch() -> None:
 
 
 def test_ensemble() -> None:
-    """Members that differ, with flags that lie on the host: every member's own step."""
+    """Members that differ: every member's own step."""
     params, batch = problem()
     for name in ("masked", "all of lion", "all of adamw"):
         optimizer = OPTIMIZERS[name]

@@ -72,8 +72,11 @@ def momentum(decay: float | Tensor, *, nesterov: bool = False) -> Transform:
 
         def of_leaf(grad: Tensor, _: Tensor, trace: Tensor) -> tuple[Tensor, Tensor]:
             grad = scaled(grad, factor)
-            trace = (trace * number(decay, trace) + grad).to(trace.dtype)
-            return multiply_add(grad, decay, trace) if nesterov else trace, trace
+            if nesterov:
+                trace = (trace * number(decay, trace) + grad).to(trace.dtype)
+                return multiply_add(grad, decay, trace), trace
+            trace = multiply_add(grad.to(trace.dtype), decay, trace)
+            return trace, trace
 
         return of_leaf
 
@@ -87,14 +90,15 @@ def momentum(decay: float | Tensor, *, nesterov: bool = False) -> Transform:
         decay, factor = numbers
         if factor is not None:
             foreach_mul_(grads, float(factor))
-        foreach_mul_(trace, float(decay))
-        foreach_add_(trace, grads)
         if nesterov:
+            foreach_mul_(trace, float(decay))
+            foreach_add_(trace, grads)
             foreach_add_(grads, trace, alpha=float(decay))
         else:
-            # The update in memory of its own: what comes next may write to it.
+            # Two lists, for what comes next may write to the updates.
             grads = [grad.to(t.dtype) for grad, t in zip(grads, trace, strict=True)]
-            foreach_copy_(grads, trace)
+            foreach_add_(grads, trace, alpha=float(decay))
+            foreach_copy_(trace, grads)
         return grads
 
     return leafwise(
