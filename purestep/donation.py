@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import pairwise, repeat
-from operator import add, attrgetter
+from itertools import repeat
+from operator import add, attrgetter, lt
 from typing import Any, TypeAlias
 
 import torch
@@ -29,43 +29,40 @@ def apart(group: Group, donated: Tree) -> Group:
     if not (leaves and tree.eager()) or tree.any_requires_grad(leaves):
         return group  # Nothing is written over then.
     given = _extents(leaves)
-    for _, _, position, folded in given:
-        if folded:
-            raise ValueError(
-                f"donate=True needs memory of its own for each element, but {_name(donated, position)} overlaps "
-                "itself, as expand and unfold make it: clone it"
-            )
-    for (_, stop, before, _), (start, _, after, _) in pairwise(given):
-        if start < stop:
-            raise ValueError(
-                f"donate=True needs a buffer for each leaf, but {_name(donated, before)} and {_name(donated, after)} "
-                "share memory: clone one of them, or tie them inside loss_fn"
-            )
+    starts, stops, positions, folded = zip(*given, strict=True) if given else ((), (), (), ())
+    if any(folded):
+        raise ValueError(
+            f"donate=True needs memory of its own for each element, but {_name(donated, positions[folded.index(True)])} "
+            "overlaps itself, as expand and unfold make it: clone it"
+        )
+    if any(map(lt, starts[1:], stops)):
+        place = [*map(lt, starts[1:], stops)].index(True)
+        raise ValueError(
+            f"donate=True needs a buffer for each leaf, but {_name(donated, positions[place])} and "
+            f"{_name(donated, positions[place + 1])} share memory: clone one of them, or tie them inside loss_fn"
+        )
+
+    def check(number: int, microbatch: Microbatch) -> None:
+        data = tree.leaves_of(microbatch)
+        if any(isinstance(leaf, Mapping) for leaf in data):
+            microbatch = tree.plain(microbatch)
+            data = tree.leaves_of(microbatch)
+        for start, stop, position, _ in _extents(data):
+            place = bisect_right(starts, start)
+            before = place > 0 and start < stops[place - 1]
+            if before or (place < len(starts) and starts[place] < stop):
+                path = tree.paths(microbatch, f"microbatches[{number}]")[position]
+                name = _name(donated, positions[place - 1 if before else place])
+                raise ValueError(
+                    f"donate=True lets the update write over {name}, but {path} shares its memory: clone one of them"
+                )
 
     def checked() -> Iterator[Weighed]:
         for number, (microbatch, weights) in enumerate(group.weighed):
-            _check_apart(donated, given, number, microbatch)
+            check(number, microbatch)
             yield microbatch, weights
 
     return group._replace(weighed=checked()) if given else group
-
-
-def _check_apart(
-    donated: Tree, given: Sequence[Extent], number: int, microbatch: Microbatch
-) -> None:
-    leaves = tree.leaves_of(microbatch)
-    if any(isinstance(leaf, Mapping) for leaf in leaves):
-        microbatch = tree.plain(microbatch)
-        leaves = tree.leaves_of(microbatch)
-    for theirs in _extents(leaves):
-        place = bisect_left(given, theirs)
-        for ours in given[max(0, place - 1) : place + 1]:
-            if max(ours[0], theirs[0]) < min(ours[1], theirs[1]):
-                path = tree.paths(microbatch, f"microbatches[{number}]")[theirs[2]]
-                raise ValueError(
-                    f"donate=True lets the update write over {_name(donated, ours[2])}, but {path} shares its memory: "
-                    "clone one of them"
-                )
 
 
 def _name(donated: Tree, position: int) -> str:
@@ -86,7 +83,7 @@ def _extents(leaves: Sequence[Any]) -> list[Extent]:
 
 def _in_one_piece(leaves: Sequence[Any]) -> list[Extent] | None:
     """The extents of leaves that are all tensors in one piece, as nearly always: all asked at once, in half the time."""
-    if not tree.are_tensors(leaves) or {*map(_layout, leaves)} != {torch.strided}:
+    if not tree.are_tensors(leaves) or any(leaf.layout is not torch.strided for leaf in leaves):
         return None
     starts, sizes = [*map(Tensor.data_ptr, leaves)], [*map(_nbytes, leaves)]
     if 0 in starts or 0 in sizes or not all(map(Tensor.is_contiguous, leaves)):
@@ -94,7 +91,7 @@ def _in_one_piece(leaves: Sequence[Any]) -> list[Extent] | None:
     return [*zip(starts, map(add, starts, sizes), range(len(leaves)), repeat(False), strict=False)]
 
 
-_layout, _nbytes = attrgetter("layout"), attrgetter("nbytes")
+_nbytes = attrgetter("nbytes")
 
 
 def _extent(position: int, leaf: Any) -> list[Extent]:

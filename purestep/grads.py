@@ -22,7 +22,7 @@ from purestep.objective import (
     PartOf,
     Worth,
     check_untouched,
-    divisors_of,
+    divisor,
     partial_loss,
     plus,
     sums_of,
@@ -361,7 +361,7 @@ def accumulator(
             not (own and tree.eager(total)) or tree.any_requires_grad(leaves) or _inference(leaves)
         )
         given: Worth | None = None
-        divisors = total and divisors_of(total)
+        total = total and Count(divisor(total.num_tokens), total.num_microbatches)
         reached = False
 
         for position, (microbatch, weights) in enumerate(
@@ -370,7 +370,7 @@ def accumulator(
             data, kind = tree.flatten(microbatch)
             recorded = recorded or tree.any_requires_grad(data)
             if recorded:
-                grads, *told, here = returned(params, microbatch, weights, divisors)
+                grads, *told, here = returned(params, microbatch, weights, total)
                 if not tree.differentiated(leaves, total, data):
                     # What the loss closes over is a constant, whether it requires grad or not.
                     grads, told = tree.detached((grads, told))
@@ -378,7 +378,7 @@ def accumulator(
             else:
                 own_data = tree.unflatten(kind, [_detached(leaf) for leaf in data])
                 last = ready if position == group.length else None
-                *told, here = in_place(leaves, structure, own_data, weights, divisors, sums, last)
+                *told, here = in_place(leaves, structure, own_data, weights, total, sums, last)
                 del own_data
             reached = reached or here
             given = plus(given, worth(*told))

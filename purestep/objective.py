@@ -34,7 +34,7 @@ class Part(NamedTuple):
 
 
 PartOf: TypeAlias = Callable[[Params, Microbatch, Tensor | None, Count | None], Part]
-"""``part_of(params, microbatch, weights, total)``; weights of None are those that the loss brings, and no total is 0."""
+"""``part_of(params, microbatch, weights, total)``; weights of None are those that the loss brings; ``num_tokens`` is not 0."""
 
 
 def partial_loss(loss_fn: LossFn) -> PartOf:
@@ -68,7 +68,7 @@ def partial_loss(loss_fn: LossFn) -> PartOf:
             # Left out where that can be told, so that nothing that is not finite comes back from it.
             if known is None or known.any():
                 terms.append(given.microbatch.to(losses.dtype))
-                share = 1 / total.num_microbatches.to(losses)
+                share = 1 / divisor(total.num_microbatches).to(losses)
                 cotangents.append(torch.where(present, share, 0))
         return Part(terms, cotangents, [] if counted else [tokens_of(weights)], given.aux)
 
@@ -162,11 +162,6 @@ def divisor(total: Tensor) -> Tensor:
     return torch.where(total > 0, total, 1)
 
 
-def divisors_of(total: Count) -> Count:
-    """Both of them as ``divisor``."""
-    return Count(divisor(total.num_tokens), divisor(total.num_microbatches))
-
-
 class Worth(NamedTuple):
     """What microbatches give beside gradients: the loss in float64, its own dtype, their tokens one by one, and aux."""
 
@@ -240,10 +235,10 @@ def evaluator(loss_fn: LossFn) -> Callable[[Params, Group, Count | None], Sums]:
     def evaluate(params: Params, group: Group, total: Count | None, /) -> Sums:
         leaves = tree.leaves_of(params)
         versions = versions_of(leaves)
-        divisors = total and divisors_of(total)
+        total = total and Count(divisor(total.num_tokens), total.num_microbatches)
         given: Worth | None = None
         for microbatch, weights in group.weighed:
-            part = part_of(params, microbatch, weights, divisors)
+            part = part_of(params, microbatch, weights, total)
             given = plus(
                 given, worth(*tree.detached((value(*part[:2]), part.num_tokens, part.aux)))
             )

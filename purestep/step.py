@@ -195,7 +195,9 @@ def make_update_step(
             applied=applied,
             aux=sums.aux,
         )
-        return new_params, new_opt_state, tree.map(Tensor.detach, metrics)
+        if not tree.untransformed(metrics):
+            metrics = tree.map(Tensor.detach, metrics)
+        return new_params, new_opt_state, metrics
 
     return update_step
 

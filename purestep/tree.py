@@ -434,19 +434,20 @@ def global_norm(tree: Tree) -> Tensor:
     >>> global_norm({"a": torch.tensor([3.0]), "b": torch.tensor([4.0])})
     tensor(5.)
     """
-    parts = _joined(leaves_of(tree))
-    norms = _norms(parts) if eager(parts) else [_norm(part) for part in parts]
-    if len(norms) == 1:
-        return norms[0]
-    return _norm(torch.stack(norms)) if norms else torch.zeros(())
+    leaves = leaves_of(tree)
+    parts = _joined(leaves)
+    if not parts:
+        return torch.zeros(())
+    if not eager() or any_requires_grad(leaves):
+        return _norm(torch.stack([_norm(part) for part in parts]))
+    norms = _norms(parts)
+    norm: Tensor = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
+    return norm
 
 
 def _norm(x: Tensor) -> Tensor:
     """‖x‖₂, all of whose derivatives are zero at zero: those of torch's are NaN from the second one on."""
     dtype = accumulation_dtype(x.dtype)
-    if eager(x):
-        plain_norm: Tensor = torch.linalg.vector_norm(x, dtype=dtype)
-        return plain_norm
     held = (x != 0).any()
     norm = torch.linalg.vector_norm(torch.where(held, x, 1), dtype=dtype)
     return torch.where(held, norm, 0)
@@ -454,22 +455,21 @@ def _norm(x: Tensor) -> Tensor:
 
 def _joined(leaves: list[Tensor]) -> list[Tensor]:
     """The leaves, with those that are too small to repay a call of their own in one piece for each dtype."""
-    large: list[Tensor] = []
-    small: dict[torch.dtype, list[Tensor]] = {}
-    for leaf in leaves:
-        if leaf.numel() < SMALL:
-            small.setdefault(leaf.dtype, []).append(leaf.flatten())
-        else:
-            large.append(leaf)
-    return large + [torch.cat(pieces) for pieces in small.values()]
+    small = [leaf for leaf in leaves if leaf.numel() < SMALL]
+    large = [leaf for leaf in leaves if leaf.numel() >= SMALL]
+    for dtype in dict.fromkeys(leaf.dtype for leaf in small):
+        large.append(torch.cat([leaf.reshape(-1) for leaf in small if leaf.dtype == dtype]))
+    return large
 
 
 def _norms(leaves: list[Tensor]) -> list[Tensor]:
     """The norm of each leaf, by one kernel for all of a dtype."""
-    kinds = {leaf.dtype for leaf in leaves}
-    if len(kinds) != 1:
+    dtypes = {leaf.dtype for leaf in leaves}
+    if len(leaves) == 1:
+        return [torch.linalg.vector_norm(leaves[0], dtype=accumulation_dtype(*dtypes))]
+    if len(dtypes) > 1:
         return [norm for leaf in leaves for norm in _norms([leaf])]
-    return list(torch_internals.foreach_norm(leaves, 2, dtype=accumulation_dtype(kinds.pop())))
+    return list(torch_internals.foreach_norm(leaves, 2, dtype=accumulation_dtype(*dtypes)))
 
 
 def all_finite(tree: Tree) -> Tensor:
