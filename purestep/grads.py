@@ -48,8 +48,10 @@ def grad_and_value(
     """``torch.func.grad_and_value``, to the bit, in half its memory.
 
     ``torch.func`` keeps every activation until the whole backward pass is done, ready for a second
-    derivative that nobody may ask for. Here each is freed as soon as the pass has used it, as
-    ``.backward()`` does; second derivatives and all other transforms work as before.
+    derivative that nobody may ask for. Here each is freed as soon as the pass has used it: by autograd's own
+    backward pass where nobody transforms, which is what a step runs, and by ``torch.func.vjp`` elsewhere, where second
+    derivatives and all other transforms work as before. What ``func`` closes over is a constant to the first: to
+    differentiate by it, pass it in, or use ``torch.func``.
 
     Args:
         func: a function to a scalar tensor, or to ``(scalar, aux)`` with ``has_aux``.

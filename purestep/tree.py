@@ -17,7 +17,6 @@ from __future__ import annotations
 import builtins
 import itertools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from operator import attrgetter
 from typing import Any, TypeAlias
 
 import optree
@@ -328,7 +327,7 @@ def requires_grad(tree: Tree) -> bool:
 def any_requires_grad(leaves: Sequence[Any]) -> bool:
     """``requires_grad`` of a tree's leaves."""
     if are_tensors(leaves):
-        return any(builtins.map(_requires_grad, leaves))
+        return True in [leaf.requires_grad for leaf in leaves]
     for leaf in leaves:
         if isinstance(leaf, Tensor):
             if leaf.requires_grad:
@@ -336,9 +335,6 @@ def any_requires_grad(leaves: Sequence[Any]) -> bool:
         elif isinstance(leaf, Mapping) and requires_grad(plain(leaf)):
             return True
     return False
-
-
-_requires_grad = attrgetter("requires_grad")
 
 
 def devices(tree: Tree) -> set[torch.device]:

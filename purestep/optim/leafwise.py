@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from itertools import chain
-from operator import attrgetter, eq
 from typing import Any, TypeAlias
 
 from torch import Tensor
@@ -140,7 +139,7 @@ def leafwise(
         return results
 
     def at_home(columns: Columns) -> bool:
-        if all(map(_is_cpu, chain(*columns))):
+        if False not in [leaf.is_cpu for leaf in chain(*columns)]:
             return "cpu" in devices
         return {leaf.device.type for leaf in chain(*columns)} <= {*devices}
 
@@ -162,22 +161,22 @@ def leaf_columns(
     # One pair at a time: of thousands of shapes in a list, the garbage collector would see each.
     if not (
         all(other == structure for other in others)
-        and all(all(map(eq, map(_shape, first), map(_shape, column))) for column in rest)
-        and {*map(_dtype, chain(*columns[2:]))} <= {*tree.SUM_DTYPES}
+        and all(
+            one.shape == other.shape
+            for column in rest
+            for one, other in zip(first, column, strict=True)
+        )
+        and {leaf.dtype for leaf in chain(*columns[2:])} <= {*tree.SUM_DTYPES}
     ):
         refuse(init, grads, state, params)
     return [*columns], structure
-
-
-_shape, _dtype = attrgetter("shape"), attrgetter("dtype")
-_is_cpu, _requires_grad = attrgetter("is_cpu"), attrgetter("requires_grad")
 
 
 def recorded(columns: Columns, given: Numbers) -> bool:
     """Whether somebody transforms or differentiates, so that nothing may be written over."""
     return (
         not tree.untransformed()
-        or any(map(_requires_grad, chain(*columns)))
+        or True in [leaf.requires_grad for leaf in chain(*columns)]
         or any(isinstance(number, Tensor) and number.requires_grad for number in given)
     )
 
