@@ -10,30 +10,28 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from purestep import tree
 from purestep.backward import GradientSums, backward, own_leaves
-from purestep.compiler import Compiler, NoGraph, compiled, one_graph
+from purestep.compiler import Compiler, compiled
 from purestep.objective import (
-    PartOf,
     Worth,
     check_untouched,
     divisor,
     partial_loss,
     plus,
     sums_of,
-    value,
     versions_of,
     worth,
 )
+from purestep.passes import Ready, Task, compiled_pass, in_place_pass, returning_pass
 from purestep.tokens import (
     Group,
     Weighed,
-    checked_weights,
     grouped,
     has_tokens,
     label_weights,
@@ -136,7 +134,7 @@ def accumulate(
     grad_and_value: GradAndValue = grad_and_value,
     accum_dtype: torch.dtype | None = None,
     out: Sequence[Tensor] | None = None,
-    ready: Callable[[int], None] | None = None,
+    ready: Ready | None = None,
 ) -> Sums:
     """Forward and backward over a group of microbatches: its part of ∇L and of L, without an optimizer.
 
@@ -185,135 +183,6 @@ def accumulate(
     return add_up(params, group, total, out=out, ready=ready)
 
 
-class Pass(Protocol):
-    """A microbatch's forward and backward pass, whose gradients are added to ``sums``.
-
-    It returns the loss, its tokens and aux, and whether the loss depends on the leaves. ``ready`` is told of sums
-    that are final.
-    """
-
-    def __call__(
-        self,
-        leaves: list[Tensor],
-        structure: tree.Structure,
-        microbatch: Microbatch,
-        weights: Tensor | None,
-        total: Count | None,
-        sums: GradientSums,
-        ready: Callable[[int], None] | None,
-        /,
-    ) -> tuple[Tensor, list[Tensor], Tree, bool]: ...
-
-
-def in_place_pass(part_of: PartOf) -> Pass:
-    """By ``backward``, on leaves of the step's own."""
-
-    def run(
-        leaves: list[Tensor],
-        structure: tree.Structure,
-        microbatch: Microbatch,
-        weights: Tensor | None,
-        total: Count | None,
-        sums: GradientSums,
-        ready: Callable[[int], None] | None,
-        /,
-    ) -> tuple[Tensor, list[Tensor], Tree, bool]:
-        own = own_leaves(leaves)
-        with torch.enable_grad():
-            part = part_of(tree.unflatten(structure, own), microbatch, weights, total)
-        reached = backward(part.terms, part.cotangents, own, sums, ready)
-        loss = value([term.detach() for term in part.terms], part.cotangents)
-        return loss, part.num_tokens, tree.detached(part.aux), reached
-
-    return run
-
-
-def compiled_pass(part_of: PartOf, compile: Literal[True] | Compiler) -> Pass:
-    """As one graph: forward, backward and the sums, which it makes, or writes to in place.
-
-    Where there is no such graph, and where somebody waits for single sums, the forward pass is compiled alone.
-    """
-    returned = returning_pass(part_of, grad_and_value, None)
-    in_pieces = in_place_pass(compiled(part_of, compile))
-    makes_graph = True
-
-    def add(
-        params: Params,
-        sums: list[Tensor] | None,
-        dtypes: list[torch.dtype],
-        microbatch: Microbatch,
-        weights: Tensor | None,
-        total: Count | None,
-    ) -> tuple[list[Tensor], Tensor, list[Tensor], Tree, bool]:
-        grads, *told = returned(params, microbatch, weights, total)
-        if sums is None:
-            return [grad.to(dtype) for grad, dtype in zip(grads, dtypes, strict=True)], *told
-        for so_far, grad in zip(sums, grads, strict=True):
-            so_far.add_(grad)
-        return [], *told
-
-    graph = one_graph(add, compile)
-
-    def run(
-        leaves: list[Tensor],
-        structure: tree.Structure,
-        microbatch: Microbatch,
-        weights: Tensor | None,
-        total: Count | None,
-        sums: GradientSums,
-        ready: Callable[[int], None] | None,
-        /,
-    ) -> tuple[Tensor, list[Tensor], Tree, bool]:
-        nonlocal makes_graph
-        if makes_graph and ready is None:
-            params, so_far = tree.unflatten(structure, leaves), sums.begun()
-            try:
-                made, *told = graph(params, so_far, sums.dtypes, microbatch, weights, total)
-            except NoGraph:
-                pass
-            else:
-                sums.values = [*(so_far or made)]
-                loss, num_tokens, aux, reached = told
-                return loss, num_tokens, aux, reached
-        # What the loss itself raises is raised here, without a word about the compiler.
-        result = in_pieces(leaves, structure, microbatch, weights, total, sums, ready)
-        makes_graph = makes_graph and ready is not None
-        return result
-
-    return run
-
-
-def returning_pass(
-    part_of: PartOf, grad_and_value: GradAndValue, weight_fn: WeightFn | None
-) -> Callable[..., tuple[list[Tensor], Tensor, list[Tensor], Tree, bool]]:
-    """By any reverse mode, which returns the gradients of the params' leaves; the rest is as of ``Pass``."""
-
-    def run(
-        params: Params, microbatch: Microbatch, weights: Tensor | None, total: Count | None, /
-    ) -> tuple[list[Tensor], Tensor, list[Tensor], Tree, bool]:
-        leaves, structure = tree.flatten(params)
-        reached = True
-
-        def over_leaves(leaves: list[Tensor], given: Microbatch) -> Any:
-            nonlocal reached
-            here = weights
-            if weight_fn is not None and not tree.same(given, microbatch):
-                # A piece of the microbatch, from a reverse mode that looks at examples one by one.
-                here = checked_weights(weight_fn(given))
-            part = part_of(tree.unflatten(structure, leaves), given, here, total)
-            loss = value(part.terms, part.cotangents)
-            # Where the leaves are not tracked, this reverse mode has a way of its own.
-            tracked = any(leaf.requires_grad for leaf in leaves)
-            reached = loss.requires_grad or not tracked
-            return loss, (part.num_tokens, part.aux)
-
-        differentiate = grad_and_value(over_leaves, has_aux=True)
-        grads, (loss, (num_tokens, aux)) = differentiate(leaves, microbatch)
-        return list(grads), loss, num_tokens, aux, reached
-
-    return run
-
-
 class Accumulate(Protocol):
     """``accumulate``, of a loss that is given already."""
 
@@ -325,7 +194,7 @@ class Accumulate(Protocol):
         /,
         *,
         out: Sequence[Tensor] | None = None,
-        ready: Callable[[int], None] | None = None,
+        ready: Ready | None = None,
     ) -> Sums: ...
 
 
@@ -340,7 +209,9 @@ def accumulator(
     """Made once, so that a compiler compiles it once: for every number of microbatches, and all of their shapes."""
     own = grad_and_value is _own_grad_and_value
     part_of = partial_loss(loss_fn)
-    in_place = compiled_pass(part_of, compile) if compile is not False else in_place_pass(part_of)
+    in_place = in_place_pass(part_of)
+    if compile is not False:
+        in_place = compiled_pass(part_of, grad_and_value, compile)
     returned = returning_pass(part_of, grad_and_value, weight_fn)
     # Our own reverse mode returns gradients only under transforms, which compile what they like themselves.
     returned = returned if own else compiled(returned, compile)
@@ -352,7 +223,7 @@ def accumulator(
         /,
         *,
         out: Sequence[Tensor] | None = None,
-        ready: Callable[[int], None] | None = None,
+        ready: Ready | None = None,
     ) -> Sums:
         leaves, structure = tree.flatten(params)
         dtypes = sum_dtypes(leaves, accum_dtype) if out is None else [each.dtype for each in out]
@@ -372,18 +243,18 @@ def accumulator(
             data, kind = tree.flatten(microbatch)
             recorded = recorded or tree.any_requires_grad(data)
             if recorded:
-                grads, *told, here = returned(params, microbatch, weights, total)
+                grads, told = returned(params, microbatch, weights, total)
                 if not tree.differentiated(leaves, total, data):
                     # What the loss closes over is a constant, whether it requires grad or not.
                     grads, told = tree.detached((grads, told))
                 sums.add(grads, copy=not own)
             else:
-                own_data = tree.unflatten(kind, [_detached(leaf) for leaf in data])
+                detached = tree.unflatten(kind, tree.detached(data))
                 last = ready if position == group.length else None
-                *told, here = in_place(leaves, structure, own_data, weights, total, sums, last)
-                del own_data
-            reached = reached or here
-            given = plus(given, worth(*told))
+                told = in_place(Task(leaves, structure, detached, weights, total), sums, last)
+                del detached
+            reached = reached or told.reached
+            given = plus(given, worth(*told[:3]))
             del told, data, microbatch, weights
 
         check_untouched(params, leaves, versions)
@@ -414,10 +285,6 @@ def _casts_forgotten(group: Iterable[Weighed], leaves: Sequence[Tensor]) -> Iter
     finally:
         if casts:
             torch.clear_autocast_cache()
-
-
-def _detached(leaf: Any) -> Any:
-    return leaf.detach() if isinstance(leaf, Tensor) else leaf
 
 
 def _inference(leaves: Sequence[Tensor]) -> bool:

@@ -316,7 +316,9 @@ def untransformed(*trees: Tree) -> bool:
 
 def detached(tree: Tree) -> Tree:
     """The same tensors, of which nothing is recorded; other leaves as they are."""
-    return map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, tree)
+    leaves, structure = flatten(tree)
+    new = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    return unflatten(structure, new)
 
 
 def requires_grad(tree: Tree) -> bool:

@@ -82,6 +82,7 @@ def test_imports_run_downward() -> None:
         "backward",
         "products",
         "compiler",
+        "passes",
         "grads",
         "axis",
         "arguments",
