@@ -124,8 +124,7 @@ def backward(
     ``announce`` is called with a leaf's position when its sum is final, while the pass goes on. Returns whether any
     leaf has been given a gradient.
     """
-    pairs = zip(terms, cotangents, strict=True)
-    roots = [(term, cotangent) for term, cotangent in pairs if term.requires_grad]
+    roots = [pair for pair in zip(terms, cotangents, strict=True) if pair[0].requires_grad]
     if not roots:
         return False
     announced: set[int] = set()
@@ -181,10 +180,9 @@ def backward(
             "a checkpoint inside loss_fn runs a backward pass of its own, which writes to whatever requires grad: "
             "call torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
         ) from error
-    for index, so_far in enumerate(sums.values):
-        if so_far is None and (grad := leaves[index].grad) is not None:
+    for index, leaf in enumerate(leaves):
+        if sums.values[index] is None and (grad := leaf.grad) is not None:
             sums.add_(index, grad)
-    for leaf in leaves:
         leaf.grad = None  # A loss that keeps its leaves does not get hold of the sums.
     return bool(announced) if announce else any(value is not None for value in sums.values)
 

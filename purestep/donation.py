@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import repeat
+from itertools import chain, count, repeat
 from operator import add, attrgetter, lt
 from typing import Any, TypeAlias
 
@@ -47,7 +47,7 @@ def apart(group: Group, donated: Tree) -> Group:
         if any(isinstance(leaf, Mapping) for leaf in data):
             microbatch = tree.plain(microbatch)
             data = tree.leaves_of(microbatch)
-        for start, stop, position, _ in _extents(data):
+        for start, stop, position, _ in chain(*map(_extent, count(), data)):
             place = bisect_right(starts, start)
             before = place > 0 and start < stops[place - 1]
             if before or (place < len(starts) and starts[place] < stop):
@@ -102,12 +102,14 @@ def _extent(position: int, leaf: Any) -> list[Extent]:
     if not tree.has_address(leaf):
         storage = tree.address(leaf)
         return [(storage, storage + 1, position, False)]
-    start = leaf.data_ptr()
-    if not (start and leaf.nbytes):
+    start, size = leaf.data_ptr(), leaf.nbytes
+    if not (start and size):
         return []
+    if leaf.is_contiguous():
+        return [(start, start + size, position, False)]
     reach, folded = 0, False
-    for stride, count in sorted(zip(leaf.stride(), leaf.shape, strict=True)):
+    for stride, length in sorted(zip(leaf.stride(), leaf.shape, strict=True)):
         # Rows that are as far apart as they reach cannot meet. Others may, and then an element is written twice.
-        folded = folded or (count > 1 and stride <= reach)
-        reach += (count - 1) * stride
+        folded = folded or (length > 1 and stride <= reach)
+        reach += (length - 1) * stride
     return [(start, start + (1 + reach) * leaf.element_size(), position, folded)]
