@@ -31,8 +31,10 @@ MODULES = [
     "purestep.batching.prefetch",
     "purestep.objective",
     "purestep.backward",
+    "purestep.passes",
     "purestep.grads",
     "purestep.conversation",
+    "purestep.donation",
     "purestep.optim.schedules",
     "purestep.optim.base",
     "purestep.optim.leafwise",
@@ -88,6 +90,11 @@ def grads(old: str, new: str) -> Patch:
     return Patch("purestep.grads", old, new)
 
 
+def passes(old: str, new: str) -> Patch:
+    """A patch of a microbatch's pass."""
+    return Patch("purestep.passes", old, new)
+
+
 def backward(old: str, new: str) -> Patch:
     """A patch of a microbatch's backward pass."""
     return Patch("purestep.backward", old, new)
@@ -101,6 +108,11 @@ def objective(old: str, new: str) -> Patch:
 def tokens(old: str, new: str) -> Patch:
     """A patch of the count."""
     return Patch("purestep.tokens", old, new)
+
+
+def donation(old: str, new: str) -> Patch:
+    """A patch of what is looked at before buffers are given away."""
+    return Patch("purestep.donation", old, new)
 
 
 def transition(old: str, new: str) -> Patch:
@@ -133,67 +145,61 @@ def batching(module: str, old: str, new: str) -> Patch:
     return Patch(f"purestep.batching.{module}", old, new)
 
 
-SEED = "seed = weights if num_tokens is None else weights.to(torch.float64) / divisor(num_tokens)"
-LOCAL_MEAN = SEED.replace("divisor(num_tokens)", "divisor(weights.sum())")
-COUNTED = "count_weights(each)"
-THEIR_COUNT = "count_all(weights or (), device)"
-KNOWN = "known = total if counted_first else (None, None)\n"
-LOCAL_COUNT = "counted"
-REDUCED = "            grads, loss, counted, aux = ranks.sum(_sums(*here))\n"
-ACCUMULATED = "accumulate_passes(run, theta, Group(weighed({0}, weight_fn), len({0})), totals=known, accum_dtype=accum_dtype{1})"
-LOCAL_SUMS = ACCUMULATED.format("microbatches", "")
-BACKWARD = "backward(loss, own, sums, ready if position == group.length else None)"
-ADD = "sums.values[index] = grad if so_far is None else so_far + grad"
-TERM = "torch.where(present, term, 0) / divisor(num_microbatches).to(losses)"
-STEP_LOSS = "loss=_over(loss, grad_scale)"
+SHARES = "shares = weights if total is None else weights.to(torch.float64) / total.num_tokens"
+LOCAL_MEAN = SHARES.replace("total.num_tokens", "divisor(weights.sum())")
+SHARE = "share = 1 / divisor(total.num_microbatches).to(losses)"
+COUNTED = "tokens_of(each) for each in weights"
+EACH = "            data, kind = tree.flatten(microbatch)\n"
+KNOWN = "group, known, out"
+RUN = "            here = accumulate(pvary(params, axis), group, known, out=ranks.out, ready=ranks.ready)\n"
+SUMMED = "            sums = ranks.sum(here)\n"
+HELD = step(
+    "apart(group, donated)\n",
+    "apart(group, donated)\n            group = group._replace(weighed=[*group.weighed])\n",
+)
+ALONE = "accumulate(pvary(params, axis), group._replace(weighed=group.weighed[{0}]), known)"
+OWN_LOSS = "here._replace(loss=here.loss * (known.num_tokens / {0} / axis.size).to(here.loss)) if known else here"
+STEP_LOSS = "loss=_over(sums.loss, grad_scale)"
 STEP_TOKENS = "num_tokens=total.num_tokens,\n            num_microbatches=total.num_microbatches,\n            grad_norm"
-GRAD_NORM = "grad_norm = _over(tree.global_norm(grads), grad_scale)"
-SKIP = "applied = applied & tree.all_finite(grads)"
+NORM = "tree.global_norm(sums.grads)"
+SKIP = "applied = applied & tree.all_finite(sums.grads)"
 SELECTED = "tree.select(applied, moved(), old)"
-HELD_BACK = "not known.all():\n            grads = held_back(grads, applied)"
-NOT_APPLIED = "if not applied:\n                    return params, opt_state\n"
 PER_STEP = "    transit = transition(optimizer, donate=donate, compile=compile)\n"
-ENTRY = "            theta = pvary(params, axis)\n"
 FIRST = '        shared = {"params": params, "opt_state": opt_state, "settings": settings}\n'
 
 MUTANTS = [
     Mutant(
         "1",
         "mean of microbatch means",
-        [objective(SEED, LOCAL_MEAN + " / divisor(num_microbatches)")],
+        [objective(SHARES, LOCAL_MEAN + " / divisor(total.num_microbatches)")],
     ),
     Mutant(
         "2",
         "count summed over microbatches, not over ranks",
-        [step(KNOWN, f"known = {LOCAL_COUNT} if counted_first else (None, None)\n")],
+        [step(KNOWN, "group, group.counted, out")],
     ),
     Mutant(
         "3",
         "unshifted labels counted: one too many per row",
-        [
-            tokens(
-                COUNTED,
-                f"{COUNTED}\n        here = here._replace(num_tokens=here.num_tokens + len(each))",
-            )
-        ],
+        [tokens(COUNTED, "tokens_of(each) + len(each) for each in weights")],
     ),
     Mutant(
         "4",
         "shifted labels counted for a model that does not shift",
-        [tokens(COUNTED, "count_weights(each[..., 1:])")],
+        [tokens(COUNTED, "tokens_of(each[..., 1:]) for each in weights")],
     ),
     Mutant(
         "5",
         "mask applied to the numerator only",
-        [tokens(COUNTED, "count_weights(torch.ones_like(each))")],
+        [tokens(COUNTED, "tokens_of(torch.ones_like(each)) for each in weights")],
     ),
     Mutant(
         "6",
         "counted on other labels than the loss uses",
         [
-            step(
-                THEIR_COUNT,
-                'count_all([w * (m.get("y", m.get("tokens")) != 0) for w, m in zip(weights or (), microbatches)], device)',
+            tokens(
+                COUNTED,
+                'tokens_of(w * (m.get("y", m.get("tokens")) != 0)) for w, m in zip(weights, microbatches)',
             )
         ],
     ),
@@ -211,11 +217,8 @@ MUTANTS = [
         "9",
         "count carried over from the last step",
         [
-            step(PER_STEP, PER_STEP + "    last: list[Any] = []\n"),
-            step(
-                KNOWN,
-                f"{KNOWN}            last.append(known)\n            known = last[-2:][0]\n",
-            ),
+            step(PER_STEP, PER_STEP + "    last = []\n"),
+            step(KNOWN, "group, (last.append(known) or last[-2:])[0], out"),
         ],
     ),
     Mutant(
@@ -228,8 +231,8 @@ MUTANTS = [
         "the world's averaging not undone: gradient over world size",
         [
             step(
-                REDUCED,
-                f"{REDUCED}        grads = tree.map(lambda g: g / axis.size, grads)\n",
+                SUMMED,
+                f"{SUMMED}            sums = sums._replace(grads=tree.map(lambda g: g / axis.size, sums.grads))\n",
             )
         ],
     ),
@@ -246,69 +249,61 @@ MUTANTS = [
     Mutant(
         "13",
         "an already global loss averaged over ranks again",
-        [step(STEP_LOSS, "loss=_over(loss, grad_scale) / axis.size")],
+        [step(STEP_LOSS, STEP_LOSS + " / axis.size")],
     ),
     Mutant(
         "14a",
         "divided by the number of microbatches as well",
-        [objective(SEED, SEED + " / divisor(num_microbatches)")],
+        [objective(SHARES, SHARES + " / divisor(total.num_microbatches)")],
     ),
     Mutant(
         "14b",
         "multiplied by the number of microbatches",
-        [objective(SEED, SEED + " * divisor(num_microbatches)")],
+        [objective(SHARES, SHARES + " * divisor(total.num_microbatches)")],
     ),
     Mutant(
         "15",
         "a training-only factor leaks into evaluation",
-        [step("loss=_over(loss, None if", "loss=_over(loss / max(1, len(microbatches)), None if")],
+        [
+            step(
+                "loss=_over(sums.loss, None if",
+                "loss=_over(sums.loss / max(1, group.length), None if",
+            )
+        ],
     ),
     Mutant(
         "16",
         "loss normalised after the backward: metric right, gradient N times too large",
         [
-            objective(SEED, "seed = weights"),
-            step(STEP_LOSS, "loss=loss / divisor(total.num_tokens).to(loss)"),
+            objective(SHARES, "shares = weights"),
+            step(STEP_LOSS, "loss=sums.loss / divisor(total.num_tokens).to(sums.loss)"),
         ],
     ),
     Mutant(
         "17",
         "gradients rescaled at every microbatch: a decaying average",
         [
-            grads(ADD, "sums.values[index] = grad if so_far is None else (so_far + grad) / 2"),
             grads(
-                BACKWARD,
-                f"[value is None or value.div_(2) for value in sums.values]\n                {BACKWARD}",
-            ),
+                EACH,
+                f"{EACH}            [value is None or value.div_(2) for value in sums.values]\n",
+            )
         ],
     ),
-    Mutant("18", "the normaliser is accepted and ignored", [objective(SEED, LOCAL_MEAN)]),
+    Mutant("18", "the normaliser is accepted and ignored", [objective(SHARES, LOCAL_MEAN)]),
     Mutant(
         "19",
         "normaliser dropped: the learning rate follows the token count",
-        [objective(SEED, "seed = weights")],
+        [objective(SHARES, "shares = weights")],
     ),
     Mutant(
         "20",
         "skip scaling when K = 1, with the local count",
-        [
-            step(
-                KNOWN,
-                f"{KNOWN}            if counted_first and len(microbatches) == 1:\n"
-                f"                known = {LOCAL_COUNT}\n",
-            )
-        ],
+        [step(KNOWN, "group, group.counted if group.length == 1 else known, out")],
     ),
     Mutant(
         "21",
         "auxiliary loss scaled by local tokens",
-        [
-            objective(
-                TERM,
-                "torch.where(present, term, 0) * count_weights(weights).num_tokens"
-                " / divisor(num_tokens if num_tokens is not None else num_microbatches)",
-            )
-        ],
+        [objective(SHARE, "share = (tokens_of(weights) / total.num_tokens).to(losses)")],
     ),
     Mutant(
         "22",
@@ -316,28 +311,32 @@ MUTANTS = [
         [
             step(
                 KNOWN,
-                f"{KNOWN}            if counted_first:\n"
-                "                known = known._replace(num_microbatches=known[1] * axis.size)\n",
+                "group, known and known._replace(num_microbatches=known[1] * axis.size), out",
             )
         ],
     ),
     Mutant(
         "23",
         "auxiliary gradient dead, its carrier's result discarded",
-        [objective(TERM, TERM.replace("term, 0", "term.detach(), 0"))],
+        [
+            objective(
+                "terms.append(given.microbatch.to(losses.dtype))",
+                "terms.append(given.microbatch.to(losses.dtype).detach())",
+            )
+        ],
     ),
     Mutant(
         "24",
         "auxiliary term not averaged over microbatches",
-        [objective(TERM, "torch.where(present, term, 0)")],
+        [objective(SHARE, "share = losses.new_ones(())")],
     ),
     Mutant(
         "26",
         "the last microbatch's state overwrites the earlier ones",
         [
-            grads(
-                "total = add_part(total, loss, carried)",
-                "total = add_part(total, loss, carried)._replace(carried=tree.map(torch.clone, carried))",
+            objective(
+                "dtype, tokens, tree.map(add, so_far.aux, more.aux)",
+                "dtype, more.num_tokens, more.aux",
             )
         ],
     ),
@@ -345,7 +344,9 @@ MUTANTS = [
         "27",
         "skip by multiplication: one NaN poisons everything after",
         [
-            optim("base", HELD_BACK, "not known.all():\n            pass"),
+            optim(
+                "base", "grads = held_back(grads, applied)\n        moved", "pass\n        moved"
+            ),
             optim(
                 "base",
                 SELECTED,
@@ -369,43 +370,46 @@ MUTANTS = [
         "skip that still moves the step counter, on the host",
         [
             transition(
-                NOT_APPLIED,
-                "if not applied:\n                    return params, tree.map(lambda s: s if s.ndim else s + 1, opt_state)\n",
+                "return params, opt_state\n",
+                "return params, tree.map(lambda s: s if s.ndim else s + 1, opt_state)\n",
             )
         ],
     ),
     Mutant(
         "29",
         "accumulation in bfloat16",
-        [grads("accum_dtype or accumulation_dtype(leaf.dtype)", "accum_dtype or leaf.dtype")],
+        [grads("accum_dtype or accumulation_dtype(dtype)", "accum_dtype or dtype")],
     ),
     Mutant(
         "30",
         "zeroing inside the loop: only the last microbatch survives",
         [
-            grads(ADD, "sums.values[index] = grad"),
-            grads(BACKWARD, f"sums.values[:] = [None] * len(leaves)\n                {BACKWARD}"),
+            grads(EACH, f"{EACH}            sums.values[:] = [None] * len(leaves)\n"),
         ],
     ),
     Mutant(
         "31",
         "copying instead of adding: only the first survives",
         [
-            grads(ADD, "sums.values[index] = grad if so_far is None else so_far"),
-            grads(BACKWARD, f"if position == 1:\n                    {BACKWARD}"),
+            backward("else so_far + grad", "else so_far"),
+            grads(
+                "total), sums, last)",
+                "total), sums if position == 1 else GradientSums(leaves, dtypes), last)",
+            ),
         ],
     ),
     Mutant(
         "32a",
         "the last microbatch added after the reduction",
         [
+            HELD,
             step(
-                REDUCED,
-                f"{REDUCED}        early = {ACCUMULATED.format('microbatches[:-1]', '')}[0]\n"
-                f"        late = {ACCUMULATED.format('microbatches[-1:]', '')}[0]\n"
-                "        early = tree.map(lambda leaf: axis.apply('psum', leaf), early)\n"
-                "        grads = tree.map(torch.add, early, late)\n",
-            )
+                SUMMED,
+                f"{SUMMED}            early = {ALONE.format(':-1')}.grads\n"
+                f"            late = {ALONE.format('-1:')}.grads\n"
+                "            early = tree.map(lambda leaf: axis.apply('psum', leaf), early)\n"
+                "            sums = sums._replace(grads=tree.map(torch.add, early, late))\n",
+            ),
         ],
     ),
     Mutant(
@@ -417,7 +421,7 @@ MUTANTS = [
         "33a",
         "the first step taken after a single microbatch",
         [
-            step(PER_STEP, PER_STEP + "    taken: list[bool] = []\n"),
+            step(PER_STEP, PER_STEP + "    taken = []\n"),
             step(
                 FIRST,
                 FIRST
@@ -440,7 +444,7 @@ MUTANTS = [
     Mutant(
         "34a",
         "a short tail divided by the full K",
-        [objective(SEED, LOCAL_MEAN + " / 4")],
+        [objective(SHARES, LOCAL_MEAN + " / 4")],
     ),
     Mutant(
         "34b",
@@ -457,7 +461,7 @@ MUTANTS = [
         "35a",
         "a tail that leaks into the next group",
         [
-            step(PER_STEP, PER_STEP + "    left: list[Any] = []\n"),
+            step(PER_STEP, PER_STEP + "    left = []\n"),
             step(
                 FIRST,
                 FIRST
@@ -505,19 +509,20 @@ MUTANTS = [
     Mutant(
         "36b",
         "non-finite check on one rank alone",
-        [step(SKIP, f"applied = applied & tree.all_finite({LOCAL_SUMS}[0])")],
+        [HELD, step(SKIP, f"applied = applied & tree.all_finite({ALONE.format(':')}.grads)")],
     ),
     Mutant(
         "37",
         "reduction at every microbatch: right values, K times the traffic",
         [
+            HELD,
             step(
-                REDUCED,
-                "            sums: Any = None\n"
-                "            for part in [[m] for m in microbatches] or [[]]:\n"
-                f"                one = ranks.sum(_sums(*{ACCUMULATED.format('part', '')}))\n"
-                "                sums = one if sums is None else tree.map(torch.add, sums, one)\n"
-                "            grads, loss, counted, aux = sums\n",
+                RUN + SUMMED,
+                "            sums = None\n"
+                "            for place in range(max(1, group.length)):\n"
+                f"                one = {ALONE.format('place : place + 1')}\n"
+                "                one = tree.map(lambda leaf: axis.apply('psum', leaf), one)\n"
+                "                sums = one if sums is None else tree.map(torch.add, sums, one)\n",
             ),
         ],
     ),
@@ -526,8 +531,8 @@ MUTANTS = [
         "different numbers of microbatches per rank: a hang",
         [
             step(
-                ENTRY,
-                f"{ENTRY}            for _ in microbatches:\n                axis.apply('psum', torch.zeros(()))\n",
+                RUN,
+                f"            for _ in microbatches:\n                axis.apply('psum', torch.zeros(()))\n{RUN}",
             )
         ],
     ),
@@ -566,34 +571,27 @@ MUTANTS = [
     Mutant(
         "40a",
         "norm of one rank",
-        [step(GRAD_NORM, f"grad_norm = _over(tree.global_norm({LOCAL_SUMS}[0]), grad_scale)")],
+        [HELD, step(NORM, f"tree.global_norm({ALONE.format(':')}.grads)")],
     ),
     Mutant(
         "40b",
         "norm summed over microbatches",
-        [step(GRAD_NORM, GRAD_NORM + " * max(1, len(microbatches))")],
+        [step(NORM, NORM + " * max(1, group.length)")],
     ),
     Mutant(
         "41",
         "loss averaged over ranks instead of tokens",
         [
             step(
-                STEP_LOSS,
-                'loss=(lambda _, loss, carried: axis.apply("psum", loss * total.num_tokens / divisor(carried[0].num_tokens))'
-                f" / axis.size if carried else loss)(*{LOCAL_SUMS})",
+                "ranks.sum(here)",
+                f"ranks.sum({OWN_LOSS.format('divisor(here.counted.num_tokens)')})",
             )
         ],
     ),
     Mutant(
         "42",
         "NaN logged by a rank without valid tokens",
-        [
-            step(
-                STEP_LOSS,
-                'loss=(lambda _, loss, carried: axis.apply("psum", loss * total.num_tokens / carried[0].num_tokens)'
-                f" / axis.size if carried else loss)(*{LOCAL_SUMS})",
-            )
-        ],
+        [step("ranks.sum(here)", f"ranks.sum({OWN_LOSS.format('here.counted.num_tokens')})")],
     ),
     Mutant(
         "43",
@@ -626,26 +624,31 @@ MUTANTS = [
         "46",
         "weights asked for twice: what multiplies is not what was counted",
         [
-            step(
-                "pairs = weighed(mine, weight_fn, weights)",
-                "pairs = weighed(mine, weight_fn)",
+            tokens(
+                "weighed(microbatches, weight_fn, weights)",
+                "weighed(microbatches, weight_fn)",
             )
         ],
     ),
     Mutant(
         "47",
         "a loss that reaches no parameter is applied: weight decay alone moves",
-        [grads("if carried and not reached and has_tokens(carried[0]):", "if False:")],
+        [grads("if given and not reached and has_tokens(here.counted):", "if False:")],
     ),
     Mutant(
         "48a",
         "leaves shared by all microbatches: what a loss does to them depends on the cut",
-        [backward("or _state(self._own) != self._state", "")],
+        [
+            passes(
+                "        own = own_leaves(task.leaves)\n",
+                '        own = vars(sums).setdefault("own", own_leaves(task.leaves))\n',
+            )
+        ],
     ),
     Mutant(
         "48b",
         "a hook of the loss's sees the sum, not the gradient",
-        [backward("if hooks}", "if False}")],
+        [backward("if any(map(accumulate_hooks, leaves)):", "if False:")],
     ),
     Mutant(
         "48c",
@@ -666,14 +669,13 @@ MUTANTS = [
         "51a",
         "donated leaves that overlap at different offsets",
         [
-            transition("for (_, stop, before, _), (start", "for (first, stop, before, _), (start"),
-            transition("if start < stop:", "if start == first:"),
+            donation("if any(map(lt, starts[1:], stops)):", "if len({*starts}) < len(starts):"),
         ],
     ),
     Mutant(
         "51b",
         "a donated leaf that shares memory with the data",
-        [step("check_buffers(donated, data)", "check_buffers(donated, ())")],
+        [donation("return group._replace(weighed=checked()) if given else group", "return group")],
     ),
     Mutant(
         "53",
