@@ -38,7 +38,7 @@ from purestep import tree
 SIZES = [32, 64, 64, 10]
 ROWS, BLOCK = 32, 30
 WHOLE = "purestep, whole step compiled"
-UNGUARDED = "purestep, whole, no guards on globals"
+BY_TORCH = "the same by torch.compile"
 VMAP, VMAP_COMPILED = "purestep, vmap", "purestep, vmap, compiled"
 MICROBATCHES, LEAVES = [1, 2, 4, 8, 16], [6, 60, 600]
 COSTS = ["step", "microbatch", "leaf", "leaf and microbatch"]
@@ -94,16 +94,15 @@ def group_of(k: int) -> list[peers.Batch]:
     ]
 
 
-def compiled(step: Any, **how: Any) -> Any:
+def compiled(step: Any) -> Any:
     """The whole step as one graph."""
+    return ps.compile(step, fullgraph=True)
+
+
+def by_torch_compile(step: Any) -> Any:
+    """The same by ``torch.compile`` alone."""
     compile: Any = torch.compile
-    return compile(step, fullgraph=True, isolate_recompiles=True, **how)
-
-
-def unguarded(step: Any) -> Any:
-    """The same, which does not look at every call whether modules still hold the functions that they held."""
-    skip = torch.compiler.skip_guard_on_globals_unsafe
-    return compiled(step, options={"guard_filter_fn": skip})
+    return compile(step, fullgraph=True, isolate_recompiles=True)
 
 
 def one_after_the_other(problem: peers.Problem, members: int) -> peers.Way:
@@ -130,7 +129,7 @@ def alone_table(options: argparse.Namespace, k: int) -> timing.Seconds:
     ]  # fmt: skip
     makers = {name: peers.WAYS[name] for name in names}
     makers[WHOLE] = functools.partial(peers.purestep, around=compiled, donate=True)
-    makers[UNGUARDED] = functools.partial(peers.purestep, around=unguarded, donate=True)
+    makers[BY_TORCH] = functools.partial(peers.purestep, around=by_torch_compile, donate=True)
     makers[peers.JAX] = peers.jax_optax
     return measured(options, problem_of(init(0)), makers, k, BLOCK)
 
@@ -141,7 +140,7 @@ def ensemble_table(options: argparse.Namespace, members: int) -> timing.Seconds:
     makers: dict[str, Callable[[peers.Problem], peers.Way]] = {
         peers.BY_HAND: functools.partial(one_after_the_other, members=members),
         VMAP: functools.partial(peers.purestep, ensemble=True),
-        VMAP_COMPILED: functools.partial(peers.purestep, ensemble=True, around=unguarded),
+        VMAP_COMPILED: functools.partial(peers.purestep, ensemble=True, around=compiled),
         peers.JAX: functools.partial(peers.jax_optax, ensemble=True),
     }
     block = max(1, 2 * BLOCK // members)
