@@ -3,7 +3,7 @@
 The names below stand in the order in which data flows through an update.
 """
 
-from purestep import losses, optim, testing
+from purestep import losses, optim, testing, tree
 from purestep.axis import (
     Axis,
     LocalAxis,
@@ -39,9 +39,6 @@ from purestep.types import (
     GradAndValue,
     LossFn,
     LossTerms,
-    Microbatch,
-    OptState,
-    Params,
     StepMetrics,
     Sums,
     UpdateStep,
@@ -49,9 +46,7 @@ from purestep.types import (
 )
 
 __all__ = [
-    "Params",
-    "OptState",
-    "Microbatch",
+    "tree",
     "BatchPlan",
     "plan",
     "balance",

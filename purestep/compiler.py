@@ -54,10 +54,12 @@ def compile(function: Callable[..., Any], **settings: Any) -> Callable[..., Any]
 def _compile(apart: FunctionType, **settings: Any) -> Callable[..., Any]:
     from purestep.products import with_products
 
-    both = torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()
-    options = rewriting(with_products, with_products.__code__.co_filename) if both else {}
-    if "mode" in settings:
-        options |= options_of_mode(settings.pop("mode"))
+    options: dict[str, Any] = {}
+    if settings.get("backend", "inductor") == "inductor":
+        if torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available():
+            options |= rewriting(with_products, with_products.__code__.co_filename)
+        if "mode" in settings:
+            options |= options_of_mode(settings.pop("mode"))
     options |= settings.pop("options", None) or {}
     libraries = ("torch", "optree", "einops", __package__)
     return torch.compile(apart, options=options | unwatched(apart, libraries), **settings)

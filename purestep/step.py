@@ -85,7 +85,8 @@ def make_update_step(
         compile: whether ``torch.compile`` takes what a microbatch runs, once for any number of them, and what the
             optimizer runs beside kernels. Ragged shapes become dynamic at the second one; large float32 products on
             a CPU go to oneDNN. Where it cannot make one graph, a warning says why. Or a function of yours instead, such
-            as ``functools.partial(torch.compile, mode="max-autotune")``. Ignored under a transform.
+            as ``functools.partial(ps.compile, mode="max-autotune")``. Ignored under a transform. For all of a small network's step in
+            one graph, wrap it in ``ps.compile``.
 
     Returns:
         ``update_step``. ``params`` is a tree of floating point tensors (``None`` is an empty subtree and comes

@@ -473,3 +473,46 @@ def test_transforms_go_around_the_compiler() -> None:
     for transform in (torch.vmap, lambda f: torch.vmap(torch.func.grad(f))):
         expected = transform(lambda rate: moved(plain, rate))(rates)
         assert torch.equal(transform(lambda rate: moved(through, rate))(rates), expected)
+
+
+def test_a_whole_step_has_a_cache_of_its_own() -> None:
+    """A tenth compiled step is one graph like the first, and it is the step."""
+    for seed in range(10):
+        backend = Compilations()
+        optimizer = ps.optim.adamw(0.125)
+        step = make(optimizer, donate=True)
+        whole = ps.compile(step, backend=backend, fullgraph=True)
+        group = [batch(2, 4, seed), batch(2, 4, seed + 1)]
+        for _ in range(2):
+            params, state, _ = whole(start(), optimizer.init(start()), group)
+        assert len(backend.graphs) == 1
+        expected = step(start(), optimizer.init(start()), group)
+        for a, b in zip(tree.leaves_of((params, state)), tree.leaves_of(expected[:2]), strict=True):
+            assert close(a, b)
+
+
+SCALE = [1.0]
+
+
+def test_what_the_loss_reads_is_looked_at() -> None:
+    """Globals and what a loss closes over may change; that of the libraries is not looked at any more."""
+    factor = 1.0
+
+    def scaled(params: Any, m: Any) -> Tensor:
+        return loss_fn(params, m) * factor * SCALE[0]
+
+    whole = ps.compile(
+        ps.make_update_step(scaled, PLAIN, weight_fn=weight_fn), backend="eager", fullgraph=True
+    )
+    losses = []
+    for factor, scale in ((1.0, 1.0), (2.0, 1.0), (2.0, 4.0)):  # noqa: B007
+        SCALE[0] = scale
+        losses.append(float(whole(start(), PLAIN.init(start()), GROUPS[0])[2].loss))
+    assert losses == [losses[0], 2 * losses[0], 8 * losses[0]]
+
+
+def test_settings_beside_our_own() -> None:
+    """A mode and options of the caller's go along, which torch.compile takes only one of."""
+    x = torch.eye(3)
+    for settings in ({"mode": "max-autotune-no-cudagraphs"}, {"options": {"max_autotune": False}}):
+        assert torch.equal(ps.compile(lambda x: 2 * x, **settings)(x), 2 * x)
