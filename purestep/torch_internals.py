@@ -118,14 +118,8 @@ saved_tensors_hooks: Callable[[bool], Any] = _private(
 )
 """The innermost hooks on what is saved for the backward pass: a checkpoint has its own."""
 
-backward_hooks = _attribute("Tensor._backward_hooks")
-"""Those that ``register_hook`` has put on a leaf."""
-
 accumulate_hooks = _attribute("Tensor._post_accumulate_grad_hooks")
 """Those that ``register_post_accumulate_grad_hook`` has put on a leaf."""
-
-use_count: Callable[[Tensor], int] = _private("Tensor._use_count")
-"""How many hold a tensor from C++, a graph among them."""
 
 version = _attribute("Tensor._version")
 """How often a tensor was written to."""
