@@ -5,6 +5,7 @@ What ranks hear of each other's faults is in ``tests/faults.py``, which threads 
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -78,12 +79,15 @@ def calls_of(function: Callable[[], Any]) -> int:
         nonlocal calls
         calls += event in ("call", "c_call")
 
-    before = sys.getprofile()
+    before, collects = sys.getprofile(), gc.isenabled()
+    gc.disable()  # Whoever listens to it would be counted, too.
     sys.setprofile(count)
     try:
         function()
     finally:
         sys.setprofile(before)
+        if collects:
+            gc.enable()
     return calls
 
 

@@ -267,7 +267,8 @@ def test_many_leaves_are_not_described_again() -> None:
 
         def count(frame: Any, event: str, arg: Any) -> None:
             nonlocal called
-            called += event == "call"
+            # Whatever the garbage collector calls in between is nobody's here.
+            called += event == "call" and frame.f_globals["__name__"].startswith("purestep")
 
         before = sys.getprofile()
         sys.setprofile(count)
