@@ -68,6 +68,14 @@ class GradientSums:
         empty = self.out is None and all(value is None for value in self.values)
         return None if empty else self._all()
 
+    def begin(self, sums: list[Tensor]) -> None:
+        """Takes sums that a compiled graph has made, or has written to. It may have made one tensor for several leaves."""
+        seen: set[int] = set()
+        for index, total in enumerate(sums):
+            if self.values[index] is None:
+                self.add_(index, total, copy=id(total) in seen)
+            seen.add(id(total))
+
     def _all(self) -> list[Tensor]:
         return [
             self._zeros(index) if value is None else value

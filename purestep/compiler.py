@@ -15,8 +15,10 @@ from typing import Any, Literal, TypeAlias
 import torch
 
 from purestep.torch_internals import (
+    allow_hooks,
     breaks_refused,
     gives_up,
+    hooks_forbidden,
     in_forward_mode,
     is_switched_off,
     is_watched,
@@ -119,9 +121,12 @@ def one_graph(
 
     @functools.wraps(function)
     def run(*args: Any) -> Any:
+        forbidden = hooks_forbidden()
         try:
             return made(*args)
         except given_up as error:
+            if forbidden is None:
+                allow_hooks()  # A compiler that fails inside of ``torch.func`` leaves them forbidden.
             raise NoGraph(function.__qualname__) from error
 
     return run

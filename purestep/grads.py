@@ -210,7 +210,7 @@ def accumulator(
     own = grad_and_value is _own_grad_and_value
     part_of = partial_loss(loss_fn)
     in_place = in_place_pass(part_of)
-    if compile is not False:
+    if own and compile is not False:
         in_place = compiled_pass(part_of, grad_and_value, compile)
     returned = returning_pass(part_of, grad_and_value, weight_fn)
     # Our own reverse mode returns gradients only under transforms, which compile what they like themselves.

@@ -174,11 +174,7 @@ class Worth(NamedTuple):
 def worth(loss: Tensor, num_tokens: list[Tensor], aux: Tree) -> Worth:
     """Of one microbatch."""
     # A copy: what a loss returns may be a view of its inputs, and outputs share no storage with them.
-    own = (
-        aux
-        if aux == ()
-        else tree.map(lambda leaf: leaf.to(accumulation_dtype(leaf.dtype), copy=True), aux)
-    )
+    own = tree.map(lambda leaf: leaf.to(accumulation_dtype(leaf.dtype), copy=True), aux)
     return Worth(loss.to(torch.float64), accumulation_dtype(loss.dtype), num_tokens, own)
 
 

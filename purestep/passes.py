@@ -73,7 +73,8 @@ def compiled_pass(
     def add(
         params: Params, sums: list[Tensor] | None, dtypes: list[torch.dtype], *given: Any
     ) -> tuple[list[Tensor], Told]:
-        grads, told = returned(params, *given)
+        # What the loss closes over is a constant, whether it requires grad or not.
+        grads, told = tree.detached(returned(params, *given))
         if sums is None:
             return [grad.to(dtype) for grad, dtype in zip(grads, dtypes, strict=True)], told
         for so_far, grad in zip(sums, grads, strict=True):
@@ -92,7 +93,7 @@ def compiled_pass(
             except NoGraph:
                 pass
             else:
-                sums.values = [*(so_far or made)]
+                sums.begin(so_far or made)
                 return told
         # What the loss itself raises is raised here, without a word about the compiler.
         told = in_pieces(task, sums, ready)

@@ -174,6 +174,14 @@ def gives_up() -> tuple[type[Exception], ...]:
     return FailOnRecompileLimitHit, TorchDynamoException
 
 
+hooks_forbidden: Callable[[], str | None] = _private(
+    "_C._autograd._saved_tensors_hooks_get_disabled_error_message"
+)
+"""Why no hooks on what is saved are allowed; None where they are."""
+
+allow_hooks: Callable[[], None] = _private("_C._autograd._saved_tensors_hooks_enable")
+
+
 def breaks_refused(function: Callable[..., Any]) -> Callable[..., Any]:
     """The function, of which a compiler makes one graph or raises, whatever it was told. Where unknown, as it was told."""
     try:

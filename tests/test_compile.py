@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import purestep as ps
@@ -516,3 +517,58 @@ def test_settings_beside_our_own() -> None:
     x = torch.eye(3)
     for settings in ({"mode": "max-autotune-no-cudagraphs"}, {"options": {"max_autotune": False}}):
         assert torch.equal(ps.compile(lambda x: 2 * x, **settings)(x), 2 * x)
+
+
+@pytest.mark.parametrize("microbatches", [1, 3])
+def test_one_gradient_for_two_leaves(microbatches: int) -> None:
+    """A graph may give both of them one tensor; their sums are each its own, and clipped once."""
+    optimizer = ps.optim.chain(ps.optim.clip_by_global_norm(0.125), ps.optim.sgd(0.125, 0.5))
+    params = {"a": torch.tensor([1.0, 2.0, 3.0]).double(), "b": torch.ones(3).double()}
+    group = [{"x": torch.ones(2, 3).double()} for _ in range(microbatches)]
+    moved = []
+    for compile in (True, False):
+        step = ps.make_update_step(
+            lambda p, m: (m["x"] @ (p["a"] + p["b"])).square(),
+            optimizer,
+            weight_fn=lambda m: m["x"][:, 0] > 0,
+            compile=compile,
+            donate=True,
+        )
+        own = tree.map(torch.clone, params)
+        moved.append(step(own, optimizer.init(own), group)[0])
+    assert close(moved[0]["a"], moved[1]["a"])
+    assert close(moved[0]["b"], moved[1]["b"])
+
+
+def test_what_a_compiled_loss_closes_over_is_a_constant() -> None:
+    """Nothing is recorded of it, and its ``.grad`` is not written."""
+    scale = torch.tensor(2.0, dtype=torch.float64, requires_grad=True)
+
+    def scaled(params: Any, m: Any) -> ps.LossTerms:
+        losses = loss_fn(params, m) * scale
+        return ps.LossTerms(losses, aux={"loss": losses.sum()})
+
+    step = ps.make_update_step(scaled, PLAIN, weight_fn=weight_fn, compile=True)
+    new = step(start(), PLAIN.init(start()), GROUPS[1])
+    assert not tree.requires_grad(new)
+    assert scale.grad is None
+
+
+def test_a_checkpoint_is_compiled_without_the_backward_pass() -> None:
+    """No graph holds both, and what the compiler forbade when it failed is allowed again."""
+
+    def checkpointed(params: Any, m: Any) -> Tensor:
+        kept: Tensor = checkpoint(loss_fn, params, m, use_reentrant=False)
+        return kept
+
+    ours, theirs = (
+        ps.make_update_step(checkpointed, PLAIN, weight_fn=weight_fn, compile=compile)(
+            start(), PLAIN.init(start()), GROUPS[1]
+        )
+        for compile in (True, False)
+    )
+    for a, b in zip(tree.leaves_of(ours[:2]), tree.leaves_of(theirs[:2]), strict=True):
+        assert close(a, b)
+    w = torch.ones(2, requires_grad=True)
+    checkpoint(torch.sin, w, use_reentrant=False).sum().backward()
+    assert w.grad is not None
