@@ -150,14 +150,14 @@ LOCAL_MEAN = SHARES.replace("total.num_tokens", "divisor(weights.sum())")
 SHARE = "share = 1 / divisor(total.num_microbatches).to(losses)"
 COUNTED = "tokens_of(each) for each in weights"
 EACH = "            data, kind = tree.flatten(microbatch)\n"
-KNOWN = "group, known, out"
-RUN = "            here = accumulate(pvary(params, axis), group, known, out=ranks.out, ready=ranks.ready)\n"
+KNOWN = "group, known, dtypes"
+RUN = "            here = accumulate(varied, group, known, dtypes, ranks.out, ranks.ready)\n"
 SUMMED = "            sums = ranks.sum(here)\n"
 HELD = step(
-    "apart(group, donated)\n",
-    "apart(group, donated)\n            group = group._replace(weighed=[*group.weighed])\n",
+    "if donate else group\n",
+    "if donate else group\n            group = group._replace(weighed=[*group.weighed])\n",
 )
-ALONE = "accumulate(pvary(params, axis), group._replace(weighed=group.weighed[{0}]), known)"
+ALONE = "accumulate(varied, group._replace(weighed=group.weighed[{0}]), known, dtypes)"
 OWN_LOSS = "here._replace(loss=here.loss * (known.num_tokens / {0} / axis.size).to(here.loss)) if known else here"
 STEP_LOSS = "loss=_over(sums.loss, grad_scale)"
 STEP_TOKENS = "num_tokens=total.num_tokens,\n            num_microbatches=total.num_microbatches,\n            grad_norm"
@@ -176,7 +176,7 @@ MUTANTS = [
     Mutant(
         "2",
         "count summed over microbatches, not over ranks",
-        [step(KNOWN, "group, group.counted, out")],
+        [step(KNOWN, "group, group.counted, dtypes")],
     ),
     Mutant(
         "3",
@@ -218,13 +218,18 @@ MUTANTS = [
         "count carried over from the last step",
         [
             step(PER_STEP, PER_STEP + "    last = []\n"),
-            step(KNOWN, "group, (last.append(known) or last[-2:])[0], out"),
+            step(KNOWN, "group, (last.append(known) or last[-2:])[0], dtypes"),
         ],
     ),
     Mutant(
         "10",
         "denominator clamped to at least 1",
-        [objective("torch.where(total > 0, total, 1)", "total.clamp(min=1)")],
+        [
+            objective(
+                "positive = total if known is not None and known > 0 else torch.where(total > 0, total, 1)",
+                "positive = total.clamp(min=1)",
+            )
+        ],
     ),
     Mutant(
         "11",
@@ -298,7 +303,7 @@ MUTANTS = [
     Mutant(
         "20",
         "skip scaling when K = 1, with the local count",
-        [step(KNOWN, "group, group.counted if group.length == 1 else known, out")],
+        [step(KNOWN, "group, group.counted if group.length == 1 else known, dtypes")],
     ),
     Mutant(
         "21",
@@ -311,7 +316,7 @@ MUTANTS = [
         [
             step(
                 KNOWN,
-                "group, known and known._replace(num_microbatches=known[1] * axis.size), out",
+                "group, known and known._replace(num_microbatches=known[1] * axis.size), dtypes",
             )
         ],
     ),
@@ -370,8 +375,8 @@ MUTANTS = [
         "skip that still moves the step counter, on the host",
         [
             transition(
-                "return params, opt_state\n",
-                "return params, tree.map(lambda s: s if s.ndim else s + 1, opt_state)\n",
+                "return params.tree(), state.tree()\n",
+                "return params.tree(), tree.map(lambda s: s if s.ndim else s + 1, state.tree())\n",
             )
         ],
     ),
@@ -614,8 +619,8 @@ MUTANTS = [
         "lr / N in the default dtype",
         [
             step(
-                "grad_scale = None if counted_first else divisor(total.num_tokens).to(torch.float64)",
                 "grad_scale = None if counted_first else divisor(total.num_tokens)",
+                "grad_scale = None if counted_first else divisor(total.num_tokens).to(torch.int64)",
             ),
             optim("recipes", "rate / grad_scale.to(torch.float64)", "rate / grad_scale"),
         ],
@@ -639,9 +644,9 @@ MUTANTS = [
         "48a",
         "leaves shared by all microbatches: what a loss does to them depends on the cut",
         [
-            passes(
-                "        own = own_leaves(task.leaves)\n",
-                '        own = vars(sums).setdefault("own", own_leaves(task.leaves))\n',
+            backward(
+                "if sums.own is None or not _untouched(sums.own, sums.leaves):",
+                "if sums.own is None:",
             )
         ],
     ),
@@ -669,13 +674,13 @@ MUTANTS = [
         "51a",
         "donated leaves that overlap at different offsets",
         [
-            donation("if any(map(lt, starts[1:], stops)):", "if len({*starts}) < len(starts):"),
+            donation("if edges != sorted(edges):", "if len({*edges[::2]}) < len(spans):"),
         ],
     ),
     Mutant(
         "51b",
         "a donated leaf that shares memory with the data",
-        [donation("return group._replace(weighed=checked()) if given else group", "return group")],
+        [donation("return group._replace(check=check)", "return group")],
     ),
     Mutant(
         "53",

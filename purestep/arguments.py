@@ -10,6 +10,7 @@ from torch import Tensor
 
 from purestep import tree
 from purestep.axis import Axis, check_axis
+from purestep.form import Flat, Form, flat, once
 from purestep.torch_internals import holds_tensors
 from purestep.types import LossFn, Microbatch, Params, WeightFn
 
@@ -36,15 +37,18 @@ def check_choice(name: str, value: str, choices: Any) -> None:
         )
 
 
-def checked_params(params: Params) -> list[Tensor]:
-    """The leaves of params, refused where they cannot be."""
-    leaves: list[Tensor] = tree.leaves_of(params)
-    devices = {leaf.device for leaf in leaves if isinstance(leaf, Tensor)}
-    dtypes = {leaf.dtype for leaf in leaves if isinstance(leaf, Tensor)}
-    fit = tree.are_tensors(leaves) and dtypes <= {*tree.SUM_DTYPES}
-    if not (leaves and fit and len(devices) == 1) or leaves[0].device.type == "mps":
-        _explain(params, leaves)
-    return leaves
+def checked_params(params: Params) -> Flat:
+    """The params, flattened; refused where they cannot be."""
+    given = flat(params)
+    if not _fits(given.form):
+        _explain(params, given.leaves)
+    return given
+
+
+@once
+def _fits(form: Form) -> bool:
+    summable = form.plain and {*form.dtypes} <= {*tree.SUM_DTYPES}
+    return summable and len(form.devices) == 1 and {*form.devices}.pop().type != "mps"
 
 
 def _explain(params: Params, leaves: list[Tensor]) -> None:

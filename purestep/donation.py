@@ -2,114 +2,123 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
-from itertools import chain, count, repeat
-from operator import add, attrgetter, lt
-from typing import Any, TypeAlias
+import math
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator, Mapping
+from itertools import chain, pairwise
+from operator import add
+from typing import Any, NoReturn, TypeAlias
 
 import torch
 from torch import Tensor
 
 from purestep import tree
-from purestep.tokens import Group, Weighed
+from purestep.form import Flat, Form, once
+from purestep.tokens import Group
 from purestep.torch_internals import values_inside
-from purestep.types import Microbatch, Tree
+from purestep.types import Microbatch
 
-Extent: TypeAlias = tuple[int, int, int, bool]
-"""From which byte to which a leaf reaches, its position, and whether its elements overlap each other."""
+Span: TypeAlias = tuple[int, int]
+"""From which byte to which a leaf reaches."""
 
 
-def apart(group: Group, donated: Tree) -> Group:
+def apart(group: Group, params: Flat, state: Flat) -> Group:
     """The same group, where nothing that is given away overlaps: each other here, a microbatch when it comes.
 
     The update would write there, too.
     """
-    leaves = tree.leaves_of(donated)
-    if not (leaves and tree.eager()) or tree.any_requires_grad(leaves):
+    if not tree.eager() or params.form.requires_grad or state.form.requires_grad:
         return group  # Nothing is written over then.
-    given = _extents(leaves)
-    starts, stops, positions, folded = zip(*given, strict=True) if given else ((), (), (), ())
-    if any(folded):
-        raise ValueError(
-            f"donate=True needs memory of its own for each element, but {_name(donated, positions[folded.index(True)])} "
-            "overlaps itself, as expand and unfold make it: clone it"
-        )
-    if any(map(lt, starts[1:], stops)):
-        place = [*map(lt, starts[1:], stops)].index(True)
-        raise ValueError(
-            f"donate=True needs a buffer for each leaf, but {_name(donated, positions[place])} and "
-            f"{_name(donated, positions[place + 1])} share memory: clone one of them, or tie them inside loss_fn"
-        )
+    spans = sorted([*_spans(params), *_spans(state)])
+    # Where each begins and ends, one after the other: in order, unless two of them overlap.
+    edges = [*chain.from_iterable(spans)]
+    if edges != sorted(edges):
+        _explain([*_named(params, state)])
 
-    def check(number: int, microbatch: Microbatch) -> None:
-        data = tree.leaves_of(microbatch)
-        if any(isinstance(leaf, Mapping) for leaf in data):
+    def check(number: int, microbatch: Microbatch, data: list[Any]) -> None:
+        if not tree.are_tensors(data) and any(isinstance(leaf, Mapping) for leaf in data):
             microbatch = tree.plain(microbatch)
             data = tree.leaves_of(microbatch)
-        for start, stop, position, _ in chain(*map(_extent, count(), data)):
-            place = bisect_right(starts, start)
-            before = place > 0 and start < stops[place - 1]
-            if before or (place < len(starts) and starts[place] < stop):
-                path = tree.paths(microbatch, f"microbatches[{number}]")[position]
-                name = _name(donated, positions[place - 1 if before else place])
-                raise ValueError(
-                    f"donate=True lets the update write over {name}, but {path} shares its memory: clone one of them"
-                )
+        for position, leaf in enumerate(data):
+            for start, stop in _span(leaf):
+                place = bisect_right(edges, start)
+                if place % 2 or place != bisect_left(edges, stop):
+                    path = tree.paths(microbatch, f"microbatches[{number}]")[position]
+                    others = _named(params, state)
+                    name = next(name for (a, b), name in others if a < stop and start < b)
+                    raise ValueError(
+                        f"donate=True lets the update write over {name}, but {path} shares its memory: clone one of "
+                        "them"
+                    )
 
-    def checked() -> Iterator[Weighed]:
-        for number, (microbatch, weights) in enumerate(group.weighed):
-            check(number, microbatch)
-            yield microbatch, weights
-
-    return group._replace(weighed=checked()) if given else group
+    return group._replace(check=check)
 
 
-def _name(donated: Tree, position: int) -> str:
-    return tree.paths(donated, "(params, opt_state)")[position]
+def _named(params: Flat, state: Flat) -> Iterator[tuple[Span, str]]:
+    given = params.tree(), state.tree()
+    for leaf, name in zip(
+        tree.leaves_of(given), tree.paths(given, "(params, opt_state)"), strict=True
+    ):
+        for span in _span(leaf):
+            yield span, name
 
 
-def _extents(leaves: Sequence[Any]) -> list[Extent]:
-    """Where each leaf lies, in the order of memory; a leaf without memory that could be told lies nowhere.
+def _explain(named: list[tuple[Span, str]]) -> NoReturn:
+    """Raises for the first two that overlap."""
+    pairs = pairwise(sorted(named))
+    name, other = next((one[1], two[1]) for one, two in pairs if two[0][0] < one[0][1])
+    if name == other:
+        raise ValueError(
+            f"donate=True needs memory of its own for each element, but {name} overlaps itself, as expand and unfold "
+            "make it: clone it"
+        )
+    raise ValueError(
+        f"donate=True needs a buffer for each leaf, but {name} and {other} share memory: clone one of them, or tie "
+        "them inside loss_fn"
+    )
 
-    Where there are no addresses, a storage counts as one byte: whatever lies in it overlaps.
+
+def _spans(given: Flat) -> Iterator[Span]:
+    """Those of all leaves that lie somewhere."""
+    leaves, sizes = given.leaves, _sizes(given.form)
+    # Nearly always, all of them are in one piece, and are asked at once, in half the time.
+    if sizes is not None and False not in map(Tensor.is_contiguous, leaves):
+        starts = [*map(Tensor.data_ptr, leaves)]
+        if 0 not in starts:
+            return zip(starts, map(add, starts, sizes), strict=True)
+    return chain.from_iterable(map(_span, leaves))
+
+
+@once
+def _sizes(form: Form) -> list[int] | None:
+    """The bytes of each leaf; None where that is not all that there is to a leaf's memory."""
+    kinds: Any = form.kinds
+    if not form.plain or {layout for *_, layout, _ in kinds} - {torch.strided}:
+        return None
+    sizes = [math.prod(shape) * dtype.itemsize for _, dtype, *_, shape in kinds]
+    return None if 0 in sizes else sizes
+
+
+def _span(leaf: Any) -> list[Span]:
+    """From where to where a leaf reaches in memory, twice where its elements overlap each other.
+
+    A leaf without memory that could be told lies nowhere. Where there are no addresses, a storage counts as one byte: whatever lies in it overlaps.
     """
-    extents = _in_one_piece(leaves)
-    if extents is None:
-        extents = [extent for pair in enumerate(leaves) for extent in _extent(*pair)]
-    extents.sort()
-    return extents
-
-
-def _in_one_piece(leaves: Sequence[Any]) -> list[Extent] | None:
-    """The extents of leaves that are all tensors in one piece, as nearly always: all asked at once, in half the time."""
-    if not tree.are_tensors(leaves) or any(leaf.layout is not torch.strided for leaf in leaves):
-        return None
-    starts, sizes = [*map(Tensor.data_ptr, leaves)], [*map(_nbytes, leaves)]
-    if 0 in starts or 0 in sizes or not all(map(Tensor.is_contiguous, leaves)):
-        return None
-    return [*zip(starts, map(add, starts, sizes), range(len(leaves)), repeat(False), strict=False)]
-
-
-_nbytes = attrgetter("nbytes")
-
-
-def _extent(position: int, leaf: Any) -> list[Extent]:
     if not isinstance(leaf, Tensor):
         return []
     if leaf.layout is not torch.strided or leaf.is_nested:
-        return _extent(position, values_inside(leaf))
+        return _span(values_inside(leaf))
     if not tree.has_address(leaf):
         storage = tree.address(leaf)
-        return [(storage, storage + 1, position, False)]
+        return [(storage, storage + 1)]
     start, size = leaf.data_ptr(), leaf.nbytes
     if not (start and size):
         return []
     if leaf.is_contiguous():
-        return [(start, start + size, position, False)]
+        return [(start, start + size)]
     reach, folded = 0, False
     for stride, length in sorted(zip(leaf.stride(), leaf.shape, strict=True)):
         # Rows that are as far apart as they reach cannot meet. Others may, and then an element is written twice.
         folded = folded or (length > 1 and stride <= reach)
         reach += (length - 1) * stride
-    return [(start, start + (1 + reach) * leaf.element_size(), position, folded)]
+    return [(start, start + (1 + reach) * leaf.element_size())] * (1 + folded)

@@ -16,17 +16,14 @@ import types
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Mapping
 from enum import Enum
-from functools import lru_cache
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from purestep import tree
+from purestep.form import NAMED_BY_TORCH, PLAIN, Form, flat, once
 from purestep.types import Tree
-
-PLAIN = (bool, int, float, complex, str, bytes, types.NoneType, types.EllipsisType)
-NAMED_BY_TORCH = (torch.dtype, torch.layout, torch.memory_format)
 
 
 def fingerprint(value: Tree) -> int:
@@ -37,50 +34,17 @@ def fingerprint(value: Tree) -> int:
     >>> fingerprint({"w": torch.zeros(2)}) == fingerprint({"w": torch.zeros(3)})
     False
     """
-    leaves, structure = tree.flatten(value)
-    kinds = tuple(
-        [
-            (leaf.dtype, leaf.shape) if isinstance(leaf, Tensor) else tree.kind(leaf)
-            for leaf in leaves
-        ]
-    )
-    try:
-        return _remembered(structure, kinds)
-    except Exception:
-        # What stands in the structure need not be hashable, nor comparable with others, nor ours to keep alive.
-        return _digest(structure, kinds)
+    return _number(flat(value).form)
 
 
-Kinds: TypeAlias = tuple[tuple[torch.dtype, torch.Size] | str, ...]
-
-
-def _digest(structure: tree.Structure, kinds: Kinds) -> int:
+@once
+def _number(form: Form) -> int:
     words = [
-        kind if isinstance(kind, str) else f"{kind[0]} of shape {tuple(kind[1])}" for kind in kinds
+        kind[0] if len(kind) == 1 else f"{kind[1]} of shape {tuple(kind[-1])}"
+        for kind in form.kinds
     ]
-    digest = _sha256(f"{describe(structure)} {words}")
+    digest = _sha256(f"{describe(form.structure)} {words}")
     return int.from_bytes(digest[:8], "big")
-
-
-@lru_cache(maxsize=256)
-def _remembered(structure: tree.Structure, kinds: Kinds) -> int:
-    def refuse(kind: type, data: Any, children: tuple[str, ...]) -> str:
-        if not _holds_no_tensor(data):
-            raise TypeError(f"{kind.__name__} may hold tensors, and would keep them alive here")
-        return "*"
-
-    structure.walk(["*"] * structure.num_leaves, refuse)
-    return _digest(structure, kinds)
-
-
-def _holds_no_tensor(value: Any) -> bool:
-    if type(value) in (list, tuple, set, frozenset):
-        return all(map(_holds_no_tensor, value))
-    if isinstance(value, types.FunctionType):
-        return not (value.__closure__ or value.__defaults__ or value.__kwdefaults__)
-    if isinstance(value, types.BuiltinFunctionType):
-        value = value.__self__
-    return isinstance(value, (*PLAIN, *NAMED_BY_TORCH, type, types.ModuleType, Enum))
 
 
 def _sha256(text: str) -> bytes:

@@ -18,6 +18,7 @@ from torch import Tensor
 from purestep import tree
 from purestep.backward import GradientSums, backward, own_leaves
 from purestep.compiler import Compiler, compiled
+from purestep.form import Flat, Form, flat, once
 from purestep.objective import (
     Worth,
     check_untouched,
@@ -87,7 +88,8 @@ def grad_and_value(
             return value, aux_leaves
 
         if tree.eager(args, kwargs) and not _inference(leaves):
-            sums, own = GradientSums(leaves, [leaf.dtype for leaf in leaves]), own_leaves(leaves)
+            sums = GradientSums(leaves, [leaf.dtype for leaf in leaves])
+            own = own_leaves(sums)
             with torch.enable_grad():
                 value, aux_leaves = over_leaves(*own)
             backward([value], [torch.ones_like(value)], own, sums)
@@ -175,26 +177,26 @@ def accumulate(
     >>> sums.grads, sums.loss
     (tensor(3.), tensor(3.))
     """
-    add_up = accumulator(
-        loss_fn, weight_fn=weight_fn, grad_and_value=grad_and_value, accum_dtype=accum_dtype
-    )
-    device = tree.leaves_of(params)[0].device
-    group = grouped(microbatches, weight_fn, total is not None, device)
-    return add_up(params, group, total, out=out, ready=ready)
+    add_up = accumulator(loss_fn, weight_fn=weight_fn, grad_and_value=grad_and_value)
+    given = flat(params)
+    group = grouped(microbatches, weight_fn, total is not None, given.leaves[0].device)
+    dtypes = [each.dtype for each in out] if out else sum_dtypes(given.form, accum_dtype)
+    sums = add_up(given, group, total, dtypes, out, ready)
+    return sums._replace(grads=given.tree(sums.grads))
 
 
 class Accumulate(Protocol):
-    """``accumulate``, of a loss that is given already."""
+    """``accumulate``, of a loss that is given already, with gradients in ``dtypes``, as a list of leaves."""
 
     def __call__(
         self,
-        params: Params,
+        params: Flat,
         group: Group,
         total: Count | None,
-        /,
-        *,
+        dtypes: Sequence[torch.dtype],
         out: Sequence[Tensor] | None = None,
         ready: Ready | None = None,
+        /,
     ) -> Sums: ...
 
 
@@ -203,7 +205,6 @@ def accumulator(
     *,
     weight_fn: WeightFn | None,
     grad_and_value: GradAndValue,
-    accum_dtype: torch.dtype | None,
     compile: bool | Compiler = False,
 ) -> Accumulate:
     """Made once, so that a compiler compiles it once: for every number of microbatches, and all of their shapes."""
@@ -217,21 +218,22 @@ def accumulator(
     returned = returned if own else compiled(returned, compile)
 
     def add_up(
-        params: Params,
+        params: Flat,
         group: Group,
         total: Count | None,
-        /,
-        *,
+        dtypes: Sequence[torch.dtype],
         out: Sequence[Tensor] | None = None,
         ready: Ready | None = None,
+        /,
     ) -> Sums:
-        leaves, structure = tree.flatten(params)
-        dtypes = sum_dtypes(leaves, accum_dtype) if out is None else [each.dtype for each in out]
+        leaves, structure = params.leaves, params.form.structure
         sums = GradientSums(leaves, dtypes, out)
         versions = versions_of(leaves)
         # Whoever transforms or differentiates the step needs gradients that are returned, with their graph.
         recorded = (
-            not (own and tree.eager(total)) or tree.any_requires_grad(leaves) or _inference(leaves)
+            not (own and tree.eager())
+            or tree.any_requires_grad([*leaves, *(total or ())])
+            or _inference(leaves)
         )
         given: Worth | None = None
         total = total and Count(divisor(total.num_tokens), total.num_microbatches)
@@ -241,15 +243,17 @@ def accumulator(
             _casts_forgotten(group.weighed, leaves), 1
         ):
             data, kind = tree.flatten(microbatch)
+            if group.check is not None:
+                group.check(position - 1, microbatch, data)
             recorded = recorded or tree.any_requires_grad(data)
             if recorded:
-                grads, told = returned(params, microbatch, weights, total)
+                grads, told = returned(params.tree(), microbatch, weights, total)
                 if not tree.differentiated(leaves, total, data):
                     # What the loss closes over is a constant, whether it requires grad or not.
                     grads, told = tree.detached((grads, told))
                 sums.add(grads, copy=not own)
             else:
-                detached = tree.unflatten(kind, tree.detached(data))
+                detached = tree.unflatten(kind, tree.cut_off(data))
                 last = ready if position == group.length else None
                 told = in_place(Task(leaves, structure, detached, weights, total), sums, last)
                 del detached
@@ -257,8 +261,8 @@ def accumulator(
             given = plus(given, worth(*told[:3]))
             del told, data, microbatch, weights
 
-        check_untouched(params, leaves, versions)
-        here = sums_of(tree.unflatten(structure, sums.filled()), given, group.counted, leaves[0])
+        check_untouched(structure, leaves, versions)
+        here = sums_of(sums.filled(), given, group.counted, leaves[0])
         if given and not reached and has_tokens(here.counted):
             raise ValueError(
                 "loss_fn gives losses that do not depend on params: no gradient reaches any of their leaves. Perhaps "
@@ -270,21 +274,21 @@ def accumulator(
     return add_up
 
 
-def _casts_forgotten(group: Iterable[Weighed], leaves: Sequence[Tensor]) -> Iterator[Weighed]:
+def _casts_forgotten(group: Iterable[Weighed], leaves: Sequence[Tensor]) -> Iterable[Weighed]:
     """The same group. Autocast keeps what it casts of leaves until its own end: of ours, nothing is asked for again."""
-    compiling = torch.compiler.is_dynamo_compiling()
     where = leaves[0].device.type
     # Of a device that autocast does not know, it cannot be asked.
-    known = not compiling and torch.amp.is_autocast_available(where)
-    casts = known and torch.is_autocast_enabled(where)
+    known = not torch.compiler.is_dynamo_compiling() and torch.amp.is_autocast_available(where)
+    return _forgetting(group) if known and torch.is_autocast_enabled(where) else group
+
+
+def _forgetting(group: Iterable[Weighed]) -> Iterator[Weighed]:
     try:
         for each in group:
             yield each
-            if casts:
-                torch.clear_autocast_cache()
-    finally:
-        if casts:
             torch.clear_autocast_cache()
+    finally:
+        torch.clear_autocast_cache()
 
 
 def _inference(leaves: Sequence[Tensor]) -> bool:
@@ -292,8 +296,7 @@ def _inference(leaves: Sequence[Tensor]) -> bool:
     return torch.is_inference_mode_enabled() or any(map(Tensor.is_inference, leaves))
 
 
-def sum_dtypes(leaves: Sequence[Tensor], accum_dtype: torch.dtype | None) -> list[torch.dtype]:
+@once
+def sum_dtypes(form: Form, accum_dtype: torch.dtype | None) -> list[torch.dtype]:
     """The dtype in which each leaf's gradients are summed."""
-    dtypes = [leaf.dtype for leaf in leaves]
-    sums = {dtype: accum_dtype or accumulation_dtype(dtype) for dtype in {*dtypes}}
-    return [sums[dtype] for dtype in dtypes]
+    return [accum_dtype or accumulation_dtype(dtype) for dtype in form.dtypes]

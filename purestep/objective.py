@@ -8,6 +8,7 @@ denominator cannot disagree.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypeAlias
 
@@ -79,9 +80,14 @@ def value(terms: Sequence[Tensor], cotangents: Sequence[Tensor]) -> Tensor:
     """What a part is worth: the sum of its terms, each times its cotangent.
 
     A term at a cotangent of zero may be anything, even NaN: it is taken away by selection, and what flows
-    back to it is exactly zero.
+    back to it is exactly zero. Where the host sees that the sum is finite, there is nothing to take away.
     """
-    pairs = zip(terms, cotangents, strict=True)
+    pairs = [*zip(terms, cotangents, strict=True)]
+    first, *others = [(term * share).sum() for term, share in pairs]
+    total: Tensor = sum(others, first)
+    known = tree.number_at_hand(total)
+    if known is not None and math.isfinite(known):
+        return total
     first, *others = [(torch.where(share != 0, term, 0) * share).sum() for term, share in pairs]
     return sum(others, first)
 
@@ -110,7 +116,7 @@ def loss_terms(loss_fn: LossFn, params: Params, microbatch: Microbatch) -> LossT
             f"LossTerms.microbatch must be a scalar tensor, got {kind}; what has one value per token "
             "belongs into LossTerms.tokens"
         )
-    for position, leaf in enumerate(tree.leaves_of(terms.aux)):
+    for position, leaf in enumerate(() if tree.is_empty(terms.aux) else tree.leaves_of(terms.aux)):
         if not isinstance(leaf, Tensor):
             raise TypeError(
                 f"LossTerms.{tree.paths(terms.aux, 'aux')[position]} must be a tensor, got "
@@ -158,12 +164,14 @@ def _mismatch(losses: torch.Size, weights: torch.Size) -> str:
 
 
 def divisor(total: Tensor) -> Tensor:
-    """The total, but 1 where it is 0: there is nothing to divide then. Not a clamp: 0.25 stays."""
-    return torch.where(total > 0, total, 1)
+    """The total in float64, but 1 where it is 0: there is nothing to divide then. Not a clamp: 0.25 stays."""
+    known = tree.number_at_hand(total)
+    positive = total if known is not None and known > 0 else torch.where(total > 0, total, 1)
+    return positive.to(torch.float64)
 
 
 class Worth(NamedTuple):
-    """What microbatches give beside gradients: the loss in float64, its own dtype, their tokens one by one, and aux."""
+    """What microbatches give beside gradients: the loss, its dtype, their tokens one by one, and aux."""
 
     loss: Tensor
     dtype: torch.dtype
@@ -175,11 +183,11 @@ def worth(loss: Tensor, num_tokens: list[Tensor], aux: Tree) -> Worth:
     """Of one microbatch."""
     # A copy: what a loss returns may be a view of its inputs, and outputs share no storage with them.
     own = tree.map(lambda leaf: leaf.to(accumulation_dtype(leaf.dtype), copy=True), aux)
-    return Worth(loss.to(torch.float64), accumulation_dtype(loss.dtype), num_tokens, own)
+    return Worth(loss, accumulation_dtype(loss.dtype), num_tokens, own)
 
 
 def plus(so_far: Worth | None, more: Worth) -> Worth:
-    """Of more microbatches."""
+    """Of more microbatches, whose losses are added up in float64."""
 
     def add(one: Tensor, other: Tensor) -> Tensor:
         if one.shape != other.shape:
@@ -193,7 +201,8 @@ def plus(so_far: Worth | None, more: Worth) -> Worth:
         return more
     dtype = torch.promote_types(so_far.dtype, more.dtype)
     tokens = so_far.num_tokens + more.num_tokens
-    return Worth(so_far.loss + more.loss, dtype, tokens, tree.map(add, so_far.aux, more.aux))
+    loss = so_far.loss.to(torch.float64) + more.loss
+    return Worth(loss, dtype, tokens, tree.map(add, so_far.aux, more.aux))
 
 
 def sums_of(grads: Tree, given: Worth | None, counted: Count | None, like: Tensor) -> Sums:
@@ -212,14 +221,16 @@ def versions_of(leaves: Sequence[Tensor]) -> list[int]:
     return [] if any(map(Tensor.is_inference, leaves)) else list(map(version, leaves))
 
 
-def check_untouched(params: Params, leaves: Sequence[Tensor], versions: Sequence[int]) -> None:
+def check_untouched(
+    structure: tree.Structure, leaves: Sequence[Tensor], versions: Sequence[int]
+) -> None:
     """Refuses a loss that has written to what it was given."""
     now = versions_of(leaves)
     if versions != now:
         pairs = zip(versions, now, strict=True)
         index = next(index for index, (before, after) in enumerate(pairs) if before != after)
         raise ValueError(
-            f"loss_fn wrote to {tree.paths(params, 'params')[index]} in place, which is the caller's: compute a "
+            f"loss_fn wrote to {tree.paths(tree.unflatten(structure, leaves), 'params')[index]} in place, which is the caller's: compute a "
             "new tensor, or give a module that updates its buffers a clone of them"
         )
 
@@ -229,7 +240,7 @@ def evaluator(loss_fn: LossFn) -> Callable[[Params, Group, Count | None], Sums]:
     part_of = partial_loss(loss_fn)
 
     def evaluate(params: Params, group: Group, total: Count | None, /) -> Sums:
-        leaves = tree.leaves_of(params)
+        leaves, structure = tree.flatten(params)
         versions = versions_of(leaves)
         total = total and Count(divisor(total.num_tokens), total.num_microbatches)
         given: Worth | None = None
@@ -238,7 +249,7 @@ def evaluator(loss_fn: LossFn) -> Callable[[Params, Group, Count | None], Sums]:
             given = plus(
                 given, worth(*tree.detached((value(*part[:2]), part.num_tokens, part.aux)))
             )
-        check_untouched(params, leaves, versions)
+        check_untouched(structure, leaves, versions)
         return sums_of((), given, group.counted, leaves[0])
 
     return evaluate

@@ -25,6 +25,7 @@ from purestep.axis import Axis, LocalAxis, pvary
 from purestep.compiler import Compiler
 from purestep.conversation import conversation
 from purestep.donation import apart
+from purestep.form import Flat, flat
 from purestep.grads import accumulator, grad_and_value, sum_dtypes
 from purestep.objective import divisor, evaluator
 from purestep.optim.base import Optimizer, check_optimizer
@@ -145,7 +146,6 @@ def make_update_step(
         loss_fn,
         weight_fn=weight_fn,
         grad_and_value=grad_and_value,
-        accum_dtype=accum_dtype,
         compile=compile,
     )
     counted_first = normalize == "loss"
@@ -161,31 +161,35 @@ def make_update_step(
         params: Params, opt_state: OptState, microbatches: Sequence[Microbatch], /
     ) -> tuple[Params, OptState, StepMetrics]:
         shared = {"params": params, "opt_state": opt_state, "settings": settings}
-        donated = (params, opt_state) if donate else ()
         with conversation(axis) as ranks:
-            leaves = checked_params(params)
+            flat_params, flat_state = checked_params(params), flat(opt_state)
+            leaves, form = flat_params
+            dtypes = sum_dtypes(form, accum_dtype)
             group = grouped(checked_group(microbatches), weight_fn, counted_first, leaves[0].device)
-            group = apart(group, donated)
+            group = apart(group, flat_params, flat_state) if donate else group
             counted = ranks.agree(
                 group.counted or count_of((), leaves[0].device),
                 microbatches=group.length,
                 shared=shared,
                 given=(leaves, group.at_hand),
-                gradients=(leaves, sum_dtypes(leaves, accum_dtype)),
+                gradients=(leaves, dtypes),
             )
             known = counted if counted_first else None
-            here = accumulate(pvary(params, axis), group, known, out=ranks.out, ready=ranks.ready)
+            varied = Flat(pvary(leaves, axis), form)
+            here = accumulate(varied, group, known, dtypes, ranks.out, ranks.ready)
             sums = ranks.sum(here)
         total = known or sums.counted
 
-        grad_scale = None if counted_first else divisor(total.num_tokens).to(torch.float64)
+        grad_scale = None if counted_first else divisor(total.num_tokens)
         grad_norm = _over(tree.global_norm(sums.grads), grad_scale)
+        applied = total.num_tokens > 0
         # An N that has overflowed is no count: the host refuses it, and a device does not apply it.
-        applied = (total.num_tokens > 0) & total.num_tokens.isfinite()
+        if total.num_tokens.is_floating_point():
+            applied = applied & total.num_tokens.isfinite()
         if on_nonfinite == "skip":
             applied = applied & tree.all_finite(sums.grads)
         new_params, new_opt_state = transit(
-            sums.grads, opt_state, params, grad_scale=grad_scale, applied=applied
+            sums.grads, flat_state, flat_params, grad_scale=grad_scale, applied=applied
         )
 
         metrics = StepMetrics(
@@ -229,7 +233,7 @@ def make_eval_step(
     def eval_step(params: Params, microbatches: Sequence[Microbatch], /) -> EvalMetrics:
         shared = {"params": params, "settings": settings}
         with conversation(axis) as ranks:
-            leaves = checked_params(params)
+            leaves = checked_params(params).leaves
             group = grouped(checked_group(microbatches), weight_fn, True, leaves[0].device)
             counted = ranks.agree(
                 group.counted or count_of((), leaves[0].device),
@@ -242,7 +246,7 @@ def make_eval_step(
         total = known or sums.counted
 
         metrics = EvalMetrics(
-            loss=_over(sums.loss, None if known else divisor(total.num_tokens).to(torch.float64)),
+            loss=_over(sums.loss, None if known else divisor(total.num_tokens)),
             num_tokens=total.num_tokens,
             num_microbatches=total.num_microbatches,
             aux=sums.aux,

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple, TypeAlias
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -44,12 +44,14 @@ class Group(NamedTuple):
     """What a rank holds: microbatches with their weights, in order, and how many they are.
 
     ``counted`` is their count, where it is known before they are used, and ``at_hand`` are those that need not be waited for.
+    ``check(number, microbatch, leaves)`` refuses one that must not be used, when it comes.
     """
 
     weighed: Iterable[Weighed]
     length: int
     counted: Count | None
     at_hand: Sequence[Microbatch]
+    check: Callable[[int, Microbatch, list[Any]], None] | None = None
 
 
 def label_weights(microbatch: Microbatch) -> Tensor:
@@ -173,8 +175,11 @@ def count_of(tokens: Sequence[Tensor], device: torch.device | None = None) -> Co
     if not tokens:
         zero = torch.zeros((), dtype=torch.int64, device=device)
         return Count(zero, zero)
-    together = torch.stack([brought(each, device or tokens[0].device) for each in tokens])
-    return Count(together.sum(), (together > 0).sum())
+    here = [brought(each, device or tokens[0].device) for each in tokens]
+    if len(here) == 1:
+        return Count(here[0], torch.count_nonzero(here[0]))
+    together = torch.stack(here)
+    return Count(together.sum(), torch.count_nonzero(together))
 
 
 def has_tokens(counted: Count) -> bool:

@@ -121,6 +121,12 @@ saved_tensors_hooks: Callable[[bool], Any] = _private(
 accumulate_hooks = _attribute("Tensor._post_accumulate_grad_hooks")
 """Those that ``register_post_accumulate_grad_hook`` has put on a leaf."""
 
+backward_hooks = _attribute("Tensor._backward_hooks")
+"""Those that ``register_hook`` has put on a tensor."""
+
+tensor_use_count: Callable[[Tensor], int] = getattr(Tensor, "_use_count", lambda _: -1)
+"""How many hold a tensor, Python as one of them, and a graph that ends in it. Where unknown, -1."""
+
 version = _attribute("Tensor._version")
 """How often a tensor was written to."""
 
@@ -131,6 +137,9 @@ storage_use_count: Callable[[int], int] = _private("_C._storage_Use_Count")
 """How many tensors, and Python's storages, hold the storage at an address."""
 
 # Kernels for many leaves at once.
+
+joined: Callable[[Sequence[Tensor]], Tensor] = _private("_C._nn.flatten_dense_tensors")
+"""All elements of tensors of one dtype, one tensor after the other."""
 
 foreach_add_: Callable[..., None] = _private("_foreach_add_")
 foreach_clone: Callable[..., tuple[Tensor, ...]] = _private("_foreach_clone")
@@ -190,6 +199,11 @@ def breaks_refused(function: Callable[..., Any]) -> Callable[..., Any]:
         return function
     refused: Callable[..., Any] = error_on_graph_break(True)(function)
     return refused
+
+
+def compiler_is_imported() -> bool:
+    """Whether anything can have been compiled in this process."""
+    return "torch._dynamo" in sys.modules
 
 
 def is_switched_off() -> bool:

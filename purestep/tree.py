@@ -82,8 +82,7 @@ def _pruned(structure: Structure, leaves: Iterator[Any]) -> Tree:
     if structure.is_leaf():
         return next(leaves)
     children = [_pruned(child, leaves) for child in structure.children()]
-    empty = all(isinstance(child, tuple) and len(child) == 0 for child in children)
-    return () if empty else _node(structure, children)
+    return () if all(builtins.map(is_empty, children)) else _node(structure, children)
 
 
 def flatten_up_to(structure: Structure, tree: Tree) -> list[Tree]:
@@ -147,6 +146,11 @@ def plain(tree: Tree) -> Tree:
     )
 
 
+def is_empty(tree: Tree) -> bool:
+    """Whether this is the tree without leaves that stands for nothing, ``()``."""
+    return type(tree) is tuple and len(tree) == 0
+
+
 def leaves_of(tree: Tree) -> list[Any]:
     """The leaves alone."""
     return flatten(tree)[0]
@@ -162,6 +166,8 @@ def map(func: Callable[..., Any], tree: Tree, *rest: Tree) -> Tree:
     ...
     ValueError: trees differ in structure: {'w': *} against {'w': None}
     """
+    if is_empty(tree) and all(builtins.map(is_empty, rest)):
+        return tree
     if not rest:
         leaves, structure = flatten(tree)
         return unflatten(structure, [func(leaf) for leaf in leaves])
@@ -316,9 +322,15 @@ def untransformed(*trees: Tree) -> bool:
 
 def detached(tree: Tree) -> Tree:
     """The same tensors, of which nothing is recorded; other leaves as they are."""
+    if is_empty(tree):
+        return tree
     leaves, structure = flatten(tree)
-    new = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-    return unflatten(structure, new)
+    return unflatten(structure, cut_off(leaves))
+
+
+def cut_off(leaves: Sequence[Any]) -> list[Any]:
+    """``detached`` of a tree's leaves."""
+    return [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
 
 
 def requires_grad(tree: Tree) -> bool:
@@ -355,8 +367,11 @@ def are_tensors(leaves: Sequence[Any]) -> bool:
 
 def differentiated(*trees: Tree) -> bool:
     """Whether derivatives of what is computed from these leaves may be asked for: a ``vmap`` alone asks for none."""
-    if torch.compiler.is_dynamo_compiling() or torch_internals.in_forward_mode():
+    if torch_internals.in_forward_mode():
         return True
+    if torch.compiler.is_dynamo_compiling():
+        # A compiler cannot ask which transforms there are, nor look below them.
+        return torch_internals.transformed() or requires_grad(trees)
     if torch_internals.transforms_differentiate():
         return True
     return requires_grad([_below_transforms(leaf) for leaf in leaves_of(trees)])
@@ -404,6 +419,12 @@ def at_hand(tensor: Tensor) -> Tensor | None:
     return tensor if type(tensor) is Tensor and tensor.device.type == "cpu" else None
 
 
+def number_at_hand(tensor: Tensor) -> float | None:
+    """The value of a scalar; None where the host cannot read it at once, or a ``vmap`` has several."""
+    known = at_hand(tensor)
+    return None if known is None or known.ndim else known.item()
+
+
 def brought(tensor: Tensor, device: torch.device) -> Tensor:
     """The tensor on the device, waited for only on the host, where it could be read before it has come."""
     return tensor.to(device, non_blocking=device.type != "cpu")
@@ -436,7 +457,7 @@ def global_norm(tree: Tree) -> Tensor:
     parts = _joined(leaves)
     if not parts:
         return torch.zeros(())
-    if not eager() or any_requires_grad(leaves):
+    if not eager() or any_requires_grad(parts):
         return _norm(torch.stack([_norm(part) for part in parts]))
     norms = _norms(parts)
     norm: Tensor = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
@@ -453,18 +474,27 @@ def _norm(x: Tensor) -> Tensor:
 
 def _joined(leaves: list[Tensor]) -> list[Tensor]:
     """The leaves, with those that are too small to repay a call of their own in one piece for each dtype."""
-    small = [leaf for leaf in leaves if leaf.numel() < SMALL]
-    large = [leaf for leaf in leaves if leaf.numel() >= SMALL]
-    for dtype in dict.fromkeys(leaf.dtype for leaf in small):
-        large.append(torch.cat([leaf.reshape(-1) for leaf in small if leaf.dtype == dtype]))
+    sizes, dtypes = [leaf.numel() for leaf in leaves], [leaf.dtype for leaf in leaves]
+    if sizes and sum(sizes) <= 4 * SMALL and dtypes.count(dtypes[0]) == len(dtypes):
+        return [_in_one(leaves)]
+    small = [leaf for leaf, size in zip(leaves, sizes, strict=True) if size < SMALL]
+    large = [leaf for leaf, size in zip(leaves, sizes, strict=True) if size >= SMALL]
+    for dtype in dict.fromkeys([leaf.dtype for leaf in small]):
+        large.append(_in_one([leaf for leaf in small if leaf.dtype == dtype]))
     return large
+
+
+def _in_one(leaves: list[Tensor]) -> Tensor:
+    if eager():
+        return torch_internals.joined(leaves)
+    return torch.cat([leaf.reshape(-1) for leaf in leaves])
 
 
 def _norms(leaves: list[Tensor]) -> list[Tensor]:
     """The norm of each leaf, by one kernel for all of a dtype."""
-    dtypes = {leaf.dtype for leaf in leaves}
     if len(leaves) == 1:
-        return [torch.linalg.vector_norm(leaves[0], dtype=accumulation_dtype(*dtypes))]
+        return [torch.linalg.vector_norm(leaves[0], dtype=accumulation_dtype(leaves[0].dtype))]
+    dtypes = {leaf.dtype for leaf in leaves}
     if len(dtypes) > 1:
         return [norm for leaf in leaves for norm in _norms([leaf])]
     return list(torch_internals.foreach_norm(leaves, 2, dtype=accumulation_dtype(*dtypes)))
@@ -490,18 +520,3 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     if not (dtype.is_floating_point or dtype.is_complex):
         return torch.int64
     return torch.promote_types(dtype, torch.float32)
-
-
-def copied(tree: Tree) -> Tree | None:
-    """The same values in memory of its own, on the host copied by one kernel; None where autograd follows any of them.
-
-    >>> one = {"w": torch.ones(2)}
-    >>> copied(one)["w"].add_(1), one
-    (tensor([2., 2.]), {'w': tensor([1., 1.])})
-    """
-    leaves, structure = flatten(tree)
-    if any(leaf.requires_grad for leaf in leaves):
-        return None
-    if leaves and all(leaf.is_cpu for leaf in leaves):
-        return unflatten(structure, torch_internals.foreach_clone(leaves))
-    return unflatten(structure, [leaf.clone() for leaf in leaves])

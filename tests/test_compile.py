@@ -540,7 +540,8 @@ def test_one_gradient_for_two_leaves(microbatches: int) -> None:
     assert close(moved[0]["b"], moved[1]["b"])
 
 
-def test_what_a_compiled_loss_closes_over_is_a_constant() -> None:
+@pytest.mark.parametrize("whole", [False, True])
+def test_what_a_compiled_loss_closes_over_is_a_constant(whole: bool) -> None:
     """Nothing is recorded of it, and its ``.grad`` is not written."""
     scale = torch.tensor(2.0, dtype=torch.float64, requires_grad=True)
 
@@ -548,10 +549,35 @@ def test_what_a_compiled_loss_closes_over_is_a_constant() -> None:
         losses = loss_fn(params, m) * scale
         return ps.LossTerms(losses, aux={"loss": losses.sum()})
 
-    step = ps.make_update_step(scaled, PLAIN, weight_fn=weight_fn, compile=True)
+    step = ps.make_update_step(scaled, PLAIN, weight_fn=weight_fn, compile=not whole)
+    step = ps.compile(step, backend="eager", fullgraph=True) if whole else step
     new = step(start(), PLAIN.init(start()), GROUPS[1])
     assert not tree.requires_grad(new)
     assert scale.grad is None
+    if whole:
+        recorded = tree.map(lambda leaf: leaf.requires_grad_(), start())
+        assert step(recorded, PLAIN.init(recorded), GROUPS[1])[0]["w"].requires_grad
+
+
+@pytest.mark.filterwarnings("ignore:compile=True", "ignore:The .grad attribute of a Tensor")
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_second_derivative_of_what_is_compiled_is_refused(inside: bool) -> None:
+    """torch.compile has none, and its graph does not lead to the leaves: it would be left out without a word."""
+
+    def energy(params: Any, x: Tensor) -> Tensor:
+        return (x @ params["w"]).square().sum()
+
+    shaped: Any = torch.compile(energy, backend="aot_eager") if inside else energy
+
+    def penalised(params: Any, m: Any) -> Tensor:
+        x = m["x"].clone().requires_grad_()
+        (force,) = torch.autograd.grad(shaped(params, x), x, create_graph=True)
+        losses: Tensor = loss_fn(params, m) + force.square().mean()
+        return losses
+
+    step = ps.make_update_step(penalised, PLAIN, weight_fn=weight_fn, compile=not inside)
+    with pytest.raises(ValueError, match=r"cannot be differentiated a second time.*compile="):
+        step(start(), PLAIN.init(start()), GROUPS[1])
 
 
 def test_a_checkpoint_is_compiled_without_the_backward_pass() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import math
 import os
 import re
@@ -267,10 +268,10 @@ def test_many_leaves_are_not_described_again() -> None:
 
         def count(frame: Any, event: str, arg: Any) -> None:
             nonlocal called
-            # Whatever the garbage collector calls in between is nobody's here.
             called += event == "call" and frame.f_globals["__name__"].startswith("purestep")
 
         before = sys.getprofile()
+        gc.collect()  # What it calls is nobody's here.
         sys.setprofile(count)
         try:
             fingerprint(value)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import weakref
 from collections import UserDict
 from typing import Any
@@ -506,6 +507,49 @@ def test_a_loss_that_freezes_a_leaf() -> None:
             loss_fn, [torch.ones(1), torch.ones(1)], group, weight_fn=x_ones, out=out
         )
         assert [grad.item() for grad in grads] == [2, 4]
+
+
+def test_a_loss_that_gives_a_leaf_other_values() -> None:
+    """For its own microbatch alone: each begins with the params as they were given."""
+
+    def loss_fn(w: Tensor, m: dict[str, Tensor]) -> Tensor:
+        w.data = 2 * w.data
+        return w.square() * m["x"]
+
+    group = [{"x": torch.tensor([2.0**m])} for m in range(3)]
+    params = torch.ones(1)
+    grads, loss, *_ = ps.accumulate(loss_fn, params, group, weight_fn=x_ones)
+    assert [grads.item(), loss.item(), params.item()] == [2 * 2 * 7, 4 * 7, 1]
+
+
+def test_a_hook_acts_on_its_own_microbatch() -> None:
+    """Not on those that come later, whose losses put hooks there themselves."""
+
+    def loss_fn(w: Tensor, m: dict[str, Tensor]) -> Tensor:
+        w.register_hook(lambda grad: 2 * grad)
+        return w * m["x"]
+
+    group = [{"x": torch.tensor([2.0**m])} for m in range(3)]
+    assert ps.accumulate(loss_fn, torch.ones(1), group, weight_fn=x_ones).grads == 14
+
+
+def test_leaves_serve_again_where_nobody_has_kept_or_touched_them() -> None:
+    """They cost more than what a small microbatch computes."""
+    seen: list[int] = []
+
+    def loss_fn(w: Tensor, m: dict[str, Tensor], keep: bool) -> Tensor:
+        seen.append(id(w))
+        if keep:
+            kept.append(w.view_as(w).grad_fn)
+        return w * m["x"]
+
+    kept: list[Any] = []
+    group = [{"x": torch.tensor([2.0**m])} for m in range(3)]
+    for keep, leaves in ((False, 1), (True, 3)):
+        seen.clear()
+        fn = functools.partial(loss_fn, keep=keep)
+        assert ps.accumulate(fn, torch.ones(1), group, weight_fn=x_ones).grads == 7
+        assert len({*seen}) == leaves
 
 
 def test_what_a_hook_keeps_is_its_own() -> None:

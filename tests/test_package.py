@@ -73,6 +73,7 @@ def test_imports_run_downward() -> None:
         "types",
         "torch_internals",
         "tree",
+        "form",
         "fingerprint",
         "tokens",
         "donation",

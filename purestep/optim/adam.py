@@ -74,8 +74,8 @@ def adamw(
     def init(params: Params) -> AdamWState:
         return AdamWState(zero_step(params), tree.zeros_like(params), tree.zeros_like(params))
 
-    def numbers(state: AdamWState, _: list[Tensor], grad_scale: Tensor | None) -> _Numbers:
-        rate = rate_at(learning_rate, state.step)
+    def numbers(step: Tensor, _: list[Tensor], grad_scale: Tensor | None) -> _Numbers:
+        rate = rate_at(learning_rate, step)
         rate = rate.to(torch.float64) if isinstance(rate, Tensor) else rate
         return _Numbers(rate, weight_decay, grad_scale)
 

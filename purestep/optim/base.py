@@ -23,6 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
+from itertools import islice
 from types import FunctionType
 from typing import Any, NamedTuple, NoReturn, Protocol, TypeAlias, TypeVar, cast
 
@@ -31,11 +32,15 @@ from torch import Tensor
 
 from purestep import tree
 from purestep.compiler import Compiler, compiled
+from purestep.form import Flat, Form, forms_within
 from purestep.optim.schedules import SCHEDULER_HINT, is_scheduler
 from purestep.types import OptState, Params, Tree
 
 Update: TypeAlias = Callable[..., tuple[Tree, OptState]]
 """``update(grads, state, params)``, with the keywords that it takes, gives updates or params, and the new state."""
+
+OnLeaves: TypeAlias = Callable[..., tuple[list[Tensor], list[Tensor]]]
+"""``update_`` of what has been flattened: the leaves of the gradients, and the state and the params as ``Flat``."""
 
 KEYWORDS = ("grad_scale", "applied")
 """All that an update can take."""
@@ -51,7 +56,7 @@ class Transform(NamedTuple):
     """Pure functions from gradients to updates, which point the way of the gradients: uphill.
 
     ``update_`` does the same in the buffers of gradients and state, both of which it consumes, and gives updates in
-    memory that is not the state's. ``kernels``, ``compiled`` and ``takes`` are those of ``Optimizer``.
+    memory that is not the state's. The other fields are those of ``Optimizer``.
 
     >>> import torch
     >>> halve = Transform(
@@ -68,6 +73,7 @@ class Transform(NamedTuple):
     kernels: bool = False
     compiled: Callable[[bool | Compiler], Update] | None = None
     takes: Collection[str] = ()
+    on_leaves: Callable[[Form, Form], OnLeaves | None] | None = None
 
 
 class Optimizer(NamedTuple):
@@ -81,6 +87,8 @@ class Optimizer(NamedTuple):
     as ``compile=`` of a step says.
     ``takes`` names the optional keywords, ``"grad_scale"`` and ``"applied"``. What it does not name is never passed:
     that is right and only slower.
+    ``on_leaves(params, state)``, from the forms of both, is ``update_`` of lists of leaves, with all keywords; None where
+    they do not belong together. Who replaces ``update_`` replaces it, too, if only by None.
 
     >>> import torch
     >>> descend = Optimizer(
@@ -97,6 +105,7 @@ class Optimizer(NamedTuple):
     kernels: bool = False
     compiled: Callable[[bool | Compiler], Update] | None = None
     takes: Collection[str] = ()
+    on_leaves: Callable[[Form, Form], OnLeaves | None] | None = None
 
 
 def check_optimizer(wanted: str, value: object) -> None:
@@ -158,7 +167,34 @@ def chain(*transforms: *tuple[*tuple[Transform, ...], Last]) -> Last:
 
         return update
 
-    return composed(type(transforms[-1]), init, parts, in_turn)
+    def on_leaves(params: Form, state: Form) -> OnLeaves | None:
+        inner = forms_within(state)
+        if len(inner) != len(parts):
+            return None
+        found = [
+            part.on_leaves and part.on_leaves(params, form)
+            for part, form in zip(parts, inner, strict=True)
+        ]
+        each = [at for at in found if at is not None]
+        return partial(in_their_turn, each, inner) if len(each) == len(parts) else None
+
+    def in_their_turn(
+        each: Sequence[OnLeaves],
+        inner: Sequence[Form],
+        grads: list[Tensor],
+        state: Flat,
+        params: Flat,
+        **how: Any,
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        rest, after = iter(state.leaves), list[Tensor]()
+        for update, form in zip(each, inner, strict=True):
+            old = Flat([*islice(rest, len(form.kinds))], form)
+            grads, new = update(grads, old, params, **how)
+            after += new
+            how = {**how, "grad_scale": None}
+        return grads, after
+
+    return composed(type(transforms[-1]), init, parts, in_turn, on_leaves)
 
 
 def composed(
@@ -166,6 +202,7 @@ def composed(
     init: Init,
     parts: Collection[Transform | Optimizer],
     combine: Callable[[Sequence[Update], bool], Update],
+    on_leaves: Callable[[Form, Form], OnLeaves | None] | None = None,
 ) -> Last:
     """An Optimizer or Transform made of parts: ``combine(updates, in_place)`` makes one update of theirs.
 
@@ -195,6 +232,7 @@ def composed(
         all(part.kernels for part in parts),
         part_by_part if any(part.compiled for part in parts) else None,
         KEYWORDS,
+        on_leaves,
     )
 
 

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from itertools import chain
-from typing import Any, TypeAlias
+from functools import partial
+from itertools import accumulate, chain, pairwise
+from typing import Any, NamedTuple, TypeAlias
 
+import torch
 from torch import Tensor
 
 from purestep import tree
+from purestep.form import Flat, Form, Kind, flat, once
 from purestep.optim.base import (
     KEYWORDS,
     Init,
     Last,
+    OnLeaves,
     Transform,
     refuse,
     selected,
@@ -50,7 +54,8 @@ def leafwise(
         init: makes the state.
         state_type: its type. Where it has a field ``step``, that counts the steps that are taken.
         slots: those of its fields that are trees like the params.
-        numbers: ``numbers(state, grads, grad_scale)``, from the leaves of the gradients: what is the same for all.
+        numbers: ``numbers(step, grads, grad_scale)``, from the leaves of the gradients and the steps that have been taken
+            (None where nothing counts them): what is the same for all.
         formula: ``formula(numbers, step)``, with the step counted from 1, gives the function of one leaf,
             ``(grad, param, *slots) -> (new, *new_slots)``, in plain arithmetic, for any transform.
         kernel: ``kernel(numbers, step, grads, params, *slots)``, with a list of leaves for each, is the same in place. To
@@ -59,63 +64,96 @@ def leafwise(
         devices: where the kernel is at home. One that is at home on others than the host takes the keyword ``applied``.
         reads_params: whether the formula needs them. Otherwise None stands for params as well.
     """
-    counts = "step" in getattr(state_type, "_fields", ())
     place = 0 if kind is Transform else 1
     """The column that is replaced."""
 
     def update(
         grads: Tree, state: Any, params: Params, *, grad_scale: Tensor | None = None
     ) -> tuple[Tree, OptState]:
-        columns, structure, given = prepared(grads, state, params, grad_scale)
-        step = state.step + 1 if counts else None
-        if kernel and tree.eager() and not recorded(columns, given) and at_home(columns):
+        theirs, old, ours, places = belonging(grads, state, params)
+        columns, step, given = prepared(places, theirs.leaves, old.leaves, ours.leaves, grad_scale)
+        step = None if step is None else step + 1
+        if places.at_home and not recorded(columns, given):
             read = 1 if kind is Transform else 0 if grad_scale is None else None
             columns = [
                 column if number == read or not column else [*foreach_clone(column)]
                 for number, column in enumerate(columns)
             ]
-            new = in_place(columns, given, step, None)
+            new = in_place(places, columns, given, step, None)
         else:
             of_leaf = formula(given, step)
             rows = [of_leaf(*row) for row in zip(*columns, strict=True)]
             new, *columns[2:] = ([row[n] for row in rows] for n in range(1 + len(slots)))
-        fields = {
-            slot: tree.unflatten(structure, column)
-            for slot, column in zip(slots, columns[2:], strict=True)
-        }
-        fields |= {"step": step} if counts else {}
-        return tree.unflatten(structure, new), state._replace(**fields) if fields else state
+        leaves = [*old.leaves]
+        for span, column in zip(places.slots, columns[2:], strict=True):
+            leaves[span] = column
+        if places.step is not None:
+            leaves[places.step] = step
+        return ours.tree(new), old.tree(leaves)
 
     def update_(
-        grads: Tree,
-        state: Any,
-        params: Params,
+        grads: Tree, state: Any, params: Params, **how: Tensor | None
+    ) -> tuple[Tree, OptState]:
+        theirs, old, ours, places = belonging(grads, state, params)
+        new, after = of_leaves(places, theirs.leaves, old, ours, **how)
+        return ours.tree(new), old.tree(after)
+
+    def on_leaves(params: Form, state: Form) -> OnLeaves | None:
+        places = places_of(params, state)
+        return None if places is None else partial(of_leaves, places)
+
+    def of_leaves(
+        places: Places,
+        grads: list[Tensor],
+        state: Flat,
+        params: Flat,
         *,
         grad_scale: Tensor | None = None,
         applied: Tensor | None = None,
-    ) -> tuple[Tree, OptState]:
-        columns, structure, given = prepared(grads, state, params, grad_scale)
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        columns, step, given = prepared(places, grads, state.leaves, params.leaves, grad_scale)
         if recorded(columns, given):
-            return selected(
-                kind, update, grads, state, params, grad_scale=grad_scale, applied=applied
-            )
-        step = state.step.add_(1 if applied is None else applied) if counts else None
-        return tree.unflatten(structure, in_place(columns, given, step, applied)), state
+            how = {"grad_scale": grad_scale, "applied": applied}
+            trees = params.tree(grads), state.tree(), params.tree()
+            new, after = selected(kind, update, *trees, **how)
+            return tree.leaves_of(new), tree.leaves_of(after)
+        if step is not None:
+            step.add_(1 if applied is None else applied)
+        return in_place(places, columns, given, step, applied), state.leaves
+
+    def belonging(grads: Tree, state: Any, params: Params) -> tuple[Flat, Flat, Flat, Places]:
+        params = grads if params is None and not reads_params else params
+        theirs, old, ours = flat(grads), flat(state), flat(params)
+        places = places_of(ours.form, old.form)
+        if places is None or not _alike(theirs.form, ours.form):
+            refuse(init, grads, state, params)
+        return theirs, old, ours, places
+
+    def places_of(params: Form, state: Form) -> Places | None:
+        return _places(state_type, tuple(slots), tuple(devices) if kernel else (), params, state)
 
     def prepared(
-        grads: Tree, state: Any, params: Params, grad_scale: Tensor | None
-    ) -> tuple[Columns, tree.Structure, Numbers]:
-        params = grads if params is None and not reads_params else params
-        columns, structure = leaf_columns(init, state_type, slots, grads, state, params)
-        if any(dtype.itemsize < 4 for dtype in {grad.dtype for grad in columns[0]}):
-            columns[0] = [*map(widened, columns[0])]
-        return columns, structure, numbers(state, columns[0], grad_scale)
+        places: Places,
+        grads: list[Tensor],
+        state: list[Tensor],
+        params: list[Tensor],
+        grad_scale: Tensor | None,
+    ) -> tuple[Columns, Tensor | None, Numbers]:
+        if any(dtype.itemsize < 4 for dtype in {grad.dtype for grad in grads}):
+            grads = [*map(widened, grads)]
+        step = None if places.step is None else state[places.step]
+        columns = [grads, params, *(state[span] for span in places.slots)]
+        return columns, step, numbers(step, grads, grad_scale)
 
     def in_place(
-        columns: Columns, given: Numbers, step: Tensor | None, applied: Tensor | None
+        places: Places,
+        columns: Columns,
+        given: Numbers,
+        step: Tensor | None,
+        applied: Tensor | None,
     ) -> list[Tensor]:
         held = applied is None or "cuda" in devices
-        if not (kernel and columns[0] and held and tree.eager() and at_home(columns)):
+        if not (kernel and held and columns[0] and places.at_home):
             return by_formula(columns, given, step, applied)
         how = {} if applied is None else {"applied": applied}
         apart = unfit(given, columns)
@@ -138,38 +176,60 @@ def leafwise(
             results.append(new if kind is Transform else written(row[1], new, applied))
         return results
 
-    def at_home(columns: Columns) -> bool:
-        if False not in [leaf.is_cpu for leaf in chain(*columns)]:
-            return "cpu" in devices
-        return {leaf.device.type for leaf in chain(*columns)} <= {*devices}
-
-    return kind(init, update, update_, kernel is not None, None, KEYWORDS)
+    return kind(init, update, update_, kernel is not None, None, KEYWORDS, on_leaves)
 
 
-def leaf_columns(
-    init: Init, state_type: type, slots: Sequence[str], grads: Tree, state: Any, params: Params
-) -> tuple[Columns, tree.Structure]:
-    """The columns, and the structure of each.
+class Places(NamedTuple):
+    """Where the step counter and the columns of a state lie among its leaves, and whether the kernel is at home there."""
 
-    Refuses what does not belong together: kernels would not ask, and plain arithmetic would broadcast or round.
-    """
-    if not isinstance(state, state_type):
-        refuse(init, grads, state, params)
-    trees = [grads, params, *(getattr(state, slot) for slot in slots)]
-    columns, (structure, *others) = zip(*map(tree.flatten, trees), strict=True)
-    first, *rest = columns
-    # One pair at a time: of thousands of shapes in a list, the garbage collector would see each.
-    if not (
-        all(other == structure for other in others)
-        and all(
-            one.shape == other.shape
-            for column in rest
-            for one, other in zip(first, column, strict=True)
-        )
-        and {leaf.dtype for leaf in chain(*columns[2:])} <= {*tree.SUM_DTYPES}
-    ):
-        refuse(init, grads, state, params)
-    return [*columns], structure
+    step: int | None
+    slots: list[slice]
+    at_home: bool
+
+
+@once
+def _places(
+    state_type: type, slots: tuple[str, ...], devices: tuple[str, ...], params: Form, state: Form
+) -> Places | None:
+    """None where params and state do not belong together: kernels would not ask, and plain arithmetic would broadcast."""
+    fields = getattr(state_type, "_fields", ())
+    if not issubclass(state.structure.type or object, state_type):
+        return None
+    children = state.structure.children()
+    starts = [0, *accumulate(child.num_leaves for child in children)]
+    spans = {name: slice(*ends) for name, ends in zip(fields, pairwise(starts), strict=False)}
+    for name, child in zip(fields, children, strict=False):
+        column = state.kinds[spans[name]]
+        if name in slots and not (
+            child == params.structure
+            and _shapes(column) == _shapes(params.kinds)
+            and {kind[1] for kind in column if len(kind) > 1} <= {*tree.SUM_DTYPES}
+        ):
+            return None
+    at_home = {device.type for device in params.devices | state.devices} <= {*devices}
+    return Places(
+        spans["step"].start if "step" in spans else None,
+        [spans[slot] for slot in slots],
+        at_home and not torch.compiler.is_dynamo_compiling(),
+    )
+
+
+def belongs(
+    state_type: type, slots: Sequence[str], grads: Tree, state: Any, params: Params
+) -> bool:
+    """Whether gradients and the slots of a state are trees like the params."""
+    theirs, old, ours = (flat(one).form for one in (grads, state, params))
+    return _alike(theirs, ours) and _places(state_type, tuple(slots), (), ours, old) is not None
+
+
+@once
+def _alike(grads: Form, params: Form) -> bool:
+    return grads.structure == params.structure and _shapes(grads.kinds) == _shapes(params.kinds)
+
+
+def _shapes(kinds: Sequence[Kind]) -> list[Any]:
+    """The shape of each tensor; of what is none, None."""
+    return [kind[-1] if len(kind) > 1 else None for kind in kinds]
 
 
 def recorded(columns: Columns, given: Numbers) -> bool:

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple, cast
 from torch import Tensor
 
 from purestep import tree
-from purestep.optim.base import Optimizer, Update, check_optimizer, composed, written
-from purestep.optim.leafwise import leaf_columns
+from purestep.optim.base import Optimizer, Update, check_optimizer, composed, refuse, written
+from purestep.optim.leafwise import belongs
 from purestep.tree import accumulation_dtype
 from purestep.types import OptState, Params, Tree
 
@@ -61,7 +61,8 @@ def master_weights(optimizer: Optimizer) -> Optimizer:
         def update(
             grads: Tree, opt_state: OptState, params: Params, **how: Any
         ) -> tuple[Params, OptState]:
-            leaf_columns(init, MasterState, ["master"], grads, opt_state, params)
+            if not belongs(MasterState, ["master"], grads, opt_state, params):
+                refuse(init, grads, opt_state, params)
             master, inner = cast("MasterState", opt_state)
             wide = tree.map(lambda grad, m: grad.to(m.dtype), grads, master)
             moved, inner = inner_update(wide, inner, master, **how)

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from operator import attrgetter, eq
 from typing import Any, NamedTuple, TypeAlias
 
-import torch
-
 from purestep import tree
+from purestep.form import Form, flat
 from purestep.optim.base import (
     Last,
     Optimizer,
@@ -25,7 +23,7 @@ Mask: TypeAlias = Tree | Callable[[Params], Tree]
 """A tree of bools like the params, or a function that makes one from them."""
 
 MOST = 8
-"""Structures of which a partition remembers the parts."""
+"""Forms of params of which a partition remembers the parts."""
 
 
 class Part(NamedTuple):
@@ -34,17 +32,6 @@ class Part(NamedTuple):
     label: str
     where: list[int]
     structure: tree.Structure = None
-
-
-class Known(NamedTuple):
-    """What a label function may look at, and the parts that come of it."""
-
-    structure: tree.Structure
-    kinds: list[tuple[torch.Size, torch.dtype]]
-    parts: list[Part]
-
-
-_kind = attrgetter("shape", "dtype")
 
 
 def partition(label_fn: Callable[[Params], Tree] | Tree, optimizers: Mapping[str, Last]) -> Last:
@@ -77,23 +64,21 @@ def partition(label_fn: Callable[[Params], Tree] | Tree, optimizers: Mapping[str
     kind: Any = Transform if kinds == {Transform} else Optimizer
     for label, part in optimizers.items() if kind is Optimizer else ():
         check_optimizer(f"partition: {label!r} must be an Optimizer", part)
-    remembered: list[Known] = []
+    remembered: dict[Form, list[Part]] = {}
 
     def parts_of(params: Params) -> list[Part]:
-        leaves, structure = tree.flatten(params)
-        if not tree.eager() or is_watched():
+        leaves, form = flat(params)
+        if not form.kept or not tree.eager() or is_watched():
             return labelled(params)
-        for known in remembered:
-            if known.structure == structure and all(map(eq, known.kinds, map(_kind, leaves))):
-                return known.parts
-        parts = [
-            part._replace(structure=tree.flatten(only(part, leaves, structure))[1])
-            for part in labelled(params)
-        ]
-        remembered[:] = [
-            Known(structure, [*map(_kind, leaves)], parts),
-            *remembered[: MOST - 1],
-        ]
+        parts = remembered.get(form)
+        if parts is None:
+            parts = [
+                part._replace(structure=tree.flatten(only(part, leaves, form.structure))[1])
+                for part in labelled(params)
+            ]
+            if len(remembered) >= MOST:
+                remembered.clear()
+            remembered[form] = parts
         return parts
 
     def labelled(params: Params) -> list[Part]:

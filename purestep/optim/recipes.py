@@ -46,10 +46,8 @@ def descend(learning_rate: LearningRate) -> Optimizer:
     def init(params: Params) -> DescentState:
         return DescentState(zero_step(params))
 
-    def numbers(
-        opt_state: DescentState, _: list[Tensor], grad_scale: Tensor | None
-    ) -> tuple[float | Tensor]:
-        rate = rate_at(learning_rate, opt_state.step)
+    def numbers(step: Tensor, _: list[Tensor], grad_scale: Tensor | None) -> tuple[float | Tensor]:
+        rate = rate_at(learning_rate, step)
         return (rate if grad_scale is None else rate / grad_scale.to(torch.float64),)
 
     def formula(numbers: tuple[float | Tensor], _: Tensor) -> Callable[..., tuple[Tensor]]:
@@ -144,9 +142,9 @@ def lion(
         return LionState(zero_step(params), tree.zeros_like(params))
 
     def numbers(
-        state: LionState, _: list[Tensor], grad_scale: Tensor | None
+        step: Tensor, _: list[Tensor], grad_scale: Tensor | None
     ) -> tuple[float | Tensor | None, ...]:
-        return rate_at(learning_rate, state.step), weight_decay, grad_scale
+        return rate_at(learning_rate, step), weight_decay, grad_scale
 
     def formula(numbers: tuple[Any, ...], _: Tensor) -> Callable[..., tuple[Tensor, Tensor]]:
         rate, decay, grad_scale = numbers

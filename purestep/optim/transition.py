@@ -8,8 +8,9 @@ from torch import Tensor
 
 from purestep import tree
 from purestep.compiler import Compiler
+from purestep.form import Flat, copied
 from purestep.optim.base import Optimizer, compiled_, foreign, selected, with_grad_scale
-from purestep.types import OptState, Params, Tree
+from purestep.types import OptState, Params
 
 
 class Transition(Protocol):
@@ -17,9 +18,9 @@ class Transition(Protocol):
 
     def __call__(
         self,
-        grads: Tree,
-        opt_state: OptState,
-        params: Params,
+        grads: list[Tensor],
+        state: Flat,
+        params: Flat,
         /,
         *,
         grad_scale: Tensor | None,
@@ -40,31 +41,39 @@ def transition(
     update_ = compiled_(optimizer, compile)
     copies = not donate and (compile is not False or optimizer.update_ is not None)
 
+    on_leaves = optimizer.on_leaves if compile is False or optimizer.kernels else None
+
     def transit(
-        grads: Tree,
-        opt_state: OptState,
-        params: Params,
+        grads: list[Tensor],
+        state: Flat,
+        params: Flat,
         /,
         *,
         grad_scale: Tensor | None,
         applied: Tensor,
     ) -> tuple[Params, OptState]:
         eager = tree.eager()
+        recorded = params.form.requires_grad or state.form.requires_grad
+        in_place = donate or (copies and eager and not recorded)
+        how = {"grad_scale": grad_scale, "applied": applied}
         try:
-            given = params, opt_state
-            own = given if donate else tree.copied(given) if copies and eager else None
-            if own is None:
-                how = {"grad_scale": grad_scale, "applied": applied}
-                return selected(Optimizer, update, grads, opt_state, params, **how)
-            params, opt_state = own
-            # The host knows already whether the step is taken, so nothing has to be selected.
+            if not in_place:
+                trees = params.tree(grads), state.tree(), params.tree()
+                return selected(Optimizer, update, *trees, **how)
+            if not donate:
+                params, state = copied(params), copied(state)
             if eager and applied.is_cpu:
+                # The host knows already whether the step is taken, so nothing has to be selected.
                 if not applied:
-                    return params, opt_state
-                return update_(grads, opt_state, params, grad_scale=grad_scale, applied=None)
-            return update_(grads, opt_state, params, grad_scale=grad_scale, applied=applied)
+                    return params.tree(), state.tree()
+                how["applied"] = None
+            at = on_leaves and eager and on_leaves(params.form, state.form)
+            if at:
+                moved, after = at(grads, state, params, **how)
+                return params.tree(moved), state.tree(after)
+            return update_(params.tree(grads), state.tree(), params.tree(), **how)
         except Exception as error:
-            if mismatch := _mismatch(optimizer, opt_state, params):
+            if mismatch := _mismatch(optimizer, state.tree(), params.tree()):
                 raise ValueError(mismatch) from error
             raise
 

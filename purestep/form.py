@@ -1,0 +1,172 @@
+"""What a tree is, all of it that its values leave open, and what follows from that alone: worked out once."""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from operator import attrgetter
+from typing import Any, NamedTuple, TypeAlias, TypeVar, cast
+
+import torch
+from torch import Tensor
+
+from purestep import tree
+from purestep.torch_internals import foreach_clone
+from purestep.types import Tree
+
+MOST = 64
+"""Forms that are remembered, and results for each function of them. A step meets two or three."""
+
+Kind: TypeAlias = tuple[Any, ...]
+"""A tensor's class, dtype, device, whether it requires grad, layout and shape; of other leaves what ``tree.kind`` says."""
+
+
+@dataclass(frozen=True, eq=False)
+class Form:
+    """A tree but for its values.
+
+    Equal forms that are ``kept`` are one and the same object, so that what follows from one is found by it. A form is not
+    kept whose structure might hold tensors. ``plain`` says that all leaves are tensors of no class that makes its own
+    attributes.
+    """
+
+    structure: tree.Structure
+    kinds: tuple[Kind, ...]
+    plain: bool
+    requires_grad: bool
+    dtypes: tuple[torch.dtype, ...]
+    devices: frozenset[torch.device]
+    kept: bool
+
+
+class Flat(NamedTuple):
+    """A tree, flattened."""
+
+    leaves: list[Any]
+    form: Form
+
+    def tree(self, leaves: Sequence[Any] | None = None) -> Tree:
+        """The tree again, of these leaves (None: of its own)."""
+        return tree.unflatten(self.form.structure, self.leaves if leaves is None else leaves)
+
+
+def flat(whole: Tree) -> Flat:
+    """The leaves and the form of a tree.
+
+    >>> flat({"w": 1, "b": 2}).leaves
+    [2, 1]
+    >>> flat({"w": torch.ones(2)}).form is flat({"w": torch.zeros(2)}).form
+    True
+    """
+    leaves, structure = tree.flatten(whole)
+    return Flat(leaves, _form_of(leaves, structure))
+
+
+def copied(given: Flat) -> Flat:
+    """The same values in memory of its own, on the host copied by one kernel.
+
+    >>> one = flat({"w": torch.ones(2)})
+    >>> copied(one).leaves[0].add_(1), one.leaves
+    (tensor([2., 2.]), [tensor([1., 1.])])
+    """
+    leaves, form = given
+    if form.plain and leaves and {device.type for device in form.devices} == {"cpu"}:
+        return Flat([*foreach_clone(leaves)], form)
+    return Flat([leaf.clone() for leaf in leaves], form)
+
+
+def _form_of(leaves: Sequence[Any], structure: tree.Structure) -> Form:
+    if torch.compiler.is_dynamo_compiling():
+        return _made(structure, tuple([_kind(leaf) for leaf in leaves]))
+    try:
+        kinds = tuple(map(_kind_of_tensor, leaves))
+    except (AttributeError, RuntimeError):  # no tensor, or one without a shape
+        kinds = tuple(map(_kind, leaves))
+    try:
+        return _remembered(structure, kinds)
+    except Exception:
+        # What stands in the structure need not be hashable, nor comparable with others, nor ours to keep alive.
+        return _made(structure, kinds)
+
+
+_kind_of_tensor = attrgetter("__class__", "dtype", "device", "requires_grad", "layout", "shape")
+
+
+def _kind(leaf: Any) -> Kind:
+    if not isinstance(leaf, Tensor):
+        return (tree.kind(leaf),)
+    shape = () if leaf.is_nested else leaf.shape
+    return type(leaf), leaf.dtype, leaf.device, leaf.requires_grad, leaf.layout, shape
+
+
+def _made(structure: tree.Structure, kinds: tuple[Kind, ...], *, kept: bool = False) -> Form:
+    tensors: Any = [kind for kind in kinds if len(kind) > 1]
+    classes, dtypes, devices, flags = [*zip(*tensors, strict=True)][:4] or [()] * 4
+    return Form(
+        structure,
+        kinds,
+        plain=len(tensors) == len(kinds) and {*classes} <= {Tensor, torch.nn.Parameter},
+        requires_grad=True in flags,
+        dtypes=dtypes,
+        devices=frozenset(devices),
+        kept=kept,
+    )
+
+
+@functools.lru_cache(MOST)
+def _remembered(structure: tree.Structure, kinds: tuple[Kind, ...]) -> Form:
+    def refuse(kind: type, data: Any, children: tuple[str, ...]) -> str:
+        if not _holds_no_tensor(data):
+            raise TypeError(f"{kind.__name__} may hold tensors, and would keep them alive here")
+        return "*"
+
+    structure.walk(["*"] * structure.num_leaves, refuse)
+    return _made(structure, kinds, kept=True)
+
+
+PLAIN = (bool, int, float, complex, str, bytes, types.NoneType, types.EllipsisType)
+NAMED_BY_TORCH = (torch.dtype, torch.layout, torch.memory_format)
+
+
+def _holds_no_tensor(value: Any) -> bool:
+    if type(value) in (list, tuple, set, frozenset):
+        return all(map(_holds_no_tensor, value))
+    if isinstance(value, types.FunctionType):
+        return not (value.__closure__ or value.__defaults__ or value.__kwdefaults__)
+    if isinstance(value, types.BuiltinFunctionType):
+        value = value.__self__
+    return isinstance(value, (*PLAIN, *NAMED_BY_TORCH, type, types.ModuleType, Enum))
+
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def once(function: Function) -> Function:
+    """A function of forms and settings alone, whose results are remembered."""
+    remembered = functools.lru_cache(MOST)(function)
+
+    @functools.wraps(function)
+    def look(*given: Any) -> Any:
+        # A compiler would warn that it looks through the memory, which it has no use for.
+        if torch.compiler.is_dynamo_compiling():
+            return function(*given)
+        for each in given:
+            if type(each) is Form and not each.kept:
+                return function(*given)
+        return remembered(*given)
+
+    return cast("Function", look)
+
+
+@once
+def forms_within(form: Form) -> list[Form]:
+    """The forms of the children of its container."""
+    children, start, forms = form.structure.children(), 0, []
+    for child in children:
+        stop = start + child.num_leaves
+        forms.append(_made(child, form.kinds[start:stop], kept=form.kept))
+        start = stop
+    return forms
