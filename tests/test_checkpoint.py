@@ -5,8 +5,11 @@ from __future__ import annotations
 import errno
 import os
 import pickle
+import re
 import resource
 import signal
+import subprocess
+import sys
 import threading
 import zlib
 from collections.abc import Iterator
@@ -311,3 +314,16 @@ def test_rights_are_those_of_any_new_file(path: Path) -> None:
     ps.checkpoint.save(path, STATE)
     path.with_name("plain").write_text("")
     assert path.stat().st_mode == path.with_name("plain").stat().st_mode
+
+
+@pytest.mark.timeout(240)
+def test_killed_again_and_again_it_ends_in_the_same_bits(tmp_path: Path) -> None:
+    """T16 with processes: SIGKILL at random moments, also in the middle of a save."""
+    run = subprocess.run(
+        [sys.executable, "-m", "tests.mortal", str(tmp_path)],
+        capture_output=True, text=True, timeout=200, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert run.returncode == 0, run.stderr
+    said = re.fullmatch(r"killed 20 times, (\d+) of them in the middle .* same bits\n", run.stdout)
+    assert said
+    assert int(said[1]) >= 8, "ten were to be"
