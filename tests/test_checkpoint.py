@@ -56,6 +56,7 @@ def test_any_tree_is_a_state(state: Any, path: Path) -> None:
 def test_safetensors_opens_it(anything: Any, path: Path) -> None:
     for unknown in (torch.complex32, torch.complex128):
         del anything["by dtype"][unknown]
+    anything["odd"] = noise(torch.int8, 3)
     ps.checkpoint.save(path, anything)
     assert_same_bits(safetensors.torch.load_file(path), ps.state_dict(anything))
     assert_same_bits(
@@ -139,6 +140,13 @@ def test_each_missing_or_further_byte_is_noticed(path: Path) -> None:
     assert_refused(path, STATE)
     path.write_bytes(b"\0" + whole)
     assert_refused(path, STATE)
+
+
+def test_a_file_cut_short_is_noticed_where_memory_holds_what_is_missing(path: Path) -> None:
+    zero = {"w": torch.zeros(2**22)}
+    ps.checkpoint.save(path, zero)
+    os.truncate(path, 2**22)
+    assert_refused(path, zero)
 
 
 class Bomb:
