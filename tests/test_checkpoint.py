@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import pickle
 import re
@@ -58,6 +59,10 @@ def test_safetensors_opens_it(anything: Any, path: Path) -> None:
         del anything["by dtype"][unknown]
     anything["odd"] = noise(torch.int8, 3)
     ps.checkpoint.save(path, anything)
+    length = int.from_bytes(path.read_bytes()[:8], "little")
+    entries = json.loads(path.read_bytes()[8 : 8 + length])
+    for name, tensor in ps.state_dict(anything).items():
+        assert (8 + length + entries[name]["data_offsets"][0]) % tensor.itemsize == 0, "aligned"
     assert_same_bits(safetensors.torch.load_file(path), ps.state_dict(anything))
     assert_same_bits(
         ps.load_state_dict(zeros(anything), safetensors.torch.load_file(path)), anything
