@@ -16,6 +16,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import glob
+import itertools
 import json
 import os
 import zlib
@@ -89,21 +90,17 @@ def save(path: File, tree: Tree) -> None:
                 f"{name} is {trees.kind(leaf)}, a dtype that no file holds; .view it as one of its size"
             )
     # Falling sizes, so that every tensor begins at a multiple of its own.
-    entries, end = {}, 0
-    order = sorted(leaves, key=lambda name: -leaves[name].itemsize)
-    for name in order:
-        begin, end = end, end + leaves[name].nbytes
-        shape = list(leaves[name].shape)
-        entries[name] = {
-            "dtype": DTYPES[leaves[name].dtype],
-            "shape": shape,
-            "data_offsets": [begin, end],
-        }
+    leaves = dict(sorted(leaves.items(), key=lambda named: -named[1].itemsize))
+    ends = [*itertools.accumulate((leaf.nbytes for leaf in leaves.values()), initial=0)]
+    entries = {
+        name: {"dtype": DTYPES[leaf.dtype], "shape": [*leaf.shape], "data_offsets": [*offsets]}
+        for (name, leaf), offsets in zip(leaves.items(), itertools.pairwise(ends), strict=True)
+    }
     with replacing(path) as file:
         file.write(_header(entries, checksum=0))
         checksum = 0
-        for name in order:
-            for chunk in _chunks(leaves[name].cpu().contiguous()):
+        for leaf in leaves.values():
+            for chunk in _chunks(leaf.cpu().contiguous()):
                 checksum = zlib.crc32(chunk, checksum)
                 file.write(chunk)
         file.seek(0)
@@ -212,7 +209,7 @@ def replacing(path: File) -> Iterator[BinaryIO]:
     '0.5'
     """
     path = Path(path)
-    with _named(path), _unfinished(path) as file:
+    with _naming(path), _unfinished(path) as file:
         yield file
         file.flush()
         os.fsync(file.fileno())
@@ -235,13 +232,13 @@ def check_writable(path: File) -> None:
     OSError: nowhere/state cannot be written (No such file or directory): name a file in a folder that is there, ...
     """
     path = Path(path)
-    with _named(path), _unfinished(path):
+    with _naming(path), _unfinished(path):
         if path.is_dir():
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
 
 
 @contextmanager
-def _named(path: Path) -> Iterator[None]:
+def _naming(path: Path) -> Iterator[None]:
     """Errors of the system say which file they are about."""
     try:
         yield

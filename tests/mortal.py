@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -95,8 +96,7 @@ def kill_at_random(path: Path, draw: random.Random, in_a_save: bool) -> bool:
     process = life(path)
     try:
         for _ in range(draw.randrange(4)):
-            seen = path.stat().st_ino if path.exists() else None
-            wait_until(lambda seen=seen: path.exists() and path.stat().st_ino != seen, process)  # type: ignore[misc]
+            wait_until(partial(has_changed, path, inode(path)), process)
         time.sleep(draw.uniform(0, 0.04))
         if in_a_save:
             wait_until(lambda: unfinished(path), process)
@@ -104,6 +104,16 @@ def kill_at_random(path: Path, draw: random.Random, in_a_save: bool) -> bool:
         os.kill(process, signal.SIGKILL)
     assert os.waitpid(process, 0)[1] == signal.SIGKILL, "it ended before it was killed"
     return bool(unfinished(path))
+
+
+def inode(path: Path) -> int | None:
+    """Which file stands there; each save puts a new one."""
+    return path.stat().st_ino if path.exists() else None
+
+
+def has_changed(path: Path, before: int | None) -> bool:
+    """Whether a different file stands there now."""
+    return inode(path) != before
 
 
 def unfinished(path: Path) -> list[Path]:
