@@ -3,7 +3,7 @@
 The names below stand in the order in which data flows through an update.
 """
 
-from purestep import losses, optim, testing, tree
+from purestep import checkpoint, losses, optim, testing, tree
 from purestep.axis import (
     Axis,
     LocalAxis,
@@ -31,6 +31,7 @@ from purestep.batching import (
 )
 from purestep.compiler import compile
 from purestep.grads import accumulate, grad_and_value
+from purestep.state import load_state_dict, state_dict
 from purestep.step import make_eval_step, make_update_step
 from purestep.tokens import count, count_tokens, label_weights
 from purestep.types import (
@@ -87,5 +88,8 @@ __all__ = [
     "make_eval_step",
     "compile",
     "EvalMetrics",
+    "state_dict",
+    "load_state_dict",
+    "checkpoint",
     "testing",
 ]

@@ -147,7 +147,7 @@ def kill_after_a_save(run: Run, rank: int, checkpoint: Path) -> None:
 
 
 def test_a_killed_run_ends_in_the_same_bits(undisturbed: Run, tmp_path: Path) -> None:
-    checkpoint = tmp_path / "state.pt"
+    checkpoint = tmp_path / "state"
     resumable = [*TRAINING, "--checkpoint", str(checkpoint), "--save-every", "2"]
 
     with running(tmp_path, *torchrun(), "--max-restarts", "2", *resumable) as run:
@@ -170,7 +170,7 @@ def interrupt(*runs: Run) -> list[int]:
 def test_an_interrupted_run_goes_on_over_other_ranks(undisturbed: Run, tmp_path: Path) -> None:
     folder = tmp_path / "checkpoints"
     folder.mkdir()
-    checkpoint = folder / "state.pt"
+    checkpoint = folder / "state"
     resumable = [*TRAINING, "--checkpoint", str(checkpoint), "--save-every", "1"]
 
     meeting = world(ranks=2)
@@ -203,19 +203,21 @@ def test_an_interrupted_comparison_says_so_and_leaves_nothing(tmp_path: Path) ->
 
 
 REFUSED = {
-    "steps": (["--steps", "81"], [], r"state.pt is of a run with steps=80, but this one has steps=81: .*"),
+    "steps": (["--steps", "81"], [], r"state is of a run with steps=80, but this one has steps=81: .*"),
     "dtype": ([], ["--dtype", "float32"], r"rank 0 .* with dtype='float64', rank 1 with dtype='float32': .*"),
-    "folder": (["--checkpoint", "nowhere/state.pt"], [], r"nowhere/state.pt cannot be written \(No such .*"),
+    "folder": (["--checkpoint", "nowhere/state"], [], r"nowhere/state cannot be written \(No such .*"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_ranks_refuse_together_before_they_begin(case: str, tmp_path: Path) -> None:
     of_all, of_rank_1, message = REFUSED[case]
-    checkpoint = tmp_path / "state.pt"
+    checkpoint = tmp_path / "state"
     training = [*TRAINING, "--checkpoint", str(checkpoint)]
-    begun = docstrings.settings_of(docstrings.parse(TRAINING[2:]), docstrings.docstrings())
-    elastic.save(checkpoint, begun, {"w": torch.ones(1)})
+    options = docstrings.parse(TRAINING[2:])
+    optimizer, params = docstrings.begin(options, torch.Generator())
+    begun = (params, optimizer.init(params), torch.tensor(0), torch.tensor(0))
+    save(checkpoint, docstrings.settings_of(options, docstrings.docstrings()), begun)
 
     meeting = world(ranks=2)
     with (
@@ -237,7 +239,7 @@ def test_what_would_end_a_run_late_is_refused_early(
         ("--picture", "picture.xyz"): "must end in one of",
         ("--max-tokens", "8"): "no room for an example of 256",
         ("--save-every", "0"): "0 is less than 1",
-        ("--checkpoint", "state.pt"): "needs torchrun",
+        ("--checkpoint", "state"): "needs torchrun",
     }.items():
         with pytest.raises(SystemExit):
             docstrings.parse(arguments)
@@ -249,85 +251,34 @@ def test_what_would_end_a_run_late_is_refused_early(
 SETTINGS: elastic.Settings = {"steps": 80, "dtype": "float64"}
 
 
-def test_a_checkpoint_holds_what_was_saved(tmp_path: Path) -> None:
-    state = (
-        {"w": torch.randn(3, 2, dtype=torch.float64), "layers": [torch.ones(2)]},
-        torch.tensor(7),
+def save(path: Path, settings: elastic.Settings, state: Any) -> None:
+    ps.checkpoint.save(path, (docstrings.written(settings), state))
+
+
+def test_a_run_goes_on_where_it_was_saved(tmp_path: Path) -> None:
+    path, begun = tmp_path / "state", {"w": torch.zeros(3, 2), "taken": torch.tensor(0)}
+    assert docstrings.resume(None, SETTINGS, begun) is begun
+    assert docstrings.resume(path, SETTINGS, begun) is begun
+    state = {"w": torch.randn(3, 2), "taken": torch.tensor(7)}
+    save(path, SETTINGS, state)
+    assert docstrings.fingerprint(docstrings.resume(path, SETTINGS, begun)) == (
+        docstrings.fingerprint(state)
     )
-    elastic.save(tmp_path / "state.pt", SETTINGS, state)
-    like = tree.map(torch.zeros_like, state)
-    loaded = elastic.load(tmp_path / "state.pt", SETTINGS, like)
-    assert elastic.fingerprint(loaded) == elastic.fingerprint(state)
-    assert list(tmp_path.iterdir()) == [tmp_path / "state.pt"]
+    with pytest.raises(OSError, match="nowhere/state cannot be written"):
+        docstrings.resume(tmp_path / "nowhere" / "state", SETTINGS, begun)
 
 
 def test_a_checkpoint_of_another_run_is_refused(tmp_path: Path) -> None:
-    path, state = tmp_path / "state.pt", {"w": torch.ones(2), "b": torch.ones(1)}
-    elastic.save(path, SETTINGS, state)
+    path, state = tmp_path / "state", {"w": torch.ones(2)}
+    save(path, SETTINGS, state)
     others: dict[str, elastic.Settings] = {
         r"with steps=80, but this one has steps=81: .* the same": {**SETTINGS, "steps": 81},
-        r"with dtype='float64', but this one has no dtype: .* a different file": {"steps": 80},
+        r"with dtype='float64', but this one has dtype='float32'": {**SETTINGS, "dtype": "float32"},
+        r"does not fit like:\n  tree\[0\]\['dtype'\] has no place": {"steps": 80},
     }
     for message, settings in others.items():
         with pytest.raises(ValueError, match=message):
-            elastic.load(path, settings, state)
-    with pytest.raises(
-        ValueError, match=r"\['b'\] is .*float32 .* should be .*float64 of shape \(1,\)"
-    ):
-        elastic.load(path, SETTINGS, like=state | {"b": torch.ones(1).double()})
-    with pytest.raises(
-        ValueError, match=r"another run: .*\['b'\] is .*float32 .* should be missing"
-    ):
-        elastic.load(path, SETTINGS, like={"w": torch.ones(2)})
-
-
-def test_what_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
-    path, state = tmp_path / "state.pt", {"w": torch.ones(2)}
-    elastic.save(path, SETTINGS, state)
-    whole = path.read_bytes()
-    for content in (b"", b"nonsense", whole[: len(whole) // 2]):
-        path.write_bytes(content)
-        with pytest.raises(ValueError, match=r"state.pt is no checkpoint .* a different file"):
-            elastic.load(path, SETTINGS, state)
-    torch.save(state, path)
-    with pytest.raises(ValueError, match=r"state.pt is no checkpoint"):
-        elastic.load(path, SETTINGS, state)
-
-
-def test_a_file_is_replaced_as_a_whole_or_not_at_all(tmp_path: Path) -> None:
-    path = tmp_path / "state.pt"
-    path.write_text("old")
-
-    def write(what_happens: Callable[[], None]) -> None:
-        with elastic.replacing(path) as file:
-            file.write(b"ne")
-            what_happens()
-            file.write(b"w")
-
-    def fill_up() -> None:
-        raise OSError("No space left on device")
-
-    with pytest.raises(OSError, match="No space left"):
-        write(fill_up)
-    assert [(file.name, file.read_text()) for file in tmp_path.iterdir()] == [("state.pt", "old")]
-    with pytest.raises(KeyboardInterrupt):
-        write(lambda: signal.raise_signal(signal.SIGINT))
-    assert [(file.name, file.read_text()) for file in tmp_path.iterdir()] == [("state.pt", "new")]
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-
-
-def test_what_cannot_be_written_is_refused_and_leftovers_go(tmp_path: Path) -> None:
-    path = tmp_path / "state.pt"
-    path.write_text("old")
-    with pytest.raises(OSError, match=r"nowhere/state.pt cannot be written \(No such file"):
-        elastic.check_writable(tmp_path / "nowhere" / "state.pt")
-    with pytest.raises(OSError, match=r"cannot be written \(Not a directory\)"):
-        elastic.check_writable(path / "state.pt")
-    with pytest.raises(OSError, match=r"cannot be written \(Is a directory\)"):
-        elastic.check_writable(tmp_path)
-    (tmp_path / "state.pt.unfinished").write_text("killed")
-    elastic.check_writable(path)
-    assert [(file.name, file.read_text()) for file in tmp_path.iterdir()] == [("state.pt", "old")]
+            docstrings.resume(path, settings, state)
 
 
 def integers(*lengths: int) -> list[dict[str, Tensor]]:
@@ -369,8 +320,8 @@ def test_other_ranks_and_microbatches_go_on_to_the_same_bits(tmp_path: Path) -> 
     expected = go_on(begun, updates=4, ranks=1, max_tokens=99)
     for before, after in [(1, 3), (2, 3), (3, 2), (4, 1)]:
         saved = go_on(begun, updates=2, ranks=before, max_tokens=9)
-        elastic.save(tmp_path / "state.pt", SETTINGS, saved)
-        loaded = elastic.load(tmp_path / "state.pt", SETTINGS, like=begun)
+        ps.checkpoint.save(tmp_path / "state", saved)
+        loaded = ps.checkpoint.load(tmp_path / "state", like=begun)
         assert int(loaded[2]) == 8
         ended = go_on(loaded, updates=2, ranks=after, max_tokens=20)
         assert all(map(torch.equal, tree.leaves_of(ended), tree.leaves_of(expected)))

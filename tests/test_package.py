@@ -57,7 +57,7 @@ def test_public_names_are_documented() -> None:
 
 def test_functions_show_an_example() -> None:
     """Every public function runs in its own docstring."""
-    for namespace in (ps, ps.optim, ps.losses):
+    for namespace in (ps, ps.optim, ps.losses, ps.checkpoint):
         for name, value in vars(namespace).items():
             if (
                 inspect.isfunction(value)
@@ -90,6 +90,8 @@ def test_imports_run_downward() -> None:
         "conversation",
         "optim",
         "step",
+        "state",
+        "checkpoint",
         "testing",
         "examples",
     ]

@@ -11,7 +11,7 @@ killed or interrupted: the run goes on where it was saved, and ends in the same 
 fewer ranks, and in microbatches of a different size, and then ends in the same parameters but for rounding. Whatever
 else it was begun with, it goes on with, or is refused.
 
-    torchrun --nproc-per-node 2 --max-restarts 3 -m purestep.examples.docstrings --checkpoint state.pt
+    torchrun --nproc-per-node 2 --max-restarts 3 -m purestep.examples.docstrings --checkpoint state
 """
 
 from __future__ import annotations
@@ -191,7 +191,7 @@ def draw(
     for axes in (left, right):
         axes.set_xlabel("step")
         axes.spines[["top", "right"]].set_visible(False)
-    with elastic.replacing(path) as file:
+    with ps.checkpoint.replacing(path) as file:
         figure.savefig(file, format=path.suffix.removeprefix("."))
 
 
@@ -279,6 +279,41 @@ class Shares(Iterator[list[Batch]]):
         return ps.pack(mine, max_tokens=self._max_tokens)
 
 
+def written(settings: elastic.Settings) -> dict[str, Tensor]:
+    """The settings as tensors of one shape, for a checkpoint to hold."""
+    texts = {name: repr(value).encode() for name, value in settings.items()}
+    return {name: torch.tensor(list(text.ljust(32))) for name, text in texts.items()}
+
+
+def resume(path: Path | None, settings: elastic.Settings, begun: Any) -> Any:
+    """What was saved, or the state ``begun`` where nothing was; refused where nothing could be saved later.
+
+    Refused, too, where it was made with different settings: it would go on as a run that nobody has asked for.
+    """
+    if path is None:
+        return begun
+    ps.checkpoint.check_writable(path)
+    if not path.exists():
+        return begun
+    saved, state = ps.checkpoint.load(path, like=(written(settings), begun))
+    found = {name: ast.literal_eval(bytes(text.tolist()).decode()) for name, text in saved.items()}
+    name = elastic.difference(settings, found)
+    if name is not None:
+        raise ValueError(
+            f"{path} is of a run with {elastic.said(name, found)}, but this one has {elastic.said(name, settings)}: "
+            "give it the same to go on, or name a different file to begin anew"
+        )
+    return state
+
+
+def fingerprint(params: Any) -> str:
+    """The first 12 hexadecimal digits of the SHA-256 of all parameters: equal for equal bits."""
+    digest = hashlib.sha256()
+    for leaf in tree.leaves_of(params):
+        digest.update(leaf.contiguous().numpy().tobytes())
+    return digest.hexdigest()[:12]
+
+
 def train(options: argparse.Namespace, axis: ps.MeshAxis) -> None:
     """Trains once, over real ranks, from the checkpoint on if there is one; rank 0 prints and saves."""
     speaks = axis.rank == 0
@@ -291,7 +326,7 @@ def train(options: argparse.Namespace, axis: ps.MeshAxis) -> None:
     update_step = ps.make_update_step(loss_fn, optimizer, axis=axis)
     begun = (params, optimizer.init(params), torch.tensor(0), torch.tensor(0))
     params, opt_state, taken, position = elastic.from_rank_0(
-        axis, lambda: elastic.resume(options.checkpoint, settings, begun)
+        axis, lambda: resume(options.checkpoint, settings, begun)
     )
     first = int(taken)
     if speaks:
@@ -318,13 +353,13 @@ def train(options: argparse.Namespace, axis: ps.MeshAxis) -> None:
             if speaks and options.checkpoint and due:
                 # Where this step's examples end, however many more have been prefetched.
                 state = (params, opt_state, torch.tensor(step), torch.tensor(stream.position))
-                elastic.save(options.checkpoint, settings, state)
+                ps.checkpoint.save(options.checkpoint, (written(settings), state))
 
     if speaks:
         if losses:
             print(f"loss {losses[0]:.3f} -> {losses[-1]:.3f}")
             print(f"{tokens / seconds:.0f} tokens per second over {axis.size} ranks")
-        print(f"parameters sha256 {elastic.fingerprint(params)}")
+        print(f"parameters sha256 {fingerprint(params)}")
         print_sample(params)
 
 
@@ -372,7 +407,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     if options.picture.suffix.removeprefix(".") not in kinds:
         parser.error(f"--picture {options.picture} must end in one of {', '.join(kinds)}")
     try:
-        elastic.check_writable(options.picture)
+        ps.checkpoint.check_writable(options.picture)
     except OSError as error:
         parser.error(f"--picture {error}")
     return options

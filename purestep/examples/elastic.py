@@ -1,30 +1,25 @@
-"""What a program needs to live under ``torchrun``: ranks that meet, and state that outlives them.
+"""What a program needs to live under ``torchrun``: ranks that meet, agree, and leave together.
 
-    torchrun --nproc-per-node 2 --max-restarts 3 -m purestep.examples.docstrings --checkpoint state.pt
+    torchrun --nproc-per-node 2 --max-restarts 3 -m purestep.examples.docstrings --checkpoint state
 
 When a process dies, ``torchrun`` ends the others too and starts all of them again, from the top of the program.
 """
 
 from __future__ import annotations
 
-import hashlib
 import os
-import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
-from pathlib import Path
-from typing import Any, BinaryIO, NoReturn, TypeAlias, TypeVar, cast
+from typing import Any, NoReturn, TypeAlias, TypeVar, cast
 
-import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
 import purestep as ps
-from purestep import tree
 
 TIMEOUT = timedelta(minutes=2)
 
@@ -96,7 +91,7 @@ def check_alike(axis: ps.MeshAxis, settings: Settings) -> None:
         if name is not None:
             _refuse(
                 axis,
-                f"rank 0 was started with {_said(name, heard[0])}, rank {rank} with {_said(name, theirs)}: "
+                f"rank 0 was started with {said(name, heard[0])}, rank {rank} with {said(name, theirs)}: "
                 "start all of them with the same",
             )
 
@@ -115,101 +110,10 @@ def difference(ours: Settings, theirs: Settings) -> str | None:
     return next((name for name in names if ours.get(name) != theirs.get(name)), None)
 
 
-def _said(name: str, settings: Settings) -> str:
+def said(name: str, settings: Settings) -> str:
+    """One setting as a message tells it.
+
+    >>> said("steps", {"steps": 180}), said("steps", {})
+    ('steps=180', 'no steps')
+    """
     return f"{name}={settings[name]!r}" if name in settings else f"no {name}"
-
-
-def resume(path: Path | None, settings: Settings, state: Any) -> Any:
-    """What was saved, or the ``state`` given where nothing was; refused where nothing could be saved later."""
-    if path is None:
-        return state
-    check_writable(path)
-    return load(path, settings, like=state) if path.exists() else state
-
-
-def save(path: Path, settings: Settings, state: Any) -> None:
-    """Writes a tree of tensors, and the settings of the run that it belongs to."""
-    tensors = dict(zip(tree.paths(state, "state"), tree.leaves_of(state), strict=True))
-    with replacing(path) as file:
-        torch.save({"settings": dict(settings), "state": tensors}, file)
-
-
-def load(path: Path, settings: Settings, like: Any) -> Any:
-    """The tree that was saved, whose structure, shapes and dtypes must be those of ``like``.
-
-    Refused where it was made with different settings: it would go on as a run that nobody has asked for.
-    """
-    try:
-        saved = torch.load(path, weights_only=True)
-        found, tensors = saved["settings"], saved["state"]
-    except Exception as error:
-        raise ValueError(
-            f"{path} is no checkpoint of this program, or not a whole one; remove it, or name a different file. "
-            f"What torch.load says: {str(error).splitlines()[0] if str(error) else type(error).__name__}"
-        ) from error
-    name = difference(settings, found)
-    if name is not None:
-        raise ValueError(
-            f"{path} is of a run with {_said(name, found)}, but this one has {_said(name, settings)}: "
-            "give it the same to go on, or name a different file to begin anew"
-        )
-    leaves, structure = tree.flatten(like)
-    expected = dict(zip(tree.paths(like, "state"), map(tree.kind, leaves), strict=True))
-    kinds = {name: tree.kind(tensor) for name, tensor in tensors.items()}
-    if kinds != expected:
-        name, _ = sorted(expected.items() ^ kinds.items())[0]
-        raise ValueError(
-            f"{path} is of another run: its {name} is {kinds.get(name, 'missing')} and should be "
-            f"{expected.get(name, 'missing')}; remove it, or name a different file"
-        )
-    return tree.unflatten(structure, [tensors[name] for name in expected])
-
-
-@contextmanager
-def replacing(path: Path) -> Iterator[BinaryIO]:
-    """A file to write to, which takes the place of ``path`` when the block is through; Ctrl-C waits for that.
-
-    For the main thread, which is where Python handles signals. Whenever the program ends, there is a whole file,
-    the old or the new one. After an error there is nothing else; what a process leaves that is killed,
-    ``check_writable`` clears away at the next start.
-    """
-    unfinished = _unfinished(path)
-    pressed: list[int] = []
-    # torch.save would turn a KeyboardInterrupt into an error of its own.
-    before = signal.signal(signal.SIGINT, lambda number, _: pressed.append(number))
-    try:
-        with unfinished.open("wb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(unfinished, path)
-    finally:
-        unfinished.unlink(missing_ok=True)
-        signal.signal(signal.SIGINT, before)
-    if pressed:
-        signal.raise_signal(signal.SIGINT)
-
-
-def check_writable(path: Path) -> None:
-    """Raises, before any work is done, what ``replacing`` would raise after it."""
-    try:
-        _unfinished(path).open("wb").close()
-        _unfinished(path).unlink()
-        if path.is_dir():
-            raise IsADirectoryError(None, "Is a directory")
-    except OSError as error:
-        raise OSError(
-            f"{path} cannot be written ({error.strerror}): name a file in a folder that is there, and yours to write to"
-        ) from error
-
-
-def _unfinished(path: Path) -> Path:
-    return path.with_name(f"{path.name}.unfinished")
-
-
-def fingerprint(params: Any) -> str:
-    """The first 12 hexadecimal digits of the SHA-256 of all parameters: equal for equal bits."""
-    digest = hashlib.sha256()
-    for leaf in tree.leaves_of(params):
-        digest.update(leaf.contiguous().numpy().tobytes())
-    return digest.hexdigest()[:12]

@@ -1,0 +1,272 @@
+"""State as a flat dict: names, what lies where, and what is refused."""
+
+from __future__ import annotations
+
+import io
+import re
+from collections import OrderedDict, defaultdict, deque
+from enum import Enum
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import optree
+import pytest
+import safetensors.torch
+import torch
+from hypothesis import given, strategies as st
+from torch import Tensor
+from torch.distributed.checkpoint.state_dict_loader import load as load_distributed
+from torch.distributed.checkpoint.state_dict_saver import save as save_distributed
+
+import purestep as ps
+from proofs.devices import lazy
+from purestep import tree
+from purestep.checkpoint import DTYPES
+from tests.torch_internals import FakeTensorMode
+
+
+class Part(Enum):
+    """A key that is neither text nor a number."""
+
+    ENCODER = 1
+
+
+class Moments(NamedTuple):
+    """A container whose entries have names."""
+
+    mu: Any
+    nu: Any
+
+
+register: Any = optree.dataclasses.dataclass
+
+
+@register(namespace=tree.NAMESPACE)
+class Layer:
+    """A class of one's own."""
+
+    weight: Any
+    bias: Any
+
+
+class Pair(list[Any]):
+    """A class that gives its entries one name for all."""
+
+
+optree.register_pytree_node(
+    Pair,
+    lambda pair: ([*pair], None, ["same"] * len(pair)),
+    lambda _, children: Pair(children),
+    namespace=tree.NAMESPACE,
+)
+
+
+def bits(tensor: Tensor) -> list[int]:
+    """All that a tensor holds: a NaN's payload, and the sign of a zero."""
+    return tensor.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8).tolist()
+
+
+def assert_same_bits(actual: Any, expected: Any) -> None:
+    """Trees of one structure, equal to the bit."""
+    columns, _ = tree.columns(actual, expected)
+    for one, two in zip(*columns, strict=True):
+        assert (one.dtype, one.shape) == (two.dtype, two.shape)
+        assert bits(one) == bits(two)
+
+
+def noise(dtype: torch.dtype, *shape: int) -> Tensor:
+    """Any bits at all: NaNs of every payload, subnormal numbers, negative zeros."""
+    generator = torch.Generator().manual_seed(len(str(dtype)) + len(shape))
+    if dtype is torch.bool:
+        return torch.randint(0, 2, shape, generator=generator).bool()
+    size = torch.empty(shape, dtype=dtype).nbytes
+    return torch.randint(0, 256, (size,), generator=generator).byte().view(dtype).view(shape)
+
+
+@pytest.fixture
+def anything() -> Any:
+    """Each dtype, in each way to lie in memory."""
+    by_dtype = {
+        dtype: [
+            noise(dtype),
+            noise(dtype, 0),
+            noise(dtype, 2, 0, 3),
+            noise(dtype, 3, 2),
+            noise(dtype, 3, 4).T,
+            noise(dtype, 6, 5)[1::2, ::3],
+            noise(dtype, 1).expand(4),
+            noise(dtype, 10)[3:],
+        ]
+        for dtype in DTYPES
+    }
+    one = noise(torch.float32, 3)
+    z = noise(torch.complex64, 3)
+    special = [-0.0, 5e-324, float("inf"), float("nan")]
+    return {
+        "by dtype": by_dtype,
+        "tied": (one, {"again": one, "transposed": one.view(3, 1).T}),
+        "lazy": Moments(z.conj(), z.conj().imag),
+        "special": [torch.tensor(special, dtype=torch.float64), None, ()],
+        "recorded": torch.nn.Parameter(torch.ones(2)),
+        "images": noise(torch.float32, 2, 3, 4, 5).to(memory_format=torch.channels_last),
+    }
+
+
+def zeros(state: Any) -> Any:
+    """A tree like this one that holds none of it."""
+    return tree.map(torch.zeros_like, state)
+
+
+def by_torch_save(flat: dict[str, Tensor], _: Path) -> dict[str, Tensor]:
+    file = io.BytesIO()
+    torch.save(flat, file)
+    assert len(file.getvalue()) < 2 * sum(t.nbytes for t in flat.values()) + 400 * (len(flat) + 5)
+    file.seek(0)
+    return dict(torch.load(file, weights_only=True))
+
+
+def by_safetensors(flat: dict[str, Tensor], folder: Path) -> dict[str, Tensor]:
+    # The two dtypes that it does not know.
+    unknown = {
+        name: t for name, t in flat.items() if t.dtype in (torch.complex128, torch.complex32)
+    }
+    known = {name: t for name, t in flat.items() if name not in unknown}
+    safetensors.torch.save_file(known, folder / "file")
+    return safetensors.torch.load_file(folder / "file") | unknown
+
+
+def by_distributed_checkpoint(flat: dict[str, Tensor], folder: Path) -> dict[str, Tensor]:
+    save_distributed(flat, checkpoint_id=folder / "many", no_dist=True)
+    found = {name: torch.zeros_like(tensor) for name, tensor in flat.items()}
+    load_distributed(found, checkpoint_id=folder / "many", no_dist=True)
+    return found
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf support", "ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("way", [by_torch_save, by_safetensors, by_distributed_checkpoint])
+def test_any_format_takes_it(way: Any, anything: Any, tmp_path: Path) -> None:
+    flat = ps.state_dict(anything)
+    addresses = [t.untyped_storage().data_ptr() for t in flat.values() if t.numel()]
+    assert len(set(addresses)) == len(addresses)
+    assert all(t.is_contiguous() and not t.requires_grad for t in flat.values())
+    found = way(flat, tmp_path)
+    assert found.keys() == flat.keys()
+    assert_same_bits(ps.load_state_dict(zeros(anything), found), anything)
+
+
+def test_what_lies_by_itself_is_not_copied() -> None:
+    buffer = torch.randn(6)
+    w = torch.randn(2, 3)
+    state = {"whole": w, "parts": [*buffer.split(3)], "again": w, "column": torch.randn(3, 2).T}
+    flat = ps.state_dict(state)
+    own = {
+        name: t.data_ptr() in {x.data_ptr() for x in tree.leaves_of(state)}
+        for name, t in flat.items()
+    }
+    assert list(own.values()).count(True) == 1
+    assert own["tree['whole']"] is not own["tree['again']"]
+
+
+def test_what_is_loaded_is_fresh_and_lies_as_like_does() -> None:
+    state = {"column": torch.randn(4, 3).T, "gaps": torch.randn(4, 6)[:, ::2], "p": torch.randn(2)}
+    like = {**zeros(state), "p": torch.zeros(2, requires_grad=True)}
+    flat = {name: t.requires_grad_() for name, t in ps.state_dict(state).items()}
+    found = ps.load_state_dict(like, flat)
+    assert found["column"].stride() == like["column"].stride() == (1, 3)
+    theirs = {t.untyped_storage().data_ptr() for t in [*flat.values(), *tree.leaves_of(like)]}
+    assert not theirs & {t.untyped_storage().data_ptr() for t in tree.leaves_of(found)}
+    assert not tree.requires_grad(found)
+    assert_same_bits(found, state)
+
+
+def test_devices_follow_like() -> None:
+    state = {"w": torch.randn(3), "n": torch.tensor(2)}
+    like = {"w": torch.zeros(3, device=lazy()), "n": torch.tensor(0)}
+    for where in (state, {**like, "w": state["w"].to(lazy())}):
+        found = ps.load_state_dict(like, ps.state_dict(where | {"n": state["n"]}))
+        assert [found[name].device.type for name in "wn"] == ["lazy", "cpu"]
+        assert_same_bits(tree.map(Tensor.cpu, found), state)
+
+
+KEYS = st.one_of(
+    st.integers(-2, 2),
+    st.sampled_from(["0", "a", "a.b", "a']['b", 'q"', "'", "\n", "é", "", "tree", "__metadata__"]),
+    st.sampled_from([Part.ENCODER, None, (1, "x"), 0.5, b"a", torch.float32]),
+)
+TREES = st.recursive(
+    st.sampled_from([torch.float32, torch.bool, torch.int64]).map(lambda dtype: noise(dtype, 2)) | st.none(),
+    lambda children: st.one_of(
+        st.lists(children, max_size=3),
+        st.lists(children, max_size=3).map(tuple),
+        st.lists(children, max_size=3).map(deque),
+        st.dictionaries(KEYS, children, max_size=4),
+        st.dictionaries(KEYS, children, max_size=4).map(OrderedDict),
+        st.dictionaries(KEYS, children, max_size=4).map(lambda d: defaultdict(list, d)),
+        st.builds(Moments, children, children),
+        st.builds(Layer, children, children),
+    ),
+    max_leaves=12,
+)  # fmt: skip
+
+
+@given(TREES)
+def test_names_are_unique_and_say_where_a_leaf_is(state: Any) -> None:
+    flat = ps.state_dict(state)
+    leaves = tree.leaves_of(state)
+    assert len(flat) == len(leaves)
+    names = {"tree": state, "Part": Part, "torch": torch}
+    for name, leaf in zip(flat, leaves, strict=True):
+        assert eval(re.sub(r"<(Part\.\w+): 1>", r"\1", name), names) is leaf
+    found = ps.load_state_dict(zeros(state), dict(reversed(flat.items())))
+    assert type(found) is type(state)
+    assert_same_bits(found, state)
+
+
+def test_every_difference_is_named() -> None:
+    state = {"a": torch.ones(2), "b": [torch.ones(3), torch.ones(1)], "n": torch.tensor(1)}
+    flat: dict[Any, Any] = ps.state_dict(state)
+    del flat["tree['a']"]
+    flat |= {"tree['b'][0]": torch.ones(3, 1), "tree['b'][1]": torch.ones(1).double()}
+    flat |= {"tree['n']": 1, "new": torch.ones(1), 7: None}
+    with pytest.raises(ValueError, match="flat does not fit like") as refusal:
+        ps.load_state_dict(state, flat)
+    assert str(refusal.value).split("\n  ")[1:] == [
+        "7 has no place",
+        "new has no place",
+        "tree['a'] is missing",
+        "tree['b'][0] is torch.float32 of shape (3, 1), and torch.float32 of shape (3,) was expected",
+        "tree['b'][1] is torch.float64 of shape (1,), and torch.float32 of shape (1,) was expected",
+        "tree['n'] is int, no tensor, and torch.int64 of shape () was expected",
+    ]
+
+
+def test_a_message_has_an_end() -> None:
+    with pytest.raises(
+        ValueError, match=r"tree\[0\] is missing\n(.*\n)+  and 4,992 more$"
+    ) as refusal:
+        ps.load_state_dict([torch.ones(1)] * 5000, {})
+    assert str(refusal.value).count("\n") == 9
+
+
+def test_what_has_no_name_that_stays_is_refused() -> None:
+    one = torch.ones(1)
+    key: Any
+    for key in (object(), frozenset({"a", "b"}), (1, test_a_message_has_an_end)):
+        with pytest.raises(ValueError, match=r"its key is of type .* make it a str"):
+            ps.state_dict({"a": {key: one}})
+    with pytest.raises(ValueError, match="is the name of two leaves"):
+        ps.state_dict([Pair([one, one])])
+    with pytest.raises(ValueError, match="is the name of two leaves"):
+        ps.state_dict({float("nan"): one, -float("nan"): one})
+
+
+def test_what_is_no_plain_tensor_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"tree\['step'\] is int, no tensor: .* torch.tensor\(3\)"):
+        ps.state_dict({"step": 3})
+    with FakeTensorMode():
+        fake = torch.ones(2)
+    for leaf in (fake, torch.ones(2, device="meta"), torch.eye(2).to_sparse()):
+        with pytest.raises(TypeError, match=r"tree\[0\] is of class .* plain tensors"):
+            ps.state_dict([leaf])
+        with pytest.raises(TypeError, match=r"tree\[0\] is of class .* plain tensors"):
+            ps.load_state_dict([leaf], {"tree[0]": torch.ones(2)})
