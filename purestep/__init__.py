@@ -31,6 +31,7 @@ from purestep.batching import (
 )
 from purestep.compiler import compile
 from purestep.grads import accumulate, grad_and_value
+from purestep.modules import from_module, to_module
 from purestep.step import make_eval_step, make_update_step
 from purestep.tokens import count, count_tokens, label_weights
 from purestep.types import (
@@ -47,6 +48,7 @@ from purestep.types import (
 
 __all__ = [
     "tree",
+    "from_module",
     "BatchPlan",
     "plan",
     "balance",
@@ -87,5 +89,6 @@ __all__ = [
     "make_eval_step",
     "compile",
     "EvalMetrics",
+    "to_module",
     "testing",
 ]

@@ -73,6 +73,8 @@ def test_imports_run_downward() -> None:
         "types",
         "torch_internals",
         "tree",
+        "skeleton",
+        "modules",
         "fingerprint",
         "tokens",
         "donation",
