@@ -33,6 +33,7 @@ bench: .venv/installed
 	OMP_NUM_THREADS=2 $(BIN)/python -m benchmarks.compile
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.overhead
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.scale
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.modules
 
 format: .venv/installed
 	$(BIN)/ruff check --fix-only .

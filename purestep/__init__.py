@@ -31,6 +31,7 @@ from purestep.batching import (
 )
 from purestep.compiler import compile
 from purestep.grads import accumulate, grad_and_value
+from purestep.modules import from_module, to_module
 from purestep.state import load_state_dict, state_dict
 from purestep.step import make_eval_step, make_update_step
 from purestep.tokens import count, count_tokens, label_weights
@@ -48,6 +49,7 @@ from purestep.types import (
 
 __all__ = [
     "tree",
+    "from_module",
     "BatchPlan",
     "plan",
     "balance",
@@ -88,6 +90,7 @@ __all__ = [
     "make_eval_step",
     "compile",
     "EvalMetrics",
+    "to_module",
     "state_dict",
     "load_state_dict",
     "checkpoint",

@@ -55,9 +55,8 @@ def _explain(params: Params, leaves: list[Tensor]) -> None:
     """Raises where these are no params."""
     if isinstance(params, torch.nn.Module):
         raise TypeError(
-            f"params is a module, {type(params).__name__}: pass its parameters, "
-            "{name: p.detach() for name, p in module.named_parameters()}, and call it in loss_fn through "
-            "torch.func.functional_call"
+            f"params is a module, {type(params).__name__}: take params, apply = ps.from_module(module), and call "
+            "apply(params, ...) in loss_fn, or torch.func.functional_call with params of your own"
         )
     for position, leaf in enumerate(leaves):
         if isinstance(leaf, Tensor) and leaf.is_floating_point():

@@ -206,6 +206,19 @@ def compiler_is_imported() -> bool:
     return "torch._dynamo" in sys.modules
 
 
+def never_compiled_alone(function: Callable[..., Any]) -> None:
+    """Where a compiler does not take a function into the graph of its caller, Python runs it. Where unknown, that is compiled, too."""
+    try:
+        from torch._C._dynamo import eval_frame
+
+        skip = eval_frame._FrameExecStrategy(
+            eval_frame._FrameAction.SKIP, eval_frame._FrameAction.DEFAULT
+        )
+        eval_frame.set_code_exec_strategy(function.__code__, skip)
+    except (ImportError, AttributeError):
+        pass
+
+
 def is_switched_off() -> bool:
     """Whether ``TORCH_COMPILE_DISABLE`` keeps the compiler from everything."""
     config = getattr(sys.modules.get("torch._dynamo"), "config", None)

@@ -74,6 +74,8 @@ def test_imports_run_downward() -> None:
         "torch_internals",
         "tree",
         "form",
+        "skeleton",
+        "modules",
         "fingerprint",
         "tokens",
         "donation",

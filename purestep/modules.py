@@ -1,0 +1,226 @@
+"""An ``nn.Module`` as a pure function of its parameters.
+
+Each call runs on a skeleton of its own: the module's objects made anew, with all that refers to them, around the same
+tensors. Nothing is swapped into the module and back. So threads do not meet, and what a checkpoint computes again in the
+backward pass finds the parameters of its call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module, Parameter
+
+from purestep import skeleton, tree
+from purestep.torch_internals import never_compiled_alone, version
+
+
+def from_module(
+    module: Module, *, trainable: str | Callable[[str, Parameter], bool] | None = None
+) -> tuple[dict[str, Tensor], Apply]:
+    """What trains of a module, and the module as a pure function of it: ``params, apply = from_module(module)``.
+
+    Args:
+        module: as it is now: ``apply`` does not see later changes of its mode, hooks and attributes, only
+            of values that are written in place. Neither it nor any ``.grad`` is ever changed.
+        trainable: which parameters train: a pattern of names (``"*.bias"``), or a function of name and parameter.
+            None: those that require grad, which is what LoRA needs. A tied one matches by any of its names.
+
+    Returns:
+        ``params``, copies of these by name, each tied one once, and ``apply(params, *args, **kwargs)``. All other
+        parameters and all buffers are constants, and not copied. ``apply.eval`` is the same function of the module
+        in evaluation mode: for ``make_eval_step``.
+
+    **Buffers.** ``apply(params, *args, buffers=buffers)`` returns ``(output, buffers)``, the latter as the call has left
+    them. A module that writes to its buffers needs that, as BatchNorm does in training mode; ``dict(module.named_buffers())``
+    is the start. In a step, put them into each microbatch and return the new ones as ``LossTerms.aux``: their mean is
+    ``metrics.aux`` over ``metrics.num_microbatches``.
+
+    **Checkpoints** (``use_reentrant=False``) compute again with the params of their call, whatever ``apply`` is called with
+    before the backward pass. ``torch.func`` knows no checkpoints, and a step refuses reentrant ones.
+
+    **Dropout** in training mode draws from torch's global generator, as in every module.
+
+    >>> params, apply = from_module(torch.nn.Linear(2, 1))
+    >>> {name: tuple(p.shape) for name, p in params.items()}
+    {'weight': (1, 2), 'bias': (1,)}
+    >>> apply({"weight": torch.tensor([[2.0, 3.0]]), "bias": torch.zeros(1)}, torch.ones(2))
+    tensor([5.])
+    """
+    _check_module(module)
+    named = [*module.named_parameters(remove_duplicate=False)]
+    if isinstance(trainable, str):
+        chosen = {id(p) for name, p in named if fnmatchcase(name, trainable)}
+    else:
+        chosen = {id(p) for name, p in named if (trainable or _requires_grad)(name, p)}
+    params = {name: p for name, p in module.named_parameters() if id(p) in chosen}
+    if not params:
+        raise ValueError(
+            f"{trainable=} leaves nothing to train of {type(module).__name__}, whose parameters are "
+            f"{_listed(name for name, _ in named)}: choose some by name, or let some require grad"
+        )
+    return {name: p.detach().clone() for name, p in params.items()}, Apply(module, params)
+
+
+def to_module(params: Mapping[str, Tensor], module: Module) -> None:
+    """Writes params into the module's parameters of the same names; its other parameters stay as they are.
+
+    >>> module = torch.nn.Linear(1, 1)
+    >>> to_module({"bias": torch.tensor([3.0])}, module)
+    >>> module.bias.item()
+    3.0
+    """
+    own = dict(module.named_parameters(remove_duplicate=False))
+    _check_names("params", params, own, ())
+    for name, value in params.items():
+        if tree.kind(value) != tree.kind(own[name]):
+            raise ValueError(
+                f"params[{name!r}] is {tree.kind(value)}, and {type(module).__name__}.{name} is {tree.kind(own[name])}: "
+                "write back what from_module gave, of this module or of one like it"
+            )
+    with torch.no_grad():
+        for name, value in params.items():
+            own[name].copy_(value)
+
+
+class Apply:
+    """``apply(params, *args, **kwargs)``: what ``from_module`` makes of a module."""
+
+    eval: Apply
+    """The same of the module in evaluation mode."""
+
+    def __init__(self, module: Module, params: Mapping[str, Tensor], training: bool = True) -> None:
+        self._names, self._buffers = dict.fromkeys(params), dict(module.named_buffers())
+        held = [*self._buffers.values()]
+        self._plan = skeleton.plan(module, [*params.values(), *held], training)
+        # A compiler makes no objects: one skeleton is there before it begins, and has places for tensors, but none.
+        self._blank = [*[torch.empty_like(p, device="meta") for p in params.values()], *held]
+        values = skeleton.values(self._plan, self._blank)
+        self._traced = values[self._plan.root]
+        self._places = [
+            (values[container], key, part)
+            for container, key, part in self._plan.places
+            if part < len(self._blank)
+        ]
+        never_compiled_alone(Apply.__call__)
+        self._written = [
+            f"{name}.{buffer}".removeprefix(".")
+            for name, each in self._traced.named_modules()
+            if each.training and getattr(each, "track_running_stats", False)
+            for buffer, _ in each.named_buffers(recurse=False)
+        ]
+        self.eval = Apply(module, params, training=False) if training else self
+
+    def __call__(
+        self,
+        params: Mapping[str, Tensor],
+        /,
+        *args: Any,
+        buffers: Mapping[str, Tensor] | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """What the module returns; with ``buffers``, ``(output, buffers)``."""
+        given = {} if buffers is None else {name: value.clone() for name, value in buffers.items()}
+        _check_names("params", params, self._names, self._names)
+        _check_names("buffers", given, self._buffers, self._written)
+        held = {**self._buffers, **given}
+        inputs = [*[params[name] for name in self._names], *held.values()]
+        if torch.compiler.is_dynamo_compiling():
+            self._fill(inputs)
+            output, given = self._traced(*args, **kwargs), _buffers(self._traced, given)
+            self._fill(self._blank)
+        else:
+            output, given = self._call(inputs, given, args, kwargs)
+        return output if buffers is None else (output, given)
+
+    def _fill(self, inputs: Sequence[Tensor]) -> None:
+        for container, key, part in self._places:
+            container[key] = inputs[part]
+
+    def _call(
+        self, inputs: Sequence[Tensor], given: Iterable[str], args: Any, kwargs: Any
+    ) -> tuple[Any, dict[str, Tensor]]:
+        before = self._versions()
+        module = skeleton.values(self._plan, inputs)[self._plan.root]
+        try:
+            output = module(*args, **kwargs)
+        except RuntimeError as error:
+            for words, way_out in _TRANSFORMS_REFUSE.items():
+                if words in str(error):
+                    raise ValueError(way_out) from error
+            raise
+        for name, was, now in zip(self._buffers, before, self._versions(), strict=True):
+            if was != now:
+                raise ValueError(f"the module has written to its buffer {name}: {_BUFFERS}")
+        return output, _buffers(module, given)
+
+    def _versions(self) -> list[int]:
+        """How often each buffer was written to, where that is counted."""
+        return [0 if each.is_inference() else version(each) for each in self._buffers.values()]
+
+
+def _buffers(module: Module, names: Iterable[str]) -> dict[str, Tensor]:
+    return {name: module.get_buffer(name) for name in names}
+
+
+_BUFFERS = (
+    "buffers are constants, but for those that are given: with buffers=dict(module.named_buffers()), apply returns "
+    "(output, buffers). Or take apply.eval, or call .eval() of what writes to them before from_module"
+)
+
+_TRANSFORMS_REFUSE = {
+    "saved tensor hooks": (
+        "the module checkpoints activations, which torch.func knows nothing of: switch that off under its transforms "
+        "(gradient_checkpointing_disable() before from_module), or take a step that is not transformed"
+    ),
+    "Tensor.requires_grad_()": (
+        "the module lets a tensor require grad, which torch.func refuses: remove the hook that does so before "
+        "from_module (disable_input_require_grads() of a Hugging Face model), or take a step that is not transformed"
+    ),
+}
+
+
+def _requires_grad(name: str, parameter: Parameter) -> bool:
+    return parameter.requires_grad
+
+
+def _listed(names: Iterable[str]) -> str:
+    first, *others = [*names] or ["none"]
+    return ", ".join([first, *others[:4], *(["..."] if others[4:] else [])])
+
+
+def _check_names(
+    what: str, given: Mapping[str, Any], known: Collection[str], needed: Collection[str]
+) -> None:
+    missing = [name for name in needed if name not in given]
+    unknown = [name for name in given if name not in known]
+    if unknown or missing:
+        way_out = (
+            _BUFFERS if what == "buffers" else "pass what from_module gave, all of it and no more"
+        )
+        raise ValueError(
+            f"{what} lacks {_listed(missing)}, and has no place for {_listed(unknown)}: {way_out}"
+        )
+
+
+_WRAPPERS = {
+    "DistributedDataParallel": "pass module.module, and let a step with ps.MeshAxis sum over ranks",
+    "FullyShardedDataParallel": "pass a module that is not sharded, and let a step with ps.MeshAxis sum over ranks",
+    "FSDPModule": "pass a module that fully_shard has not changed, and let a step with ps.MeshAxis sum over ranks",
+    "DataParallel": "pass module.module",
+    "OptimizedModule": "pass the module itself, and say compile=True of the step",
+    "ScriptModule": "pass the module that it was made of",
+}
+
+
+def _check_module(module: Module) -> None:
+    if not isinstance(module, Module):
+        raise TypeError(f"from_module takes an nn.Module, got {type(module).__name__}")
+    for name, each in module.named_modules():
+        for wrapper in {base.__name__ for base in type(each).__mro__} & _WRAPPERS.keys():
+            path = f"{type(module).__name__}.{name}".removesuffix(".")
+            raise TypeError(f"{path} is a {wrapper}, no plain module: {_WRAPPERS[wrapper]}")

@@ -1,0 +1,196 @@
+"""A module's objects made anew around other tensors: what ``apply`` of ``from_module`` runs on.
+
+Made anew is whatever leads to a module, or to one of its tensors: modules, containers, methods, functions that close
+over them. All other things are shared.
+"""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from functools import partial
+from types import CellType, CodeType, FunctionType, MethodType, ModuleType
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+from torch.utils.hooks import RemovableHandle
+
+
+class Plan(NamedTuple):
+    """How a skeleton is made: a list of values grows, and each step refers to earlier ones by their positions."""
+
+    constants: list[Any]
+    containers: list[Any]
+    made: list[tuple[Callable[..., Any], list[int]]]
+    places: list[tuple[int, Any, int]]
+    root: int
+
+
+def plan(module: Module, inputs: Sequence[Tensor], training: bool) -> Plan:
+    """A plan in which ``inputs`` of the module's tensors are open; its other parameters are constants.
+
+    >>> module = torch.nn.Linear(2, 2, bias=False)
+    >>> how = plan(module, [module.weight], training=True)
+    >>> doubled = values(how, [2 * module.weight])[how.root]
+    >>> torch.equal(doubled(torch.ones(2)), 2 * module(torch.ones(2)))
+    True
+    """
+    holders = _reached(module)
+    todo = [*module.modules(), *module.parameters(), *inputs]
+    for each in module.modules():
+        # What a call adds to a list of its module's does not stay there.
+        todo += [held for held in vars(each).values() if type(held) in (dict, list, set)]
+    anew: dict[int, Any] = {}
+    while todo:
+        thing = todo.pop()
+        if id(thing) not in anew:
+            anew[id(thing)] = thing
+            todo += [holder for holder, _ in holders.get(id(thing), ())]
+
+    def refuse(thing: Any) -> NoReturn:
+        path, here = "", thing
+        while here is not module:
+            here, key = holders[id(here)][0]
+            if key not in ("__dict__", "_modules"):
+                path = (f".{key}" if isinstance(key, str) else f"[{key}]") + path
+        raise TypeError(
+            f"{type(module).__name__}{path} is a {type(thing).__name__} that leads back to the module or a part of it, and "
+            "apply cannot make it anew for each call: take it away, or give it that part when it is called"
+        )
+
+    open_ = {id(tensor): position for position, tensor in enumerate(inputs)}
+    frozen = {id(p): p.detach() for p in module.parameters() if id(p) not in open_}
+    things = [thing for thing in anew.values() if not isinstance(thing, Tensor)]
+    containers = [thing for thing in things if type(thing) in _CONTAINERS]
+    at, constants = {**open_}, []
+    for thing in things:
+        for _, part in [] if type(thing) in _CONTAINERS else _parts(thing):
+            if id(part) not in at and (id(part) in frozen or id(part) not in anew):
+                at[id(part)] = len(at)
+                constants.append(frozen.get(id(part), part))
+    at |= {id(each): position for position, each in enumerate(containers, len(at))}
+
+    made: list[tuple[Callable[..., Any], list[int]]] = []
+    begun: set[int] = set()
+
+    def make(thing: Any) -> int:
+        if id(thing) not in at:
+            maker = _maker(thing)
+            if maker is None or id(thing) in begun:
+                refuse(thing)
+            begun.add(id(thing))
+            parts = [make(part) for _, part in _parts(thing)]
+            at[id(thing)] = len(at)
+            made.append((maker, parts))
+        return at[id(thing)]
+
+    root = make(module)
+    states = {id(vars(each)) for each in module.modules()}
+    copies, places = [], []
+    for thing in containers:
+        copies.append(thing.copy())
+        if id(thing) in states:
+            copies[-1]["training"] = training and thing["training"]
+        for key, part in _parts(thing):
+            if id(part) in anew:
+                if key is _NO_KEY:
+                    refuse(thing)
+                copies[-1][key] = frozen.get(id(part))
+                if id(part) not in frozen:
+                    places.append((at[id(thing)], key, make(part)))
+    return Plan(constants, copies, made, places, root)
+
+
+def values(plan: Plan, inputs: Sequence[Tensor]) -> list[Any]:
+    """All that a plan makes around these inputs; at ``plan.root`` is the module."""
+    values = [*inputs, *plan.constants, *[container.copy() for container in plan.containers]]
+    for make, parts in plan.made:
+        values.append(make(*[values[part] for part in parts]))
+    for container, key, part in plan.places:
+        values[container][key] = values[part]
+    return values
+
+
+_CONTAINERS = (dict, OrderedDict, list, set)
+"""Made first and filled last, so that things may refer to each other in circles through them."""
+
+_ATOMS = (
+    *(str, bytes, int, float, complex, type(None), type, ModuleType, CodeType),
+    *(Tensor, torch.dtype, torch.device, RemovableHandle),
+)
+_NO_KEY = object()
+
+
+def _reached(module: Module) -> dict[int, list[tuple[Any, Any]]]:
+    """Of each thing that the module leads to: what holds it, and under which key."""
+    holders: dict[int, list[tuple[Any, Any]]] = {id(module): []}
+    todo: list[Any] = [module]
+    while todo:
+        thing = todo.pop()
+        for key, part in _parts(thing):
+            if id(part) not in holders:
+                holders[id(part)] = []
+                todo.append(part)
+            holders[id(part)].append((thing, key))
+    return holders
+
+
+def _parts(thing: Any) -> list[tuple[Any, Any]]:
+    """What a thing holds, each with its key: what its maker takes, where it has one."""
+    if isinstance(thing, _ATOMS):
+        return []
+    if isinstance(thing, Module):
+        return [("__dict__", vars(thing))]
+    if type(thing) in (dict, OrderedDict):
+        return [*thing.items(), *((_NO_KEY, key) for key in thing if not isinstance(key, str))]
+    if type(thing) in (list, tuple):
+        return [*enumerate(thing)]
+    if isinstance(thing, set):
+        return [(_NO_KEY, each) for each in thing]
+    if isinstance(thing, FunctionType):
+        cells = zip(thing.__code__.co_freevars, thing.__closure__ or (), strict=True)
+        names = ("__defaults__", "__kwdefaults__", "__dict__")
+        return [*cells, *[(name, getattr(thing, name)) for name in names]]
+    if isinstance(thing, MethodType):
+        return [("__func__", thing.__func__), ("__self__", thing.__self__)]
+    if type(thing) is partial:
+        return [("func", thing.func), ("args", thing.args), ("keywords", thing.keywords)]
+    if isinstance(thing, weakref.ref):
+        return [("()", thing())]
+    return [(type(part).__name__, part) for part in gc.get_referents(thing)]
+
+
+def _maker(thing: Any) -> Callable[..., Any] | None:
+    """The function that makes such a thing of its parts; None where there is none."""
+    if isinstance(thing, Module):
+        return partial(_module, type(thing))
+    if isinstance(thing, FunctionType):
+        return partial(_function, thing.__code__, thing.__globals__, thing.__name__)
+    return _MAKERS.get(type(thing))
+
+
+_MAKERS: dict[type, Callable[..., Any]] = {
+    tuple: lambda *parts: parts,
+    MethodType: MethodType,
+    partial: lambda function, args, keywords: partial(function, *args, **keywords),
+    CellType: CellType,
+    weakref.ref: weakref.ref,
+}
+
+
+def _module(cls: type[Module], state: dict[str, Any]) -> Module:
+    new = object.__new__(cls)
+    object.__setattr__(new, "__dict__", state)
+    return new
+
+
+def _function(code: CodeType, names: dict[str, Any], name: str, *parts: Any) -> FunctionType:
+    *cells, defaults, keyword_defaults, state = parts
+    new = FunctionType(code, names, name, defaults, tuple(cells))
+    new.__kwdefaults__ = keyword_defaults
+    new.__dict__.update(state)
+    return new
