@@ -295,7 +295,7 @@ def test_gradients_are_the_modules_own(name: str) -> None:
     assert_equal(given, backward(module, x))
 
 
-@pytest.mark.parametrize("name", COMPILED)
+@pytest.mark.parametrize("name", sorted(COMPILED))
 def test_compiled_it_is_one_graph(name: str) -> None:
     """And the module is as it was, though a compiler swaps tensors in a skeleton that it keeps."""
     torch.compiler.reset()
