@@ -271,9 +271,7 @@ class _Recomputation(TorchFunctionMode):
                     raise ValueError(
                         f"a checkpoint inside loss_fn recomputes with a module's own parameter, of shape "
                         f"{tuple(value.shape)}: inside of torch.func.functional_call that is not the one that the forward "
-                        "pass had. Make the call inside of the function that is checkpointed, with all of the module's "
-                        "parameters, frozen ones as p.detach(): checkpoint(lambda p, x: functional_call(module, p, "
-                        "(x,)), params, x, use_reentrant=False)"
+                        "pass had. Take params, apply = ps.from_module(module), and call apply(params, ...) instead"
                     )
         return func(*args, **(kwargs or {}))
 

@@ -266,8 +266,8 @@ def accumulator(
         if given and not reached and has_tokens(here.counted):
             raise ValueError(
                 "loss_fn gives losses that do not depend on params: no gradient reaches any of their leaves. Perhaps "
-                "it calls a module without torch.func.functional_call(module, params, ...), detaches what it "
-                "returns, or computes under torch.no_grad()"
+                "it calls a module itself instead of what ps.from_module(module) or torch.func.functional_call make of it, "
+                "detaches what it returns, computes under torch.no_grad(), or checkpoints with use_reentrant=True"
             )
         return here
 

@@ -107,8 +107,8 @@ def make_update_step(
     ``torch.autograd.grad(..., create_graph=True)`` or ``torch.func``. It is refused where it writes to params, or where
     its losses do not depend on them while there are tokens (which ``torch.compile`` of a whole step cannot tell).
     Activation checkpoints (``use_reentrant=False``) compute again with what the checkpointed function closes
-    over or is given. Inside of ``torch.func.functional_call`` that would be the module's own parameters, so it is refused
-    (but not where a compiler makes one graph of it, which is right).
+    over or is given. In a module, ``ps.from_module`` makes that right. Inside of ``torch.func.functional_call`` it would be
+    the module's own parameters, so it is refused (but not where a compiler makes one graph of it, which is right).
 
     A weight of zero takes a token's loss away and sends exactly zero back to it. Where the loss of such a
     token has no finite derivative (a NaN target, say), zero times that is NaN: mend it inside ``loss_fn``,

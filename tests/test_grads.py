@@ -789,7 +789,7 @@ def test_a_checkpoint_with_a_modules_own_parameters(
     }
     group = [{"x": torch.ones(2, 3)}] * 2
     with pytest.raises(
-        ValueError, match=r"own parameter, of shape \(3,\).*frozen ones as p\.detach"
+        ValueError, match=r"own parameter, of shape \(3,\).*ps\.from_module\(module\)"
     ):
         ps.accumulate(
             lambda p, m: program(block, p, m["x"]).sum(1), params, group, weight_fn=weights
