@@ -644,9 +644,9 @@ MUTANTS = [
         "48a",
         "leaves shared by all microbatches: what a loss does to them depends on the cut",
         [
-            backward(
-                "if sums.own is None or not _untouched(sums.own, sums.leaves):",
-                "if sums.own is None:",
+            passes(
+                "        own = own_leaves(task.leaves)\n",
+                '        own = vars(sums).setdefault("own", own_leaves(task.leaves))\n',
             )
         ],
     ),

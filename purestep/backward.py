@@ -19,22 +19,19 @@ from torch.overrides import TorchFunctionMode
 from purestep import tree
 from purestep.torch_internals import (
     accumulate_hooks,
-    backward_hooks,
     compiler_is_imported,
     holds_tensors,
     run_backward,
     saved_tensors_hooks,
     storage_address,
     storage_use_count,
-    tensor_use_count,
 )
 
 
 class GradientSums:
     """The sum of each leaf's gradients, None where none has come yet; in the buffers ``out``, where there are any.
 
-    ``direct`` says of each whether autograd itself may add to it: one of the leaf's dtype and memory order. ``own`` are
-    the leaves that the last microbatch has used.
+    ``direct`` says of each whether autograd itself may add to it: one of the leaf's dtype and memory order.
     """
 
     def __init__(
@@ -44,8 +41,7 @@ class GradientSums:
         out: Sequence[Tensor] | None = None,
     ) -> None:
         self.values: list[Tensor | None] = [None] * len(leaves)
-        self.leaves, self.dtypes, self.out = leaves, dtypes, out
-        self.own: list[Tensor] | None = None
+        self._leaves, self.dtypes, self.out = leaves, dtypes, out
         self.direct = [leaf.dtype == dtype for leaf, dtype in zip(leaves, dtypes, strict=True)]
         if out is not None:
             for index, (leaf, place) in enumerate(zip(leaves, out, strict=True)):
@@ -90,7 +86,7 @@ class GradientSums:
     def _zeros(self, index: int) -> Tensor:
         if self.out is not None:
             return self.out[index].zero_()
-        return torch.zeros_like(self.leaves[index], dtype=self.dtypes[index])
+        return torch.zeros_like(self._leaves[index], dtype=self.dtypes[index])
 
     def add(self, grads: list[Tensor], *, copy: bool) -> None:
         """Adds gradients that a reverse mode has returned, and lets go of each at once."""
@@ -119,32 +115,13 @@ class GradientSums:
 
 _requires_grad = attrgetter("requires_grad")
 
-ONCE = {"CompiledFunctionBackwardBackward", "Error"}
-"""Nodes of a graph that raise when they are differentiated: of ``torch.compile``, and of ``once_differentiable``."""
+TWICE_COMPILED = "CompiledFunctionBackwardBackward"
+"""The node that ``torch.compile`` puts where its backward pass would be differentiated: it raises."""
 
 
-def own_leaves(sums: GradientSums) -> list[Tensor]:
-    """Leaves with the same values, for one microbatch: what a loss does to them ends with it.
-
-    Those of the microbatch before serve again where the loss has neither kept nor touched them.
-    """
-    if sums.own is None or not _untouched(sums.own, sums.leaves):
-        sums.own = [leaf.detach().requires_grad_() for leaf in sums.leaves]
-    return sums.own
-
-
-def _untouched(own: Sequence[Tensor], leaves: Sequence[Tensor]) -> bool:
-    # Nobody has kept a graph that ends in them, or a node of it, which may have hooks.
-    alone = {*map(tensor_use_count, own)} == {1}
-    addresses = [*map(Tensor.data_ptr, own)]
-    return (
-        alone
-        and 0 not in addresses  # Where there are none, nobody sees that values were exchanged.
-        and not any(map(accumulate_hooks, own))
-        and not any(map(backward_hooks, own))
-        and False not in map(_requires_grad, own)
-        and addresses == [*map(Tensor.data_ptr, leaves)]
-    )
+def own_leaves(leaves: Sequence[Tensor]) -> list[Tensor]:
+    """Leaves with the same values, for one microbatch: what a loss does to them ends with it."""
+    return [leaf.detach().requires_grad_() for leaf in leaves]
 
 
 def backward(
@@ -162,7 +139,7 @@ def backward(
     roots = [pair for pair in zip(terms, cotangents, strict=True) if pair[0].requires_grad]
     if not roots:
         return False
-    # To look at a graph takes as long as a small network. Without a compiler, such nodes are rare.
+    # To look at a graph takes time, which only those pay who compile something.
     if compiler_is_imported():
         _check_twice_differentiable([term.grad_fn for term, _ in roots if term.grad_fn])
     announced: set[int] = set()
@@ -237,11 +214,10 @@ def _check_twice_differentiable(ends: Sequence[Any]) -> None:
             if node is not None and node not in seen:
                 seen.add(node)
                 todo.append(node)
-    if ONCE & {type(node).__name__ for node in seen}:
+    if TWICE_COMPILED in {type(node).__name__ for node in seen}:
         raise ValueError(
-            "loss_fn differentiates, with create_graph=True, what cannot be differentiated a second time: a function that "
-            "torch.compile has compiled, or one marked once_differentiable. Leave torch.compile, and compile=, out of it, or "
-            "give the function a backward that can be differentiated"
+            "loss_fn differentiates, with create_graph=True, what torch.compile has compiled, which cannot be "
+            "differentiated a second time: leave torch.compile, and compile=, out of it"
         )
 
 

@@ -26,7 +26,7 @@ Kind: TypeAlias = tuple[Any, ...]
 
 @dataclass(frozen=True, eq=False)
 class Form:
-    """A tree but for its values.
+    """A tree but for its values, to know it again. Never build a tree of its structure: see ``Flat``.
 
     Equal forms that are ``kept`` are one and the same object, so that what follows from one is found by it. A form is not
     kept whose structure might hold tensors. ``plain`` says that all leaves are tensors of no class that makes its own
@@ -43,14 +43,18 @@ class Form:
 
 
 class Flat(NamedTuple):
-    """A tree, flattened."""
+    """A tree, flattened.
+
+    The structure is its own: that of its form may be of an earlier tree, which was equal, but had its keys in a different order.
+    """
 
     leaves: list[Any]
+    structure: tree.Structure
     form: Form
 
     def tree(self, leaves: Sequence[Any] | None = None) -> Tree:
         """The tree again, of these leaves (None: of its own)."""
-        return tree.unflatten(self.form.structure, self.leaves if leaves is None else leaves)
+        return tree.unflatten(self.structure, self.leaves if leaves is None else leaves)
 
 
 def flat(whole: Tree) -> Flat:
@@ -62,7 +66,7 @@ def flat(whole: Tree) -> Flat:
     True
     """
     leaves, structure = tree.flatten(whole)
-    return Flat(leaves, _form_of(leaves, structure))
+    return Flat(leaves, structure, _form_of(leaves, structure))
 
 
 def copied(given: Flat) -> Flat:
@@ -72,10 +76,10 @@ def copied(given: Flat) -> Flat:
     >>> copied(one).leaves[0].add_(1), one.leaves
     (tensor([2., 2.]), [tensor([1., 1.])])
     """
-    leaves, form = given
+    leaves, _, form = given
     if form.plain and leaves and {device.type for device in form.devices} == {"cpu"}:
-        return Flat([*foreach_clone(leaves)], form)
-    return Flat([leaf.clone() for leaf in leaves], form)
+        return given._replace(leaves=[*foreach_clone(leaves)])
+    return given._replace(leaves=[leaf.clone() for leaf in leaves])
 
 
 def _form_of(leaves: Sequence[Any], structure: tree.Structure) -> Form:
@@ -135,10 +139,14 @@ def _holds_no_tensor(value: Any) -> bool:
     if type(value) in (list, tuple, set, frozenset):
         return all(map(_holds_no_tensor, value))
     if isinstance(value, types.FunctionType):
-        return not (value.__closure__ or value.__defaults__ or value.__kwdefaults__)
+        held = value.__closure__ or value.__defaults__ or value.__kwdefaults__ or value.__dict__
+        return not held
     if isinstance(value, types.BuiltinFunctionType):
         value = value.__self__
-    return isinstance(value, (*PLAIN, *NAMED_BY_TORCH, type, types.ModuleType, Enum))
+    # Classes of your own that are derived from these may hold anything.
+    return type(value) in PLAIN or isinstance(
+        value, (*NAMED_BY_TORCH, type, types.ModuleType, Enum)
+    )
 
 
 Function = TypeVar("Function", bound=Callable[..., Any])

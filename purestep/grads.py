@@ -89,7 +89,7 @@ def grad_and_value(
 
         if tree.eager(args, kwargs) and not _inference(leaves):
             sums = GradientSums(leaves, [leaf.dtype for leaf in leaves])
-            own = own_leaves(sums)
+            own = own_leaves(leaves)
             with torch.enable_grad():
                 value, aux_leaves = over_leaves(*own)
             backward([value], [torch.ones_like(value)], own, sums)
@@ -226,7 +226,7 @@ def accumulator(
         ready: Ready | None = None,
         /,
     ) -> Sums:
-        leaves, structure = params.leaves, params.form.structure
+        leaves, structure, _ = params
         sums = GradientSums(leaves, dtypes, out)
         versions = versions_of(leaves)
         # Whoever transforms or differentiates the step needs gradients that are returned, with their graph.
@@ -251,6 +251,9 @@ def accumulator(
                 if not tree.differentiated(leaves, total, data):
                     # What the loss closes over is a constant, whether it requires grad or not.
                     grads, told = tree.detached((grads, told))
+                if not own:
+                    # What a reverse mode of the user's returns may be a buffer of theirs.
+                    told = told._replace(loss=told.loss.clone())
                 sums.add(grads, copy=not own)
             else:
                 detached = tree.unflatten(kind, tree.cut_off(data))

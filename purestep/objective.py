@@ -85,7 +85,7 @@ def value(terms: Sequence[Tensor], cotangents: Sequence[Tensor]) -> Tensor:
     pairs = [*zip(terms, cotangents, strict=True)]
     first, *others = [(term * share).sum() for term, share in pairs]
     total: Tensor = sum(others, first)
-    known = tree.number_at_hand(total)
+    known = tree.number_at_hand(total) if tree.eager() else None
     if known is not None and math.isfinite(known):
         return total
     first, *others = [(torch.where(share != 0, term, 0) * share).sum() for term, share in pairs]

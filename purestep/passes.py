@@ -49,7 +49,7 @@ def in_place_pass(part_of: PartOf) -> Pass:
     """By autograd's own backward pass, on leaves of the step's own."""
 
     def run(task: Task, sums: GradientSums, ready: Ready | None) -> Told:
-        own = own_leaves(sums)
+        own = own_leaves(task.leaves)
         with torch.enable_grad():
             part = part_of(tree.unflatten(task.structure, own), *task[2:])
         reached = backward(part.terms, part.cotangents, own, sums, ready)

@@ -25,7 +25,7 @@ from purestep.axis import Axis, LocalAxis, pvary
 from purestep.compiler import Compiler
 from purestep.conversation import conversation
 from purestep.donation import apart
-from purestep.form import Flat, flat
+from purestep.form import flat
 from purestep.grads import accumulator, grad_and_value, sum_dtypes
 from purestep.objective import divisor, evaluator
 from purestep.optim.base import Optimizer, check_optimizer
@@ -163,8 +163,8 @@ def make_update_step(
         shared = {"params": params, "opt_state": opt_state, "settings": settings}
         with conversation(axis) as ranks:
             flat_params, flat_state = checked_params(params), flat(opt_state)
-            leaves, form = flat_params
-            dtypes = sum_dtypes(form, accum_dtype)
+            leaves = flat_params.leaves
+            dtypes = sum_dtypes(flat_params.form, accum_dtype)
             group = grouped(checked_group(microbatches), weight_fn, counted_first, leaves[0].device)
             group = apart(group, flat_params, flat_state) if donate else group
             counted = ranks.agree(
@@ -175,7 +175,7 @@ def make_update_step(
                 gradients=(leaves, dtypes),
             )
             known = counted if counted_first else None
-            varied = Flat(pvary(leaves, axis), form)
+            varied = flat_params._replace(leaves=pvary(leaves, axis))
             here = accumulate(varied, group, known, dtypes, ranks.out, ranks.ready)
             sums = ranks.sum(here)
         total = known or sums.counted

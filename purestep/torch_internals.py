@@ -121,12 +121,6 @@ saved_tensors_hooks: Callable[[bool], Any] = _private(
 accumulate_hooks = _attribute("Tensor._post_accumulate_grad_hooks")
 """Those that ``register_post_accumulate_grad_hook`` has put on a leaf."""
 
-backward_hooks = _attribute("Tensor._backward_hooks")
-"""Those that ``register_hook`` has put on a tensor."""
-
-tensor_use_count: Callable[[Tensor], int] = getattr(Tensor, "_use_count", lambda _: -1)
-"""How many hold a tensor, Python as one of them, and a graph that ends in it. Where unknown, -1."""
-
 version = _attribute("Tensor._version")
 """How often a tensor was written to."""
 

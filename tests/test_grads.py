@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import weakref
 from collections import UserDict
 from typing import Any
@@ -533,23 +532,51 @@ def test_a_hook_acts_on_its_own_microbatch() -> None:
     assert ps.accumulate(loss_fn, torch.ones(1), group, weight_fn=x_ones).grads == 14
 
 
-def test_leaves_serve_again_where_nobody_has_kept_or_touched_them() -> None:
-    """They cost more than what a small microbatch computes."""
-    seen: list[int] = []
+def test_what_a_loss_keeps_of_its_leaves_is_a_constant_later() -> None:
+    """The leaves of one microbatch are not those of the next."""
+    kept: list[Tensor] = []
 
-    def loss_fn(w: Tensor, m: dict[str, Tensor], keep: bool) -> Tensor:
-        seen.append(id(w))
-        if keep:
-            kept.append(w.view_as(w).grad_fn)
-        return w * m["x"]
+    def loss_fn(w: Tensor, m: dict[str, Tensor]) -> Tensor:
+        kept.append(w)
+        return m["x"] * w * kept[0]
 
-    kept: list[Any] = []
+    group = [{"x": torch.ones(1)}] * 3
+    assert ps.accumulate(loss_fn, torch.ones(1), group, weight_fn=x_ones).grads == 2 + 1 + 1
+
+
+def test_a_reverse_mode_that_reuses_the_buffer_of_its_value() -> None:
+    """The loss of one microbatch is copied before that of the next takes its place."""
+    value = torch.empty(())
+
+    def mine(func: Any, argnums: Any = 0, has_aux: bool = False) -> Any:
+        def run(leaves: list[Tensor], microbatch: Any) -> Any:
+            grads, (loss, aux) = ps.grad_and_value(func, has_aux=True)(leaves, microbatch)
+            return grads, (value.copy_(loss), aux)
+
+        return run
+
     group = [{"x": torch.tensor([2.0**m])} for m in range(3)]
-    for keep, leaves in ((False, 1), (True, 3)):
-        seen.clear()
-        fn = functools.partial(loss_fn, keep=keep)
-        assert ps.accumulate(fn, torch.ones(1), group, weight_fn=x_ones).grads == 7
-        assert len({*seen}) == leaves
+    sums = ps.accumulate(
+        lambda w, m: w * m["x"], torch.ones(1), group, weight_fn=x_ones, grad_and_value=mine
+    )
+    assert sums.loss == 7
+
+
+def test_a_tangent_that_is_not_finite_is_taken_away_with_its_loss() -> None:
+    """At weight 0 also in forward mode, where the loss itself is finite."""
+
+    def loss(z: Tensor) -> Tensor:
+        group = [{"x": torch.ones(3), "z": z, "w": torch.tensor([1.0, 1.0, 0.0])}]
+        sums = ps.accumulate(
+            lambda w, m: w * m["x"] + m["z"].sqrt(),
+            torch.ones(()),
+            group,
+            weight_fn=lambda m: m["w"],
+        )
+        return sums.loss
+
+    given = (torch.tensor([1.0, 4.0, 0.0]),), (torch.ones(3),)
+    assert torch.func.jvp(loss, *given)[1] == 0.5 + 0.25
 
 
 def test_what_a_hook_keeps_is_its_own() -> None:

@@ -669,3 +669,21 @@ def test_a_rate_that_is_none(make: Any) -> None:
     for rate in ("0.1", dict, [0.1]):
         with pytest.raises(TypeError, match="must be a number, a scalar tensor or a schedule"):
             make(rate)
+
+
+def test_an_update_that_was_replaced_is_not_run() -> None:
+    """Neither in place, nor of lists of leaves."""
+    params = {"w": torch.ones(2)}
+
+    def half(grads: Any, state: Any, params: Any) -> Any:
+        return native.update(tree.map(lambda grad: grad / 2, grads), state, params)
+
+    native = ps.optim.sgd(1.0)
+    halved = native._replace(update=half, update_=None, takes=())
+    group = [{"x": torch.ones(1)}]
+    for donate in (False, True):
+        step = ps.make_update_step(
+            lambda p, m: p["w"].sum() * m["x"], halved, weight_fn=lambda m: m["x"], donate=donate
+        )
+        own = tree.map(torch.clone, params)
+        assert step(own, halved.init(own), group)[0]["w"].tolist() == [0.5, 0.5]

@@ -73,7 +73,7 @@ class Transform(NamedTuple):
     kernels: bool = False
     compiled: Callable[[bool | Compiler], Update] | None = None
     takes: Collection[str] = ()
-    on_leaves: Callable[[Form, Form], OnLeaves | None] | None = None
+    on_leaves: Callable[[Update | None, Form, Form], OnLeaves | None] | None = None
 
 
 class Optimizer(NamedTuple):
@@ -87,8 +87,8 @@ class Optimizer(NamedTuple):
     as ``compile=`` of a step says.
     ``takes`` names the optional keywords, ``"grad_scale"`` and ``"applied"``. What it does not name is never passed:
     that is right and only slower.
-    ``on_leaves(params, state)``, from the forms of both, is ``update_`` of lists of leaves, with all keywords; None where
-    they do not belong together. Who replaces ``update_`` replaces it, too, if only by None.
+    ``on_leaves(update_, params, state)``, from the forms of params and state, is the same ``update_`` of lists of leaves, with
+    all keywords. It gives None where these do not belong together, and where ``update_`` was replaced.
 
     >>> import torch
     >>> descend = Optimizer(
@@ -105,7 +105,7 @@ class Optimizer(NamedTuple):
     kernels: bool = False
     compiled: Callable[[bool | Compiler], Update] | None = None
     takes: Collection[str] = ()
-    on_leaves: Callable[[Form, Form], OnLeaves | None] | None = None
+    on_leaves: Callable[[Update | None, Form, Form], OnLeaves | None] | None = None
 
 
 def check_optimizer(wanted: str, value: object) -> None:
@@ -169,12 +169,9 @@ def chain(*transforms: *tuple[*tuple[Transform, ...], Last]) -> Last:
 
     def on_leaves(params: Form, state: Form) -> OnLeaves | None:
         inner = forms_within(state)
-        if len(inner) != len(parts):
+        if not issubclass(state.structure.type or object, tuple) or len(inner) != len(parts):
             return None
-        found = [
-            part.on_leaves and part.on_leaves(params, form)
-            for part, form in zip(parts, inner, strict=True)
-        ]
+        found = [on_leaves_of(part, params, form) for part, form in zip(parts, inner, strict=True)]
         each = [at for at in found if at is not None]
         return partial(in_their_turn, each, inner) if len(each) == len(parts) else None
 
@@ -187,8 +184,9 @@ def chain(*transforms: *tuple[*tuple[Transform, ...], Last]) -> Last:
         **how: Any,
     ) -> tuple[list[Tensor], list[Tensor]]:
         rest, after = iter(state.leaves), list[Tensor]()
-        for update, form in zip(each, inner, strict=True):
-            old = Flat([*islice(rest, len(form.kinds))], form)
+        structures = state.structure.children()
+        for update, form, structure in zip(each, inner, structures, strict=True):
+            old = Flat([*islice(rest, len(form.kinds))], structure, form)
             grads, new = update(grads, old, params, **how)
             after += new
             how = {**how, "grad_scale": None}
@@ -202,7 +200,7 @@ def composed(
     init: Init,
     parts: Collection[Transform | Optimizer],
     combine: Callable[[Sequence[Update], bool], Update],
-    on_leaves: Callable[[Form, Form], OnLeaves | None] | None = None,
+    on_leaves: Callable[[Form, Form], OnLeaves | None] = lambda params, state: None,
 ) -> Last:
     """An Optimizer or Transform made of parts: ``combine(updates, in_place)`` makes one update of theirs.
 
@@ -225,15 +223,25 @@ def composed(
     def part_by_part(compile: bool | Compiler) -> Update:
         return made([compiled_(part, compile) for part in parts])
 
+    update_ = made([guarded(part) for part in parts])
+
+    def own_on_leaves(given: Update | None, params: Form, state: Form) -> OnLeaves | None:
+        return on_leaves(params, state) if given is update_ else None
+
     return kind(
         init,
         update,
-        made([guarded(part) for part in parts]),
+        update_,
         all(part.kernels for part in parts),
         part_by_part if any(part.compiled for part in parts) else None,
         KEYWORDS,
-        on_leaves,
+        own_on_leaves,
     )
+
+
+def on_leaves_of(part: Transform | Optimizer, params: Form, state: Form) -> OnLeaves | None:
+    """The part's ``update_`` of lists of leaves, where it has one for these forms."""
+    return None if part.on_leaves is None else part.on_leaves(part.update_, params, state)
 
 
 def compiled_(part: Transform | Optimizer, compile: bool | Compiler) -> Update:

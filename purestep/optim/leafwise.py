@@ -18,6 +18,7 @@ from purestep.optim.base import (
     Last,
     OnLeaves,
     Transform,
+    Update,
     refuse,
     selected,
     written,
@@ -98,8 +99,8 @@ def leafwise(
         new, after = of_leaves(places, theirs.leaves, old, ours, **how)
         return ours.tree(new), old.tree(after)
 
-    def on_leaves(params: Form, state: Form) -> OnLeaves | None:
-        places = places_of(params, state)
+    def on_leaves(given: Update | None, params: Form, state: Form) -> OnLeaves | None:
+        places = places_of(params, state) if given is update_ else None
         return None if places is None else partial(of_leaves, places)
 
     def of_leaves(

@@ -67,13 +67,13 @@ def partition(label_fn: Callable[[Params], Tree] | Tree, optimizers: Mapping[str
     remembered: dict[Form, list[Part]] = {}
 
     def parts_of(params: Params) -> list[Part]:
-        leaves, form = flat(params)
+        leaves, structure, form = flat(params)
         if not form.kept or not tree.eager() or is_watched():
             return labelled(params)
         parts = remembered.get(form)
         if parts is None:
             parts = [
-                part._replace(structure=tree.flatten(only(part, leaves, form.structure))[1])
+                part._replace(structure=tree.flatten(only(part, leaves, structure))[1])
                 for part in labelled(params)
             ]
             if len(remembered) >= MOST:

@@ -9,7 +9,14 @@ from torch import Tensor
 from purestep import tree
 from purestep.compiler import Compiler
 from purestep.form import Flat, copied
-from purestep.optim.base import Optimizer, compiled_, foreign, selected, with_grad_scale
+from purestep.optim.base import (
+    Optimizer,
+    compiled_,
+    foreign,
+    on_leaves_of,
+    selected,
+    with_grad_scale,
+)
 from purestep.types import OptState, Params
 
 
@@ -41,7 +48,8 @@ def transition(
     update_ = compiled_(optimizer, compile)
     copies = not donate and (compile is not False or optimizer.update_ is not None)
 
-    on_leaves = optimizer.on_leaves if compile is False or optimizer.kernels else None
+    # What is compiled takes trees.
+    plain = compile is False or optimizer.kernels
 
     def transit(
         grads: list[Tensor],
@@ -67,8 +75,8 @@ def transition(
                 if not applied:
                     return params.tree(), state.tree()
                 how["applied"] = None
-            at = on_leaves and eager and on_leaves(params.form, state.form)
-            if at:
+            at = on_leaves_of(optimizer, params.form, state.form) if plain and eager else None
+            if at is not None:
                 moved, after = at(grads, state, params, **how)
                 return params.tree(moved), state.tree(after)
             return update_(params.tree(grads), state.tree(), params.tree(), **how)
