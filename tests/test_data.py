@@ -10,6 +10,7 @@ from hypothesis import given, strategies as st
 from torch import Tensor
 
 import purestep as ps
+from purestep import batching
 
 # shift_labels
 
@@ -106,3 +107,183 @@ def test_labels_of_padded_texts_are_those_of_the_texts(lengths: list[int], side:
     for text, one, found in zip(texts, ids, labels, strict=True):
         assert torch.equal(found[one != 0], ps.shift_labels(text))
         assert (found[one == 0] == -100).all()
+
+
+# What belongs to an example as a whole
+
+VOCABULARY, CLASSES = 7, 3
+Reviews = list[dict[str, Any]]
+
+
+@st.composite
+def reviews(draw: st.DrawFn) -> Reviews:
+    """Texts with a class each, some of which do not count, and with what else may belong to a text."""
+    lengths = draw(st.lists(st.integers(1, 6), min_size=1, max_size=8))
+    random = draw(st.randoms(use_true_random=False))
+    return [
+        {
+            "input_ids": torch.tensor([random.randrange(VOCABULARY) for _ in range(n)]),
+            "attention_mask": torch.ones(n, dtype=torch.bool),
+            "labels": torch.tensor(random.choice([*range(CLASSES), -100])),
+            "more": {"id": torch.tensor(i), "weight": torch.tensor(random.random())},
+        }
+        for i, n in enumerate(lengths)
+    ]
+
+
+def classifier() -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return {
+        "embedding": torch.randn(VOCABULARY, 4, generator=generator, dtype=torch.float64),
+        "out": torch.randn(4, CLASSES, generator=generator, dtype=torch.float64),
+    }
+
+
+def class_losses(params: Any, microbatch: Any) -> Tensor:
+    """Of each text, by the mean of its tokens."""
+    real = microbatch["attention_mask"].double().unsqueeze(-1)
+    embedded = params["embedding"][microbatch["input_ids"]].tanh() * real
+    logits = embedded.sum(-2) / real.sum(-2) @ params["out"]
+    losses = ps.losses.cross_entropy(logits, microbatch["labels"])
+    return losses * microbatch["more"]["weight"]
+
+
+def class_losses_of_documents(params: Any, microbatch: Any) -> Tensor:
+    """The same, of each segment of each row."""
+    numbers = torch.arange(1, microbatch["labels"].shape[1] + 1)
+    real = (microbatch["segments"].unsqueeze(1) == numbers.view(1, -1, 1)).double()
+    embedded = params["embedding"][microbatch["input_ids"]].tanh()
+    logits = real @ embedded / real.sum(-1, keepdim=True).clamp(min=1) @ params["out"]
+    losses = ps.losses.cross_entropy(logits, microbatch["labels"])
+    return losses * microbatch["more"]["weight"]
+
+
+def update(loss_fn: Any, group: Any) -> tuple[Any, ps.StepMetrics]:
+    optimizer, params = ps.optim.sgd(0.5), classifier()
+    step = ps.make_update_step(loss_fn, optimizer)
+    after, _, metrics = step(params, optimizer.init(params), group)
+    return after, metrics
+
+
+def test_classes_by_hand() -> None:
+    """The reference itself: the gradient of the mean over texts, from autograd."""
+    texts = [([1, 2, 2], 0), ([4], 2)]
+    one_by_one = [
+        {
+            "input_ids": torch.tensor(ids),
+            "attention_mask": torch.ones(len(ids)),
+            "labels": torch.tensor(label),
+            "more": {"weight": torch.tensor(1.0)},
+        }
+        for ids, label in texts
+    ]
+    params = {name: leaf.requires_grad_() for name, leaf in classifier().items()}
+    losses = [
+        torch.nn.functional.cross_entropy(
+            params["embedding"][ids].tanh().mean(0) @ params["out"], torch.tensor(label)
+        )
+        for ids, label in texts
+    ]
+    torch.stack(losses).mean().backward()
+    after, _ = update(class_losses, one_by_one)
+    for name, leaf in params.items():
+        assert leaf.grad is not None
+        torch.testing.assert_close(
+            after[name], leaf.detach() - 0.5 * leaf.grad, rtol=1e-12, atol=1e-12
+        )
+
+
+@given(reviews(), st.integers(6, 20), st.integers(1, 4))
+def test_a_classifier_on_packed_text(examples: Reviews, budget: int, multiple_of: int) -> None:
+    """However its texts are packed, over rows or inside of them, its update is that of the texts one by one."""
+    budget = max(budget, 6 + multiple_of)
+    expected, told = update(class_losses, examples)
+    filling = {**batching.PAD, "id": -1, "weight": 0}
+    packed = ps.pack(examples, max_tokens=budget, multiple_of=multiple_of)
+    documents = ps.pack_documents(examples, row_tokens=budget, pad=filling)
+    ahead = ps.prefetch(ps.group(packed, len(packed)), "cpu")
+    groups = {
+        "packed": (class_losses, packed),
+        "prefetched": (class_losses, next(ahead)),
+        "documents": (class_losses_of_documents, [documents]),
+        "rows": (class_losses_of_documents, ps.split(documents, len(documents["labels"]))),
+    }
+    for loss_fn, group in groups.values():
+        after, metrics = update(loss_fn, group)
+        assert metrics.num_tokens == told.num_tokens
+        for name in expected:
+            torch.testing.assert_close(after[name], expected[name], rtol=1e-12, atol=1e-12)
+
+
+@given(reviews(), st.integers(6, 20))
+def test_what_belongs_to_an_example_stays_with_it(examples: Reviews, budget: int) -> None:
+    """Each id once, beside the tokens that it came with; nothing but padding beside the rest."""
+    packed = ps.pack(examples, max_tokens=budget)
+    found = []
+    for part in packed:
+        for row, (number, weight) in enumerate(
+            zip(part["more"]["id"], part["more"]["weight"], strict=True)
+        ):
+            one = examples[int(number)]
+            assert torch.equal(
+                part["input_ids"][row][part["attention_mask"][row]], one["input_ids"]
+            )
+            assert (part["labels"][row], weight) == (one["labels"], one["more"]["weight"])
+            found.append(int(number))
+    assert sorted(found) == list(range(len(examples)))
+    filling = {**batching.PAD, "id": -1, "weight": 0}
+    documents = ps.pack_documents(examples, row_tokens=budget, pad=filling)
+    ids = documents["more"]["id"]
+    assert ids.shape[1] == documents["segments"].max()
+    assert sorted(ids[ids >= 0].tolist()) == list(range(len(examples)))
+    for row, column in (ids >= 0).nonzero().tolist():
+        one = examples[int(ids[row, column])]
+        segment = documents["segments"][row] == column + 1
+        assert torch.equal(documents["input_ids"][row][segment], one["input_ids"])
+        assert documents["labels"][row, column] == one["labels"]
+    assert (documents["labels"][ids < 0] == -100).all()
+
+
+def test_balance_by_length_alone() -> None:
+    examples = [{"tokens": torch.ones(n), "labels": torch.tensor(n)} for n in (5, 4, 3, 3, 3)]
+    shares = ps.balance(examples, 2)
+    assert [[int(one["labels"]) for one in share] for share in shares] == [[5, 4], [3, 3, 3]]
+
+
+def refused(example: Any, *others: Any) -> str:
+    """What all that pack say of it, alike."""
+    told = set()
+    for together in (
+        lambda examples: ps.pack(examples, max_tokens=9, pad=0),
+        lambda examples: ps.pack_documents(examples, row_tokens=9, pad=0),
+    ):
+        with pytest.raises(ValueError, match="examples") as event:
+            together([*others, example])
+        told.add(str(event.value))
+    (message,) = told
+    return message
+
+
+def test_what_belongs_to_no_tokens_is_refused() -> None:
+    """Left out with its example, it would be missing from N."""
+    one = {"tokens": torch.ones(2), "class": torch.tensor(1)}
+    empty = {"tokens": torch.ones(0), "class": torch.tensor(1)}
+    message = refused(empty, one)
+    assert "examples[1] has length 0, but examples[1]['class'], torch.int64 of shape ()" in message
+    assert "leave the example out" in message
+    assert refused(empty).startswith("examples[0] has length 0")
+
+
+def test_what_belongs_to_an_example_is_alike() -> None:
+    one = {"tokens": torch.ones(2), "class": torch.tensor(1)}
+    assert "['class'] is torch.float32 of shape ()" in refused(
+        {**one, "class": torch.tensor(1.0)}, one
+    )
+    assert "['class'] is torch.int64 of shape (2,)" in refused(
+        {**one, "class": torch.tensor([1, 2])}, one
+    )
+    assert "common first dimension" in refused({"class": torch.tensor(1)})
+    assert "make tensors of them" in refused({**one, "class": 1})
+    with pytest.raises(ValueError, match=r"no pad value for example\['class'\]: add it to pad="):
+        ps.pack_documents([one, one], row_tokens=4)
+    assert ps.pack([one, one], max_tokens=4)[0]["class"].tolist() == [1, 1]
