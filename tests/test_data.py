@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections import UserDict
+from itertools import islice
+from pathlib import Path
 from typing import Any
 
+import datasets
 import pytest
 import torch
 from hypothesis import given, strategies as st
 from torch import Tensor
+from torch.utils.data import DataLoader
 
 import purestep as ps
 from purestep import batching
@@ -244,6 +249,16 @@ def test_what_belongs_to_an_example_stays_with_it(examples: Reviews, budget: int
     assert (documents["labels"][ids < 0] == -100).all()
 
 
+def test_a_mapping_of_any_kind_has_leaves_of_its_own() -> None:
+    """As a tokenizer of transformers returns it."""
+    plain = [{"input_ids": torch.ones(n), "labels": torch.tensor(n)} for n in (3, 1, 2)]
+    mappings: Any = list(map(UserDict, plain))
+    assert str(ps.pack(mappings, max_tokens=4)) == str(ps.pack(plain, max_tokens=4))
+    documents = [ps.pack_documents(each, row_tokens=4) for each in (mappings, plain)]
+    assert str(documents[0]) == str(documents[1])
+    assert [len(share) for share in ps.balance(mappings, 2)] == [1, 2]
+
+
 def test_balance_by_length_alone() -> None:
     examples = [{"tokens": torch.ones(n), "labels": torch.tensor(n)} for n in (5, 4, 3, 3, 3)]
     shares = ps.balance(examples, 2)
@@ -287,3 +302,116 @@ def test_what_belongs_to_an_example_is_alike() -> None:
     with pytest.raises(ValueError, match=r"no pad value for example\['class'\]: add it to pad="):
         ps.pack_documents([one, one], row_tokens=4)
     assert ps.pack([one, one], max_tokens=4)[0]["class"].tolist() == [1, 1]
+
+
+# From a table to updates
+
+TABLE: dict[str, list[Any]] = {
+    "input_ids": [[(i * k) % VOCABULARY for k in range(1 + i * 5 % 7)] for i in range(13)],
+    "kind": [i % CLASSES for i in range(13)],
+}
+
+
+def table() -> datasets.Dataset:
+    return datasets.Dataset.from_dict(TABLE).with_format("torch")
+
+
+def microbatch_of(rows: list[dict[str, Tensor]]) -> Any:
+    """Rows of the table as one microbatch of a causal model."""
+    examples = [{**row, "labels": ps.shift_labels(row["input_ids"])} for row in rows]
+    (microbatch,) = ps.pack(examples, max_tokens=1000)
+    return microbatch
+
+
+def loader(workers: int) -> Any:
+    """In an order of its own."""
+    order = torch.Generator().manual_seed(3)
+    return DataLoader(
+        table(),
+        batch_size=2,
+        shuffle=True,
+        generator=order,
+        collate_fn=microbatch_of,
+        num_workers=workers,
+    )
+
+
+def stream(_: int) -> Any:
+    """As it is read: of a table that need not fit into memory."""
+    rows = table().to_iterable_dataset().with_format("torch")
+    return DataLoader(rows, batch_size=2, collate_fn=microbatch_of)
+
+
+def token_losses(params: Any, microbatch: Any) -> Tensor:
+    """Of each token, given the kind of its text."""
+    hidden = params["embedding"][microbatch["input_ids"]]
+    told = (hidden + params["kind"][microbatch["kind"]].unsqueeze(1)) @ params["out"]
+    return ps.losses.cross_entropy(told, microbatch["labels"])
+
+
+def predictor() -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    sizes = {"embedding": (VOCABULARY, 4), "kind": (CLASSES, 4), "out": (4, VOCABULARY)}
+    return {name: torch.randn(size, generator=generator) for name, size in sizes.items()}
+
+
+@pytest.mark.parametrize(("source", "workers"), [(loader, 0), (loader, 2), (stream, 0)])
+def test_a_table_is_resumed_where_it_stopped(source: Any, workers: int, tmp_path: Path) -> None:
+    """Bit for bit, after whichever update it stopped."""
+    optimizer = ps.optim.adamw(0.1)
+    step = ps.make_update_step(token_losses, optimizer)
+
+    def train(state: Any, start: int, updates: int | None) -> tuple[Any, list[int], Any]:
+        """State, the tokens of each update, and where to go on."""
+        params, opt_state = state
+        tokens: list[int] = []
+        groups = ps.prefetch(ps.group(source(workers), 2, start=start), "cpu")
+        for microbatches in islice(groups, updates):
+            params, opt_state, metrics = step(params, opt_state, microbatches)
+            tokens.append(int(metrics.num_tokens))
+        position = groups.position
+        groups.close()
+        return (params, opt_state), tokens, position
+
+    begin = predictor(), optimizer.init(predictor())
+    whole, tokens, _ = train(begin, 0, None)
+    assert sum(tokens) == sum(len(ids) - 1 for ids in TABLE["input_ids"])
+    for stop in range(1, len(tokens)):
+        state, first, position = train(begin, 0, stop)
+        assert position == 2 * stop
+        ps.checkpoint.save(tmp_path / "state", state)
+        state, rest, _ = train(ps.checkpoint.load(tmp_path / "state", begin), position, None)
+        assert [*first, *rest] == tokens
+        leaves = zip(ps.tree.leaves_of(state), ps.tree.leaves_of(whole), strict=True)
+        assert all(torch.equal(ours, theirs) for ours, theirs in leaves)
+
+
+def test_a_table_packed_is_the_table_row_by_row() -> None:
+    """A loader may make whole groups, in its workers."""
+    rows = list(table())
+    expected, told = update_of([microbatch_of([row]) for row in rows])
+    groups: Any = DataLoader(
+        table(),
+        batch_size=len(rows),
+        collate_fn=packed_groups,
+        num_workers=1,
+    )
+    ahead = ps.prefetch(groups, "cpu")
+    after, metrics = update_of(next(ahead))
+    ahead.close()
+    assert metrics.num_tokens == told.num_tokens
+    for name in expected:
+        torch.testing.assert_close(after[name], expected[name], rtol=1e-12, atol=1e-12)
+
+
+def packed_groups(rows: list[dict[str, Tensor]]) -> list[Any]:
+    examples = [{**row, "labels": ps.shift_labels(row["input_ids"])} for row in rows]
+    return ps.pack(examples, max_tokens=16)
+
+
+def update_of(group: Any) -> tuple[Any, ps.StepMetrics]:
+    params = {name: leaf.double() for name, leaf in predictor().items()}
+    optimizer = ps.optim.sgd(0.5)
+    step = ps.make_update_step(token_losses, optimizer)
+    after, _, metrics = step(params, optimizer.init(params), group)
+    return after, metrics
