@@ -19,7 +19,15 @@ from purestep import batching
 
 # shift_labels
 
-INTEGERS = [torch.uint8, torch.int8, torch.uint16, torch.int16, torch.uint32, torch.int32]
+INTEGERS = [
+    torch.uint8,
+    torch.int8,
+    torch.uint16,
+    torch.int16,
+    torch.uint32,
+    torch.int32,
+    torch.uint64,
+]
 
 
 def shifted(ids: list[int], mask: list[int]) -> list[int]:
@@ -67,6 +75,12 @@ def test_labels_do_not_write_to_their_text() -> None:
     assert (ids.tolist(), mask.tolist()) == ([5, 6], [1, 1])
 
 
+def test_labels_of_an_empty_text() -> None:
+    """Whose dtype is that of any other empty list."""
+    for labels in (ps.shift_labels(torch.tensor([])), ps.shift_labels(*[torch.tensor([])] * 2)):
+        assert (labels.dtype, labels.tolist()) == (torch.int64, [])
+
+
 def test_labels_are_made_where_the_text_is() -> None:
     ids = torch.ones(2, 3, dtype=torch.int32, device="meta")
     for mask in (None, ids):
@@ -79,6 +93,7 @@ def test_labels_are_made_where_the_text_is() -> None:
     [
         (([5, 6],), TypeError, r"input_ids is a list, not a tensor: .*torch.as_tensor\(input_ids\)"),
         ((torch.ones(2),), TypeError, "input_ids is torch.float32, where integers are needed"),
+        ((torch.tensor([True]),), TypeError, "input_ids is torch.bool, where integers are needed"),
         ((torch.tensor(5),), ValueError, r"input_ids is a single token, torch.int64 of shape \(\)"),
         (
             (torch.ones(2, 3).long(), torch.ones(3).long()),

@@ -7,16 +7,6 @@ from torch import Tensor
 
 from purestep.tokens import IGNORE_INDEX
 
-_INTEGERS = (
-    torch.uint8,
-    torch.int8,
-    torch.uint16,
-    torch.int16,
-    torch.uint32,
-    torch.int32,
-    torch.int64,
-)
-
 
 def shift_labels(input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
     """The labels of a causal model: at each position the next token, and -100 where there is none.
@@ -39,7 +29,7 @@ def shift_labels(input_ids: Tensor, attention_mask: Tensor | None = None) -> Ten
     tensor([[   6,    7, -100],
             [   9, -100, -100]])
     """
-    _check("input_ids", input_ids, _INTEGERS, "token ids")
+    _check("input_ids", input_ids, "token ids", bools=False)
     if input_ids.ndim == 0:
         raise ValueError(
             f"shift_labels: input_ids is a single token, {input_ids.dtype} of shape (): give the whole text, "
@@ -48,12 +38,7 @@ def shift_labels(input_ids: Tensor, attention_mask: Tensor | None = None) -> Ten
     length = input_ids.shape[-1]
     counted = torch.arange(length, device=input_ids.device) < length - 1
     if attention_mask is not None:
-        _check(
-            "attention_mask",
-            attention_mask,
-            (torch.bool, *_INTEGERS),
-            "1 for a token, 0 for padding",
-        )
+        _check("attention_mask", attention_mask, "1 for a token, 0 for padding", bools=True)
         if attention_mask.shape != input_ids.shape:
             raise ValueError(
                 f"shift_labels: attention_mask has the shape {tuple(attention_mask.shape)}, but input_ids "
@@ -64,13 +49,15 @@ def shift_labels(input_ids: Tensor, attention_mask: Tensor | None = None) -> Ten
     return torch.where(counted, input_ids.to(torch.int64).roll(-1, -1), IGNORE_INDEX)
 
 
-def _check(name: str, value: Tensor, dtypes: tuple[torch.dtype, ...], what: str) -> None:
+def _check(name: str, value: Tensor, what: str, *, bools: bool) -> None:
     if not isinstance(value, Tensor):
         raise TypeError(
             f"shift_labels: {name} is a {type(value).__name__}, not a tensor: make it one with "
             f"torch.as_tensor({name})"
         )
-    if value.dtype not in dtypes:
+    inexact = value.is_floating_point() or value.is_complex()
+    # An empty text says nothing: torch.tensor([]) is float32.
+    if value.numel() and (inexact or (value.dtype == torch.bool and not bools)):
         raise TypeError(
             f"shift_labels: {name} is {value.dtype}, where integers are needed ({what}): convert it where the "
             "data is made"
