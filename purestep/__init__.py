@@ -27,6 +27,7 @@ from purestep.batching import (
     plan,
     prefetch,
     segment_mask,
+    shift_labels,
     split,
 )
 from purestep.compiler import compile
@@ -50,6 +51,7 @@ from purestep.types import (
 __all__ = [
     "tree",
     "from_module",
+    "shift_labels",
     "BatchPlan",
     "plan",
     "balance",

@@ -1,7 +1,8 @@
-"""From examples to groups of microbatches: plan, group, split, pack, balance, prefetch."""
+"""From examples to groups of microbatches: label, plan, group, split, pack, balance, prefetch."""
 
 from purestep.batching.cut import merge, split
 from purestep.batching.group import DataExhausted, group
+from purestep.batching.labels import shift_labels
 from purestep.batching.pack import (
     PAD,
     balance,
@@ -17,6 +18,7 @@ from purestep.batching.plan import BatchPlan, plan
 from purestep.batching.prefetch import PrefetchedGroup, prefetch
 
 __all__ = [
+    "shift_labels",
     "BatchPlan",
     "plan",
     "group",

@@ -81,6 +81,8 @@ def alike(
 
 def _kind(leaf: Tensor) -> object:
     """What examples that are put together must share in a leaf."""
+    if is_whole(leaf):
+        return tree.kind(leaf)
     return (leaf.dtype, leaf.shape[1:]) if isinstance(leaf, Tensor) else type(leaf)
 
 
@@ -94,10 +96,16 @@ def _difference(example: Tree, name: str, other: Tree, other_name: str) -> str:
     )
 
 
-def common_length(example: Tree, name: str) -> int:
-    """The first dimension that all leaves share."""
+def is_whole(leaf: object) -> bool:
+    """Whether a leaf belongs to its example as a whole: a class, a reward, a key, an id."""
+    return isinstance(leaf, Tensor) and leaf.ndim == 0
+
+
+def common_length(example: Tree, name: str, *, but_whole: bool = False) -> int:
+    """The first dimension that all leaves share; ``but_whole``: all but those that belong to it as a whole."""
     leaves = tree.leaves_of(example)
-    lengths = {leaf.shape[0] if isinstance(leaf, Tensor) and leaf.ndim else None for leaf in leaves}
+    along = [leaf for leaf in leaves if not (but_whole and is_whole(leaf))]
+    lengths = {leaf.shape[0] if isinstance(leaf, Tensor) and leaf.ndim else None for leaf in along}
     if len(lengths) != 1 or None in lengths:
         found = [
             f"{path} {tuple(leaf.shape) if isinstance(leaf, Tensor) else type(leaf).__name__}"

@@ -15,17 +15,25 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from purestep import tree
-from purestep.batching.cut import alike, common_length
+from purestep.batching.cut import alike, common_length, is_whole
 from purestep.tokens import IGNORE_INDEX
 from purestep.types import Microbatch, Tree
 
 Example: TypeAlias = Tree
-"""A tree of tensors whose first dimension is the example's length."""
+"""A tree of tensors whose first dimension is the example's length.
+
+Those without a dimension belong to the example as a whole: a class, a reward, a key, an id.
+"""
 
 Pad: TypeAlias = Mapping[str, float] | float
 """What fills up each leaf, by the last name on its path; or one number for all."""
 
-PAD: Mapping[str, float] = {"tokens": 0, "labels": IGNORE_INDEX}
+PAD: Mapping[str, float] = {
+    "tokens": 0,
+    "input_ids": 0,
+    "attention_mask": 0,
+    "labels": IGNORE_INDEX,
+}
 
 
 def pack(
@@ -40,19 +48,26 @@ def pack(
     Examples of length 0 hold no tokens and are left out. The others must be alike: of one structure, and in
     each leaf of one dtype, and of one shape but for the length.
 
+    What belongs to an example as a whole, a tensor without a dimension (a class, a reward, a key, an id), is
+    stacked, one for each row. Where an example has such leaves and length 0, it is refused, for it may be a token:
+    left out, its class would be missing from the update.
+
     Args:
-        examples: trees of tensors whose first dimension is the length.
+        examples: trees of tensors whose first dimension is the length, or that have no dimension.
         max_tokens: the most that a microbatch may hold, padding included.
         multiple_of: padded lengths are rounded up to a multiple of this.
         pad: what fills up each leaf, by its name, such that padding weighs nothing: -100 for labels. One
             number stands for every leaf, the labels too.
 
     Returns:
-        Microbatches, trees of ``(rows, length, ...)``, for one ``update_step``.
+        Microbatches, trees of ``(rows, length, ...)`` and ``(rows,)``, for one ``update_step``.
 
     >>> examples = [{"tokens": torch.ones(n, dtype=torch.int64)} for n in (3, 1, 2, 1)]
     >>> [m["tokens"].tolist() for m in pack(examples, max_tokens=4)]
     [[[1, 1, 1]], [[1, 1]], [[1], [1]]]
+    >>> reviews = [{"tokens": torch.ones(n), "labels": torch.tensor(n)} for n in (2, 1)]
+    >>> [(m["tokens"].tolist(), m["labels"].tolist()) for m in pack(reviews, max_tokens=4)]
+    [([[1.0, 1.0], [1.0, 0.0]], [2, 1])]
     """
     examples = [tree.plain(example) for example in examples]
     lengths = _lengths(examples)
@@ -90,11 +105,28 @@ def packing(lengths: Sequence[int], *, max_tokens: int, multiple_of: int = 1) ->
 def _lengths(examples: Sequence[Example]) -> list[int]:
     """How long each example is; refused where those that hold anything are not alike."""
     names = [f"examples[{i}]" for i in range(len(examples))]
-    lengths = list(map(common_length, examples, names))
+    lengths = [
+        common_length(example, name, but_whole=True)
+        for example, name in zip(examples, names, strict=True)
+    ]
+    for example, name, length in zip(examples, names, lengths, strict=True):
+        if length == 0:
+            _check_nothing_is_lost(example, name)
     # An empty leaf says nothing: the dtype of torch.tensor([]) is float32, whatever the others are.
     full = [i for i, length in enumerate(lengths) if length]
     alike([examples[i] for i in full], [names[i] for i in full])
     return lengths
+
+
+def _check_nothing_is_lost(example: Example, name: str) -> None:
+    """Refuses an example of length 0 that is a token all the same."""
+    for leaf, path in zip(tree.leaves_of(example), tree.paths(example, name), strict=True):
+        if is_whole(leaf):
+            raise ValueError(
+                f"{name} has length 0, but {path}, {tree.kind(leaf)}, belongs to it as a whole, and would be "
+                "missing from the update: leave the example out, or give it a token, as one that begins every "
+                "example"
+            )
 
 
 def _longest_first(lengths: Sequence[int]) -> list[int]:
@@ -117,11 +149,14 @@ def round_up(length: int, multiple_of: int) -> int:
 
 
 def stack(examples: Sequence[Example], length: int, pad: Pad) -> Microbatch:
-    """Examples that are alike as the rows of one tree, filled up to ``length``."""
+    """Examples that are alike as the rows of one tree, filled up to ``length`` where they have one."""
     examples = [tree.plain(example) for example in examples]
     columns, structure = alike(examples, [f"examples[{i}]" for i in range(len(examples))])
     rows = []
     for path, column in zip(tree.paths(examples[0], "example"), columns, strict=True):
+        if is_whole(column[0]):
+            rows.append(torch.stack(column))
+            continue
         filling = _filling(pad, path)
         _check_held(filling, path, column[0].dtype)
         rows.append(_pad_rows(column, length, filling))
@@ -179,7 +214,7 @@ def balance(
     example more than the mean. The same on every rank that is given the same examples.
 
     Args:
-        examples: trees of tensors whose first dimension is the length.
+        examples: trees of tensors whose first dimension is the length, or that have no dimension.
         ranks: how many ranks there are.
         cost: what an example costs, at least 0; None: its length. Attention is quadratic in it.
 
@@ -192,7 +227,9 @@ def balance(
     """
     costs = [
         float(
-            common_length(tree.plain(example), f"examples[{i}]") if cost is None else cost(example)
+            common_length(tree.plain(example), f"examples[{i}]", but_whole=True)
+            if cost is None
+            else cost(example)
         )
         for i, example in enumerate(examples)
     ]
@@ -289,7 +326,9 @@ def pack_documents(
     take position embeddings by ``positions``: then every token's loss is what it is alone, and the borders
     between segments are exact. Labels must be the example's own: its last token predicts nothing of the next.
 
-    Examples are alike as in ``pack``; those of length 0 are left out, and have no segment.
+    Examples are alike as in ``pack``; those of length 0 are left out, and have no segment. What belongs to an
+    example as a whole comes as ``(rows, most segments of a row)``: that of segment n at ``[row, n - 1]``, filled up
+    by ``pad``.
 
     >>> examples = [{"tokens": torch.full((n,), n)} for n in (3, 2, 1)]
     >>> packed = pack_documents(examples, row_tokens=4)
@@ -311,16 +350,25 @@ def pack_documents(
 
     # Examples without tokens make no row, but a row of theirs shows its fields.
     kept = rows or [[0]]
-    joined = [
-        tree.map(lambda *parts: torch.cat(parts), *(examples[i] for i in row)) for row in kept
-    ]
+    most = max(map(len, kept))
+    joined = [tree.map(_joined, *(examples[i] for i in row)) for row in kept]
+    stacked: dict[str, Tree] = tree.map(
+        lambda leaf, one: leaf[:, :most] if is_whole(one) else leaf,
+        stack(joined, row_tokens, pad),
+        examples[kept[0][0]],
+    )
     packed = {
-        **stack(joined, row_tokens, pad),
+        **stacked,
         "positions": filled(lambda i, n: torch.arange(lengths[i], device=device)),
         "segments": filled(lambda i, n: torch.full((lengths[i],), n, device=device)),
     }
     documents: dict[str, Tree] = tree.map(lambda leaf: leaf[: len(rows)], packed)
     return documents
+
+
+def _joined(*parts: Tensor) -> Tensor:
+    """The leaves of one row's examples, one after the other."""
+    return torch.stack(parts) if is_whole(parts[0]) else torch.cat(parts)
 
 
 def _check_document(example: Any, name: str) -> None:
