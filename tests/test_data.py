@@ -430,3 +430,18 @@ def update_of(group: Any) -> tuple[Any, ps.StepMetrics]:
     step = ps.make_update_step(token_losses, optimizer)
     after, _, metrics = step(params, optimizer.init(params), group)
     return after, metrics
+
+
+def test_a_mask_that_is_added() -> None:
+    """By attention that adds it, and by torch's own, to the same result; a dtype that scores cannot have is refused."""
+    segments = torch.tensor([[1, 1, 2, 2, 2, 0]])
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = torch.randn(3, 1, 2, 6, 4, generator=generator, dtype=torch.float64).unbind()
+    scores = q @ k.mT / 2 + ps.segment_mask(segments, torch.float64)
+    attend: Any = torch.nn.functional.scaled_dot_product_attention
+    expected = attend(q, k, v, attn_mask=ps.segment_mask(segments))
+    # Four products in a score, six in what is attended to, and the exponentials of six scores, each way.
+    roundings = 2 * (4 + 6 + 3 * 6) * torch.finfo(torch.float64).eps
+    assert ((scores.softmax(-1) @ v - expected).abs() <= roundings * v.abs().max()).all()
+    with pytest.raises(TypeError, match="floating point dtype of the scores"):
+        ps.segment_mask(segments, torch.int64)

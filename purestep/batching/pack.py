@@ -409,12 +409,26 @@ def document_rows(lengths: Sequence[int], *, row_tokens: int) -> list[list[int]]
     return rows
 
 
-def segment_mask(segments: Tensor) -> Tensor:
+def segment_mask(segments: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """Which position may attend to which, ``(rows, 1, length, length)``: earlier ones of its own segment.
+
+    With a floating point ``dtype``, a mask to be added to scores: 0 where it may, the lowest number elsewhere. Attention that
+    adds its mask, as that of Hugging Face does under ``attn_implementation="eager"``, would take True for 1.
 
     >>> segment_mask(torch.tensor([[1, 1, 2]])).int().tolist()
     [[[[1, 0, 0], [1, 1, 0], [0, 0, 1]]]]
+    >>> segment_mask(torch.tensor([[1, 2]]), torch.float16).tolist()
+    [[[[0.0, -65504.0], [-65504.0, 0.0]]]]
     """
+    if dtype is not None and not dtype.is_floating_point:
+        raise TypeError(
+            f"{dtype=} must be the floating point dtype of the scores, or None for a mask of bools"
+        )
     length = segments.shape[-1]
     same = segments[:, None, :, None] == segments[:, None, None, :]
-    return same & torch.ones(length, length, dtype=torch.bool, device=segments.device).tril()
+    mask = same & torch.ones(length, length, dtype=torch.bool, device=segments.device).tril()
+    if dtype is None:
+        return mask
+    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill(
+        ~mask, torch.finfo(dtype).min
+    )
