@@ -19,10 +19,10 @@ from torch.overrides import TorchFunctionMode
 from purestep import tree
 from purestep.torch_internals import (
     accumulate_hooks,
-    compiler_is_imported,
     holds_tensors,
     run_backward,
     saved_tensors_hooks,
+    something_is_compiled,
     storage_address,
     storage_use_count,
 )
@@ -140,7 +140,7 @@ def backward(
     if not roots:
         return False
     # To look at a graph takes time, which only those pay who compile something.
-    if compiler_is_imported():
+    if something_is_compiled():
         _check_twice_differentiable([term.grad_fn for term, _ in roots if term.grad_fn])
     announced: set[int] = set()
 

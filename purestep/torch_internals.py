@@ -195,9 +195,9 @@ def breaks_refused(function: Callable[..., Any]) -> Callable[..., Any]:
     return refused
 
 
-def compiler_is_imported() -> bool:
-    """Whether anything can have been compiled in this process."""
-    return "torch._dynamo" in sys.modules
+def something_is_compiled() -> bool:
+    """Whether this process may hold a compiled function with a backward pass: torch imports this module for the first of them."""
+    return "torch._functorch.aot_autograd" in sys.modules
 
 
 def never_compiled_alone(function: Callable[..., Any]) -> None:
