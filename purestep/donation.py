@@ -90,12 +90,12 @@ def _spans(given: Flat) -> Iterator[Span]:
 
 
 @once
-def _sizes(form: Form) -> list[int] | None:
+def _sizes(form: Form) -> tuple[int, ...] | None:
     """The bytes of each leaf; None where that is not all that there is to a leaf's memory."""
     kinds: Any = form.kinds
     if not form.plain or {layout for *_, layout, _ in kinds} - {torch.strided}:
         return None
-    sizes = [math.prod(shape) * dtype.itemsize for _, dtype, *_, shape in kinds]
+    sizes = tuple([math.prod(shape) * dtype.itemsize for _, dtype, *_, shape in kinds])
     return None if 0 in sizes else sizes
 
 

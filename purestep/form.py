@@ -170,11 +170,11 @@ def once(function: Function) -> Function:
 
 
 @once
-def forms_within(form: Form) -> list[Form]:
+def forms_within(form: Form) -> tuple[Form, ...]:
     """The forms of the children of its container."""
-    children, start, forms = form.structure.children(), 0, []
-    for child in children:
+    make, start, forms = _remembered if form.kept else _made, 0, []
+    for child in form.structure.children():
         stop = start + child.num_leaves
-        forms.append(_made(child, form.kinds[start:stop], kept=form.kept))
+        forms.append(make(child, form.kinds[start:stop]))
         start = stop
-    return forms
+    return tuple(forms)

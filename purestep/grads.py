@@ -180,7 +180,7 @@ def accumulate(
     add_up = accumulator(loss_fn, weight_fn=weight_fn, grad_and_value=grad_and_value)
     given = flat(params)
     group = grouped(microbatches, weight_fn, total is not None, given.leaves[0].device)
-    dtypes = [each.dtype for each in out] if out else sum_dtypes(given.form, accum_dtype)
+    dtypes = tuple([each.dtype for each in out]) if out else sum_dtypes(given.form, accum_dtype)
     sums = add_up(given, group, total, dtypes, out, ready)
     return sums._replace(grads=given.tree(sums.grads))
 
@@ -300,6 +300,6 @@ def _inference(leaves: Sequence[Tensor]) -> bool:
 
 
 @once
-def sum_dtypes(form: Form, accum_dtype: torch.dtype | None) -> list[torch.dtype]:
+def sum_dtypes(form: Form, accum_dtype: torch.dtype | None) -> tuple[torch.dtype, ...]:
     """The dtype in which each leaf's gradients are summed."""
-    return [accum_dtype or accumulation_dtype(dtype) for dtype in form.dtypes]
+    return tuple([accum_dtype or accumulation_dtype(dtype) for dtype in form.dtypes])

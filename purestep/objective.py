@@ -83,12 +83,16 @@ def value(terms: Sequence[Tensor], cotangents: Sequence[Tensor]) -> Tensor:
     back to it is exactly zero. Where the host sees that the sum is finite, there is nothing to take away.
     """
     pairs = [*zip(terms, cotangents, strict=True)]
-    first, *others = [(term * share).sum() for term, share in pairs]
-    total: Tensor = sum(others, first)
-    known = tree.number_at_hand(total) if tree.eager() else None
-    if known is not None and math.isfinite(known):
-        return total
-    first, *others = [(torch.where(share != 0, term, 0) * share).sum() for term, share in pairs]
+    if tree.eager():
+        total = _total([term * share for term, share in pairs])
+        known = tree.number_at_hand(total)
+        if known is not None and math.isfinite(known):
+            return total
+    return _total([torch.where(share != 0, term, 0) * share for term, share in pairs])
+
+
+def _total(products: Sequence[Tensor]) -> Tensor:
+    first, *others = [product.sum() for product in products]
     return sum(others, first)
 
 
@@ -229,8 +233,9 @@ def check_untouched(
     if versions != now:
         pairs = zip(versions, now, strict=True)
         index = next(index for index, (before, after) in enumerate(pairs) if before != after)
+        name = tree.paths(tree.unflatten(structure, leaves), "params")[index]
         raise ValueError(
-            f"loss_fn wrote to {tree.paths(tree.unflatten(structure, leaves), 'params')[index]} in place, which is the caller's: compute a "
+            f"loss_fn wrote to {name} in place, which is the caller's: compute a "
             "new tensor, or give a module that updates its buffers a clone of them"
         )
 

@@ -184,7 +184,7 @@ class Places(NamedTuple):
     """Where the step counter and the columns of a state lie among its leaves, and whether the kernel is at home there."""
 
     step: int | None
-    slots: list[slice]
+    slots: tuple[slice, ...]
     at_home: bool
 
 
@@ -210,7 +210,7 @@ def _places(
     at_home = {device.type for device in params.devices | state.devices} <= {*devices}
     return Places(
         spans["step"].start if "step" in spans else None,
-        [spans[slot] for slot in slots],
+        tuple([spans[slot] for slot in slots]),
         at_home and not torch.compiler.is_dynamo_compiling(),
     )
 
