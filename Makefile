@@ -41,12 +41,12 @@ format: .venv/installed
 
 .venv/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install -q -c constraints.txt -e '.[testing,examples,dev]'
+	$(BIN)/python -m pip install -q -c constraints.txt -e '.[testing,examples,huggingface,dev]'
 	touch $@
 
 .venv-%/installed: .venv-%/constraints.txt
 	$(PYTHON) -m venv .venv-$*
-	.venv-$*/bin/python -m pip install -q -c $< -e '.[testing,examples,dev]'
+	.venv-$*/bin/python -m pip install -q -c $< -e '.[testing,examples,huggingface,dev]'
 	touch $@
 
 # The oldest of all that pyproject.toml claims, not of torch alone.
