@@ -266,19 +266,40 @@ def options_of_mode(mode: str) -> dict[str, Any]:
 
 
 def unwatched(function: FunctionType, libraries: Sequence[str]) -> dict[str, Any]:
-    """Options of ``torch.compile`` with which it does not look, before each call, for globals of these libraries.
+    """Options of ``torch.compile`` with which it does not look, before each call, for what is these libraries' own.
 
-    Such a global is named by its module, or by nothing but itself where it is one of the function's own module.
+    That is a global, named by its module, or by nothing but itself where it is one of the function's own module; a function, class
+    or constant that one of their functions closes over; and the names by which the compiler refers to modules.
     torch.compile takes this out of the options that it is given, so they are for one call of it.
     """
-    imported = re.compile(rf"G\['__import_({'|'.join(libraries)})(_dot_|')")
-    at_home = function.__globals__.get("__name__", "").partition(".")[0] in libraries
+    names = "|".join(libraries)
+    imported = re.compile(
+        rf"G\['__import_({names})(_dot_|')|__import__\('({names})'\)|G\['__import_\w+'\]$"
+    )
 
-    def look(guard: Any) -> bool:
-        own = at_home and "G['" in guard.name and "G['__import_" not in guard.name
-        return not (own or imported.search(guard.name))
+    def ours(owner: Any) -> bool:
+        return getattr(owner, "__module__", "").partition(".")[0] in libraries
 
-    return {"guard_filter_fn": lambda guards: [look(guard) for guard in guards]}
+    def look(guard: Any, values: dict[str, Any]) -> bool:
+        own = ours(function) and "G['" in guard.name and "G['__import_" not in guard.name
+        return not (own or imported.search(guard.name) or closed_over(guard, values))
+
+    def closed_over(guard: Any, values: dict[str, Any]) -> bool:
+        owner, cell, rest = guard.name.rpartition(".__closure__[")
+        if cell:
+            held = rest.endswith("].cell_contents") and ours(values.get(owner))
+        else:
+            held = guard.name in function.__code__.co_freevars and ours(function)
+        return held and isinstance(guard.value, FunctionType | _CONSTANT)
+
+    def filter_(guards: Sequence[Any]) -> list[bool]:
+        values = {guard.name: guard.value for guard in guards}
+        return [look(guard, values) for guard in guards]
+
+    return {"guard_filter_fn": filter_}
+
+
+_CONSTANT = bool | int | float | str | type | None
 
 
 def lies_in_rows(tensor: Tensor) -> bool:

@@ -18,6 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import purestep as ps
 from proofs.strategies import assert_same
 from purestep import tree
+from purestep.torch_internals import unwatched
 from purestep.types import UpdateStep
 from tests.torch_internals import few_recompilations
 
@@ -510,6 +511,28 @@ def test_what_the_loss_reads_is_looked_at() -> None:
         SCALE[0] = scale
         losses.append(float(whole(start(), PLAIN.init(start()), GROUPS[0])[2].loss))
     assert losses == [losses[0], 2 * losses[0], 8 * losses[0]]
+
+
+def test_what_a_step_closes_over_is_not_looked_at() -> None:
+    """Functions and constants in cells of purestep's own functions stay; tensors and what is the caller's may change."""
+
+    class Guard(NamedTuple):
+        name: str
+        value: Any
+
+    step: Any = ps.make_update_step(loss_fn, PLAIN, weight_fn=weight_fn)
+    looked_at = {
+        Guard("transit", step): False,
+        Guard("donate", False): False,
+        Guard("params", (1,)): True,
+        Guard("transit.__closure__[0].cell_contents", loss_fn): False,
+        Guard("transit.__closure__[0].cell_contents.rate", 0.5): True,
+        Guard("transit.__closure__[0].cell_contents.__closure__[0].cell_contents", 0.5): True,
+        Guard("transit.__closure__[1].cell_contents", 0.5): False,
+        Guard("transit.__closure__[2].cell_contents", torch.ones(())): True,
+    }
+    look = unwatched(step, ["purestep"])["guard_filter_fn"]
+    assert look([*looked_at]) == [*looked_at.values()]
 
 
 def test_settings_beside_our_own() -> None:
