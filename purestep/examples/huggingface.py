@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -157,36 +158,28 @@ def check_loaded(loaded: Any, params: Params, apply: Any, example: Batch, folder
     print(f"{folder} loads as {type(loaded).__name__}, with the same {found.numel():,} logits")
 
 
-def borders(params: Params, apply: Any, examples: Sequence[Batch]) -> dict[str, Tensor]:
-    """Each document's loss per token: alone, packed, and packed as if the row were one document."""
+def changes(params: Params, apply: Any, documents: Sequence[Batch]) -> dict[str, list[float]]:
+    """By how much the loss per token of two documents changes when they share a row."""
     loss_fn = loss_of(apply.eval)
-    alone = [
-        loss_fn(params, ps.pack_documents([document], row_tokens=CONTEXT)) for document in examples
-    ]
-    numbered = [{**each, "number": torch.tensor(i)} for i, each in enumerate(examples)]
-    rows = ps.pack_documents(
-        numbered, row_tokens=CONTEXT, pad={"input_ids": 0, "labels": -100, "number": 0}
-    )
-    document_of = rows["number"].gather(1, (rows["segments"] - 1).clamp(min=0))
-    joined = {**rows, "positions": torch.arange(CONTEXT).expand_as(rows["positions"])}
-    tokens = torch.tensor([len(each["labels"]) - 1 for each in examples])
 
-    def of_each(losses: Tensor) -> Tensor:
-        return (
-            torch.zeros(len(examples)).index_add(0, document_of.flatten(), losses.flatten())
-            / tokens
-        )
+    def total(batch: Batch) -> float:
+        return float(loss_fn(params, batch).sum(dtype=torch.float64))
 
-    return {
-        "tokens": tokens,
-        "alone": torch.stack([losses.sum() for losses in alone]) / tokens,
-        "packed": of_each(loss_fn(params, rows)),
-        "joined": of_each(loss_fn(params, joined)),
-    }
+    alone = [total(ps.pack_documents([each], row_tokens=CONTEXT)) for each in documents]
+    found: dict[str, list[float]] = {"tokens": [], "packed": [], "joined": []}
+    for i, pair in enumerate(pairwise(documents)):
+        row = ps.pack_documents(pair, row_tokens=2 * CONTEXT)
+        tokens = int(ps.label_weights(row).sum())
+        # What those do who put texts one after the other: positions go on, and the second sees the first.
+        joined = {**row, "positions": torch.arange(2 * CONTEXT)[None]}
+        found["tokens"].append(tokens)
+        for name, batch in {"packed": row, "joined": joined}.items():
+            found[name].append(abs(total(batch) - alone[i] - alone[i + 1]) / tokens)
+    return found
 
 
 def draw(
-    path: Path, scratch: Mapping[str, Any], lora: Mapping[str, Any], shares: Mapping[str, Tensor]
+    path: Path, scratch: Mapping[str, Any], lora: Mapping[str, Any], rows: Mapping[str, Any]
 ) -> None:
     """What was learned on the left, what packing changes on the right."""
     blue, orange, grey = "#0072b2", "#d55e00", "0.45"
@@ -219,19 +212,20 @@ def draw(
     left.set_xlabel("update")
     left.set_ylabel("loss per token, held out")
 
-    tokens, alone = shares["tokens"], shares["alone"]
     for name, words, color in [
         ("joined", "one after the other, no borders", orange),
         ("packed", "ps.pack_documents", blue),
     ]:
-        changes = (shares[name] - alone).abs().clamp(min=1e-9)
-        right.loglog(tokens, changes, ".", color=color, markersize=5)
+        right.semilogy(rows["tokens"], [max(x, 1e-10) for x in rows[name]], ".", color=color)
         right.annotate(
-            words, (0.98, changes.median()), (0, 30), xycoords=("axes fraction", "data"),
+            words, (1, max(rows[name])), (0, 8), xycoords=("axes fraction", "data"),
             textcoords="offset points", color=color, ha="right",
         )  # fmt: skip
-    right.set_xlabel("tokens of the document")
-    right.set_ylabel("what sharing a row changes in its loss")
+    right.set_yticks(
+        [1e-10, 1e-8, 1e-6, 1e-4, 1e-2, 1], ["0", *(f"$10^{{{n}}}$" for n in range(-8, 1, 2))]
+    )
+    right.set_xlabel("tokens of two documents")
+    right.set_ylabel("loss per token: |in a shared row − alone|")
     for axes in (left, right):
         axes.spines[["top", "right"]].set_visible(False)
     with ps.checkpoint.replacing(path) as file:
@@ -266,7 +260,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     ps.to_module(params, model)
     model.save_pretrained(llama)
     tokenizer.save_pretrained(llama)
-    shares = borders(params, apply, held_out[PYTHON])
+    rows = changes(params, apply, held_out[PYTHON])
 
     loaded = AutoModelForCausalLM.from_pretrained(llama)
     check_loaded(loaded, params, apply, held_out[PYTHON][0], llama)
@@ -281,14 +275,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     check_loaded(loaded, params, apply, held_out[TORCH][0], adapters)
 
     reader = AutoTokenizer.from_pretrained(llama)
-    prompt = reader("Args:\n    input", return_tensors="pt")
-    print(
-        "---",
-        reader.decode(loaded.generate(**prompt, max_new_tokens=48, do_sample=False)[0]),
-        "---",
-        sep="\n",
-    )
-    draw(options.out / "huggingface.png", scratch, lora, shares)
+    prompt = reader("Args:\n    input (Tensor):", return_tensors="pt")
+    (text,) = loaded.generate(**prompt, max_new_tokens=60, do_sample=True, top_k=20)
+    print("---", reader.decode(text), "---", sep="\n")
+    draw(options.out / "huggingface.png", scratch, lora, rows)
     print(f"picture: {options.out / 'huggingface.png'}")
 
 
