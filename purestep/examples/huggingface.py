@@ -54,25 +54,25 @@ def torch_docstrings() -> list[str]:
 
 def tokenizer_of(texts: Sequence[str]) -> PreTrainedTokenizerFast:
     """Byte-level pairs, learned from the texts."""
-    bytes_ = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False)
     trainer = trainers.BpeTrainer(
         vocab_size=1024,
         special_tokens=["<end>"],
-        initial_alphabet=bytes_.alphabet(),
+        initial_alphabet=byte_level.alphabet(),
         show_progress=False,
     )
     tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer, tokenizer.decoder = bytes_, decoders.ByteLevel()
+    tokenizer.pre_tokenizer, tokenizer.decoder = byte_level, decoders.ByteLevel()
     tokenizer.train_from_iterator(texts, trainer)
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>")
 
 
 def small_llama(vocabulary: int) -> LlamaForCausalLM:
-    """A Llama with a million parameters, its embedding tied to its output."""
+    """A Llama with half a million parameters, its embedding tied to its output."""
     config = LlamaConfig(
         vocab_size=vocabulary, hidden_size=128, intermediate_size=384, num_hidden_layers=2,
         num_attention_heads=4, max_position_embeddings=CONTEXT, tie_word_embeddings=True,
-        bos_token_id=None, eos_token_id=0,
+        initializer_range=0.07, bos_token_id=None, eos_token_id=0,
     )  # fmt: skip
     return LlamaForCausalLM(config)
 
@@ -182,7 +182,7 @@ def draw(
     path: Path, scratch: Mapping[str, Any], lora: Mapping[str, Any], rows: Mapping[str, Any]
 ) -> None:
     """What was learned on the left, what packing changes on the right."""
-    blue, orange, grey = "#0072b2", "#d55e00", "0.45"
+    blue, orange, green, grey = "#0072b2", "#d55e00", "#009e73", "0.45"
     figure = Figure(figsize=(11, 4.2), dpi=110, layout="constrained")
     left, right = figure.subplots(1, 2)
 
@@ -194,36 +194,28 @@ def draw(
             name, points[-1], (4, 0), textcoords="offset points", color=color, va="center"
         )
     left.axvline(begin, color="0.8", zorder=0)
-    high = left.get_ylim()[1]
-    for words, side in {
-        "a Llama learns Python's": "right",
-        "a LoRA learns torch's": "left",
-    }.items():
-        shift = -5 if side == "right" else 5
+    for words, side, shift in [
+        ("a Llama learns Python's", "right", -5),
+        ("a LoRA learns torch's", "left", 5),
+    ]:
         left.annotate(
-            words,
-            (begin, high),
-            (shift, -4),
-            textcoords="offset points",
-            ha=side,
-            va="top",
-            color=grey,
-        )
+            words, (begin, 1), (shift, 0), xycoords=("data", "axes fraction"),
+            textcoords="offset points", color=grey, ha=side, va="top",
+        )  # fmt: skip
     left.set_xlabel("update")
     left.set_ylabel("loss per token, held out")
 
     for name, words, color in [
-        ("joined", "one after the other, no borders", orange),
-        ("packed", "ps.pack_documents", blue),
+        ("joined", "one after the other, no borders", grey),
+        ("packed", "ps.pack_documents", green),
     ]:
         right.semilogy(rows["tokens"], [max(x, 1e-10) for x in rows[name]], ".", color=color)
         right.annotate(
             words, (1, max(rows[name])), (0, 8), xycoords=("axes fraction", "data"),
             textcoords="offset points", color=color, ha="right",
         )  # fmt: skip
-    right.set_yticks(
-        [1e-10, 1e-8, 1e-6, 1e-4, 1e-2, 1], ["0", *(f"$10^{{{n}}}$" for n in range(-8, 1, 2))]
-    )
+    powers = range(-8, 1, 2)
+    right.set_yticks([1e-10, *[10.0**n for n in powers]], ["0", *[f"$10^{{{n}}}$" for n in powers]])
     right.set_xlabel("tokens of two documents")
     right.set_ylabel("loss per token: |in a shared row − alone|")
     for axes in (left, right):
@@ -256,7 +248,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     model = small_llama(len(tokenizer))
     params, apply = ps.from_module(model)
-    params, scratch = train(params, apply, examples[PYTHON], held_out, options.steps, 8e-3)
+    params, scratch = train(params, apply, examples[PYTHON], held_out, options.steps, 5e-3)
     ps.to_module(params, model)
     model.save_pretrained(llama)
     tokenizer.save_pretrained(llama)
