@@ -17,10 +17,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 
 import purestep as ps
 from purestep import tree
-from purestep.examples import docstrings, elastic
+from purestep.examples import docstrings, elastic, huggingface
 
 ROOT = Path(__file__).parent.parent
 TRAINING = ["-m", "purestep.examples.docstrings", "--steps", "80", "--examples", "4"]
@@ -326,3 +327,43 @@ def test_other_ranks_and_microbatches_go_on_to_the_same_bits(tmp_path: Path) -> 
         ended = go_on(loaded, updates=2, ranks=after, max_tokens=20)
         assert all(map(torch.equal, tree.leaves_of(ended), tree.leaves_of(expected)))
         assert not torch.equal(ended[0], saved[0])
+
+
+# Hugging Face.
+
+
+def test_a_llama_and_a_lora_load_where_they_were_saved(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    huggingface.main(["--steps", "3", "--lora-steps", "2", "--out", str(tmp_path)])
+    said = capsys.readouterr().out
+    for folder, loaded in {"llama": "LlamaForCausalLM", "lora": "PeftModel"}.items():
+        assert re.search(rf"^{tmp_path / folder} loads as {loaded}, with the same [\d,]+ logits$", said, re.M), said  # fmt: skip
+    assert (tmp_path / "huggingface.png").read_bytes().startswith(b"\x89PNG")
+
+    # The Llama learns from both kinds of text; the LoRA goes on where it stopped.
+    found = re.findall(r"^loss per token of .* held out: (\S+) -> (\S+)$", said, re.M)
+    begun, ended = [[float(each) for each in column] for column in zip(*found, strict=True)]
+    assert ended[0] < begun[0], said
+    assert ended[1] < begun[1], said
+    assert begun[2:] == ended[:2], said
+
+    llama = AutoModelForCausalLM.from_pretrained(tmp_path / "llama")
+    params, apply = ps.from_module(llama)
+    text = {"input_ids": torch.arange(8)}
+    huggingface.check_loaded(llama, params, apply, text, tmp_path)
+    with torch.no_grad():
+        llama.model.norm.weight[0] += 0.01
+    with pytest.raises(AssertionError, match="the logits differ by 0"):
+        huggingface.check_loaded(llama, params, apply, text, tmp_path)
+
+
+def test_packed_documents_do_not_see_each_other() -> None:
+    """In float64 the picture's two clouds are ten orders of magnitude apart."""
+    torch.manual_seed(0)
+    params, apply = ps.from_module(huggingface.small_llama(50).double())
+    texts = [torch.randint(1, 50, (n,)) for n in (7, 60, 2, 31)]
+    documents = [{"input_ids": text, "labels": ps.shift_labels(text)} for text in texts]
+    found = huggingface.changes(params, apply, documents)
+    assert found["tokens"] == [6 + 59, 59 + 1, 1 + 30]
+    assert max(found["packed"]) < 1e-10 * min(found["joined"])

@@ -6,7 +6,9 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import purestep as ps
 from purestep import tree
@@ -152,3 +154,56 @@ def test_normalising_takes_no_pass(normalize: Any) -> None:
     optimizer_and_norm = {"_foreach_norm": 1, "_foreach_clone": 1, "_foreach_add_": 1}
     assert counts[1] == optimizer_and_norm
     assert counts[8] == {**optimizer_and_norm, "add_": 7 * LAYERS}
+
+
+def llama(checkpointing: bool) -> Any:
+    """50 MB, of which a layer has seven matrices."""
+    model: Any = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=64, hidden_size=512, intermediate_size=1536, num_hidden_layers=4,
+            num_attention_heads=4, tie_word_embeddings=True,
+        )
+    )  # fmt: skip
+    if checkpointing:
+        model.activation_checkpointing_enable()  # It calls enable_input_require_grads, too.
+    return model
+
+
+@pytest.mark.parametrize("donate", [False, True])
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_a_lora_step_holds_nothing_the_size_of_the_frozen_rest(
+    checkpointing: bool, donate: bool
+) -> None:
+    """Neither it nor from_module makes a copy or a gradient of even one frozen matrix; to train all makes 50 MB of gradients."""
+    torch.manual_seed(0)
+    tokens = torch.randint(0, 64, (2, 8))
+    group = [{"tokens": tokens, "labels": ps.shift_labels(tokens)}] * 2
+    optimizer = ps.optim.adamw(1e-2)
+
+    def run(model: Any) -> tuple[Any, Any, int]:
+        """What trains of a model, the optimizer's state of it, and the peak of making the two and of a step."""
+        with LiveBytes() as live:
+            params, apply = ps.from_module(model)
+            opt_state = optimizer.init(params)
+            step = ps.make_update_step(
+                lambda params, m: ps.losses.cross_entropy(
+                    apply(params, m["tokens"], use_cache=False).logits, m["labels"]
+                ),
+                optimizer,
+                donate=donate,
+            )
+            params, opt_state, metrics = step(params, opt_state, group)
+        assert metrics.applied
+        return params, opt_state, live.peak
+
+    model = llama(checkpointing)
+    whole = sum(p.nbytes for p in model.parameters())
+    matrix = model.model.layers[0].mlp.up_proj.weight.nbytes
+    assert run(model)[2] > 2 * whole
+
+    adapted = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj", "v_proj"]))
+    params, opt_state, peak = run(adapted)
+    adapters = sum(leaf.nbytes for leaf in tree.leaves_of(params))
+    assert adapters == 4 * 2 * 2 * (512 + 512) * 4 < whole / 800
+    assert sum(leaf.nbytes for leaf in tree.leaves_of(opt_state)) == 2 * adapters + 8
+    assert peak < matrix < whole / 17

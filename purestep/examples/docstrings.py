@@ -22,7 +22,7 @@ import hashlib
 import os
 import sysconfig
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -78,6 +78,11 @@ def docstrings() -> list[bytes]:
     files += sorted(
         f for name in ("asyncio", "email", "json", "logging") for f in (folder / name).glob("*.py")
     )
+    return [text.encode() for text in docstrings_of(files)]
+
+
+def docstrings_of(files: Iterable[Path]) -> list[str]:
+    """The docstrings in these files that are longer than a line, each once."""
     kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
     found = {
         ast.get_docstring(node)
@@ -85,7 +90,7 @@ def docstrings() -> list[bytes]:
         for node in ast.walk(ast.parse(file.read_bytes()))
         if isinstance(node, kinds)
     }
-    return sorted(text.encode() for text in found if text and len(text) > 40)
+    return sorted(text for text in found if text and len(text) > 40)
 
 
 def lengths_of(corpus: list[bytes]) -> str:
