@@ -109,9 +109,6 @@ CUTS: dict[str, Callable[..., Any]] = {
         params, [pieces(batch, [0, 3], [1]), [], pieces(batch, [2])], **how
     ),
     "vmap": on_vmap,
-    "compiled": lambda params, batch, **how: stepped(
-        params, pieces(batch, [2, 3], [0], [1]), compile=True, **how
-    ),
 }
 
 
@@ -134,6 +131,13 @@ def test_clips_by_hand(cut: str, dtype: torch.dtype) -> None:
     expected, _ = SGD.update(grads, state, zeros(dtype), grad_scale=tokens)
     new = CUTS[cut](zeros(dtype), data(dtype), clip=6.5)
     assert all(map(torch.equal, tree.leaves_of(new), tree.leaves_of(expected)))
+
+
+def test_compiled() -> None:
+    """As one graph, without a warning."""
+    group, how = pieces(data(), [2, 3], [0], [1]), {"clip": 6.5, "chunk_size": 1}
+    compiled, eager = (stepped(zeros(), group, compile=each, **how) for each in (True, False))
+    assert all(map(torch.equal, tree.leaves_of(compiled), tree.leaves_of(eager)))
 
 
 @pytest.mark.parametrize("cut", CUTS)
