@@ -151,9 +151,8 @@ def of_rows(
 def clipped(grads: Params, clip: float, present: Tensor | None) -> Params:
     """One row's gradients, no longer than ``clip``; exact zeros where it is not ``present`` (None: it is)."""
     norm = tree.global_norm(grads)
-    short = (
-        norm <= clip
-    )  # of a norm that is NaN it is not: such a row is NaN everywhere, and nowhere unclipped
+    # Of a norm that is NaN it is not, so such a row is NaN everywhere, and nowhere left as long as it is.
+    short = norm <= clip
     # Divided by what is not 0 also where nothing is clipped: a derivative reaches both branches.
     factor = torch.where(short, 1, clip / torch.where(short, 1, norm))
 

@@ -83,6 +83,7 @@ OPTIMIZERS = {
         2,
     ),
     "master": (ps.optim.master_weights(ps.optim.adamw(0.1)), 3),
+    "ema": (ps.optim.ema(ps.optim.sgd(0.1, 0.9), 0.9), 2),
 }  # fmt: skip
 """Optimizers, and how many trees their state is."""
 
