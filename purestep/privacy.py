@@ -115,57 +115,69 @@ def of_rows(
         microbatch = tree.plain(microbatch)
         rows = common_length(microbatch, "microbatch", but_whole=True)
         leaves, kind = tree.flatten(microbatch)
-        shared = [is_whole(leaf) for leaf in leaves]
+        whole = [is_whole(leaf) for leaf in leaves]
         structure: tree.Structure = None
 
-        def of_row(*row: Tensor) -> list[Tensor]:
+        def of_row(*row: Tensor) -> tuple[list[Tensor], list[Tensor]]:
             nonlocal structure
-            whole = [x if is_shared else x[None] for x, is_shared in zip(row, shared, strict=True)]
+            each = [x if alone else x[None] for x, alone in zip(row, whole, strict=True)]
             differentiate = plain_grad_and_value(func, has_aux=has_aux)
-            grads, output = differentiate(params, tree.unflatten(kind, whole))
-            output_leaves, structure = tree.flatten(
-                (clipped(grads, clip, _present(output)), output)
-            )
-            return [leaf.to(accumulation_dtype(leaf.dtype)) for leaf in output_leaves]
+            grads, output = differentiate(params, tree.unflatten(kind, each))
+            output_leaves, structure = tree.flatten(output)
+            return tree.leaves_of(grads), output_leaves
 
         if not rows:
-            output = func(params, microbatch)
-            return tree.zeros_like(params), output
-        dims = tuple([None if is_shared else 0 for is_shared in shared])
+            return tree.zeros_like(params), func(params, microbatch)
+        dims = tuple([None if alone else 0 for alone in whole])
         # Rows draw for themselves where a loss draws from the global generator, as dropout does.
-        vectorized = torch.vmap(of_row, dims, randomness="different")
+        of_chunk = torch.vmap(of_row, dims, randomness="different")
         sums: list[Tensor] = []
         for start in range(0, rows, chunk_size or rows):
-            stop = start + (chunk_size or rows)
-            chunk = [
-                x if is_shared else x[start:stop]
-                for x, is_shared in zip(leaves, shared, strict=True)
-            ]
-            more = [each.sum(0) for each in vectorized(*chunk)]
-            sums = [a + b for a, b in zip(sums, more, strict=True)] if sums else more
-        return tree.unflatten(structure, sums)
+            chunk = slice(start, start + (chunk_size or rows))
+            given = [x if alone else x[chunk] for x, alone in zip(leaves, whole, strict=True)]
+            grads, beside = of_chunk(*given)
+            more = summed(grads, clip, _present(tree.unflatten(structure, beside)))
+            more += [each.to(accumulation_dtype(each.dtype)).sum(0) for each in beside]
+            sums = [one + other for one, other in zip(sums, more, strict=True)] if sums else more
+            del more
+        count = len(sums) - len(beside)
+        grads = tree.unflatten(tree.flatten(params)[1], sums[:count])
+        return grads, tree.unflatten(structure, sums[count:])
 
     return run
 
 
-def clipped(grads: Params, clip: float, present: Tensor | None) -> Params:
-    """One row's gradients, no longer than ``clip``; exact zeros where it is not ``present`` (None: it is)."""
-    norm = tree.global_norm(grads)
+def summed(grads: list[Tensor], clip: float, present: Tensor | None) -> list[Tensor]:
+    """The sum of rows' gradients, each no longer than ``clip``; of those that are ``present`` (None: all).
+
+    Takes them out of the list one by one.
+    """
+    wide = [grad.to(accumulation_dtype(grad.dtype)) for grad in grads]
+    grads.clear()
+    norms = [torch.linalg.vector_norm(grad.reshape(len(grad), -1), dim=1) for grad in wide]
+    norm = torch.linalg.vector_norm(torch.stack([each.to(torch.float64) for each in norms]), dim=0)
     # Of a norm that is NaN it is not, so such a row is NaN everywhere, and nowhere left as long as it is.
     short = norm <= clip
     # Divided by what is not 0 also where nothing is clipped: a derivative reaches both branches.
     factor = torch.where(short, 1, clip / torch.where(short, 1, norm))
+    known = None if present is None else tree.at_hand(present)
+    absent = None if present is None or (known is not None and known.all()) else ~present
+    if absent is not None:
+        factor = factor.masked_fill(absent, 0)
 
     def of_leaf(grad: Tensor) -> Tensor:
-        grad = grad.to(accumulation_dtype(grad.dtype))
-        grad = grad * factor.to(grad.dtype)
-        return grad if present is None else torch.where(present, grad, 0)
+        along = (len(grad), *[1] * (grad.ndim - 1))
+        grad = grad if absent is None else grad.masked_fill(absent.view(along), 0)
+        return (grad * factor.to(grad.dtype).view(along)).sum(0)
 
-    return tree.map(of_leaf, grads)
+    found: list[Tensor] = []
+    while wide:
+        found.append(of_leaf(wide.pop()))
+    return found[::-1]
 
 
 def _present(output: Any) -> Tensor | None:
-    """Whether a row has any tokens, where that was counted."""
+    """Which rows have any tokens, where that was counted."""
     tally = output[1] if isinstance(output, tuple) and len(output) == 2 else None
     if not isinstance(tally, Tally) or not tally.num_tokens:
         return None
