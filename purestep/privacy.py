@@ -30,13 +30,14 @@ def per_example(
     """A ``grad_and_value=`` for differential privacy [Abadi et al., 2016], with ``normalize="grads"``.
 
     An example is a row of the microbatch, along the first dimension of all its leaves; a leaf without dimensions is
-    given to each row. A row's gradient, of the weighted sum of its tokens' losses, is clipped to the norm ``clip``
-    over the whole tree. Rows of weight 0 add exactly zero, whatever their gradient is (with ``weight_fn=None``, finite).
+    given to each row. (What ``pack_documents`` puts into one row is one example.) A row's gradient, of the weighted sum of its tokens' losses, is clipped to the norm ``clip``
+    over the whole tree. Rows of weight 0 add exactly zero, whatever their gradient is.
 
     The noise belongs to the group: it is drawn once a step, after the sum over all microbatches of all ranks,
     whatever the cut. Every rank draws the same, from a generator in the same state (the same seed), which ranks
-    compare. Drawing changes the generator, and nothing else does: save its ``get_state()`` with the rest of a run. A step inside of
-    ``VmapAxis(size).map`` needs ``randomness="same"`` there.
+    compare. A step moves the generator on: save its ``get_state()`` with the rest of a run. A step inside of
+    ``VmapAxis(size).map`` needs ``randomness="same"`` there, and ``ps.compile`` of a whole step with noise is two graphs, since
+    no compiler follows a generator.
 
     What is divided by is N, the sum of the weights, as ever. The loss, N and aux of the metrics are exact, so keep them to
     yourself; ``grad_norm`` is that of the noisy sum. How private a run was, an accountant tells from ``noise``, the

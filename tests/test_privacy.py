@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 import purestep as ps
+from proofs.strategies import gamma
 from purestep import tree
 
 Group = list[dict[str, Tensor]]
@@ -150,6 +151,37 @@ def test_rows_without_weight_add_exact_zeros(cut: str) -> None:
         assert all(leaf.isfinite().all() for leaf in new.values())
         assert torch.equal(new["w"], same["w"])
         assert torch.equal(same["w"], CUTS["one"](zeros(), data(), clip=6.5)["w"])
+
+
+def test_rows_whose_loss_brings_no_weight() -> None:
+    batch = data()
+    batch["x"][2] = NAN
+    sums = ps.accumulate(
+        lambda p, m: ps.LossTerms(linear(p, m), weights=m["weight"]),
+        zeros(),
+        [batch],
+        weight_fn=None,
+        grad_and_value=ps.per_example(clip=6.5),
+    )
+    assert {name: grad.tolist() for name, grad in sums.grads.items()} == CLIPPED
+    assert sums.counted.num_tokens == TOKENS
+
+
+def test_a_derivative_through_the_clip() -> None:
+    """Of ½ (x·θ)², the gradient is (x·θ) x; clipped, its direction alone, which does not change with θ."""
+    x = torch.tensor([[1.0, 1.0], [4.0, 3.0], [0.0, 0.0], [0.5, -1.0]]).double()
+    theta = torch.tensor([1.0, 2.0]).double()
+    step = ps.make_update_step(
+        lambda w, m: (m @ w).square() / 2,
+        SGD,
+        weight_fn=lambda m: torch.ones(len(m)),
+        normalize="grads",
+        grad_and_value=ps.per_example(clip=5.0, chunk_size=2),
+    )
+    slope = torch.func.jacrev(lambda w: step(w, SGD.init(w), [x])[0])(theta)
+    expected = torch.eye(2).double() - (x[0].outer(x[0]) + x[3].outer(x[3])) / 4
+    # Of sums whose terms are below 4 in all, after ten roundings at most.
+    assert (slope - expected).abs().max() <= gamma(10, torch.float64) * 4
 
 
 def test_what_is_not_finite_stays_so() -> None:
