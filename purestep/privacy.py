@@ -1,6 +1,8 @@
 """Differential privacy: no example moves the sum of the gradients by more than ``clip``, and noise hides who was there.
 
-g = Σₑ gₑ · min(1, clip / ‖gₑ‖₂)  +  noise · clip · z,    z ~ N(0, 1)        over all examples e of the group
+    g = Σₑ gₑ · min(1, clip / ‖gₑ‖₂)  +  noise · clip · z,    z ~ N(0, 1)
+
+The sum runs over all examples of a group, and has one z in each element.
 """
 
 from __future__ import annotations
@@ -30,14 +32,15 @@ def per_example(
     """A ``grad_and_value=`` for differential privacy [Abadi et al., 2016], with ``normalize="grads"``.
 
     An example is a row of the microbatch, along the first dimension of all its leaves; a leaf without dimensions is
-    given to each row. (What ``pack_documents`` puts into one row is one example.) A row's gradient, of the weighted sum of its tokens' losses, is clipped to the norm ``clip``
-    over the whole tree. Rows of weight 0 add exactly zero, whatever their gradient is.
+    given to each row. (What ``pack_documents`` puts into one row is one example.) A row's gradient, of the weighted
+    sum of its tokens' losses, is clipped to the norm ``clip`` over the whole tree. Rows of weight 0 add exactly zero,
+    whatever their gradient is.
 
     The noise belongs to the group: it is drawn once a step, after the sum over all microbatches of all ranks,
     whatever the cut. Every rank draws the same, from a generator in the same state (the same seed), which ranks
     compare. A step moves the generator on: save its ``get_state()`` with the rest of a run. A step inside of
-    ``VmapAxis(size).map`` needs ``randomness="same"`` there, and ``ps.compile`` of a whole step with noise is two graphs, since
-    no compiler follows a generator.
+    ``VmapAxis(size).map`` needs ``randomness="same"`` there. No compiler follows a generator, so ``ps.compile`` makes
+    more than one graph of a whole step with noise; ``compile=True`` compiles what it always does.
 
     What is divided by is N, the sum of the weights, as ever. The loss, N and aux of the metrics are exact, so keep them to
     yourself; ``grad_norm`` is that of the noisy sum. How private a run was, an accountant tells from ``noise``, the
