@@ -43,6 +43,7 @@ MODULES = [
     "purestep.optim.recipes",
     "purestep.optim.adam",
     "purestep.optim.master",
+    "purestep.optim.ema",
     "purestep.optim.torch_optim",
     "purestep.optim",
     "purestep.optim.transition",

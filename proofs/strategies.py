@@ -54,6 +54,7 @@ RECIPES: dict[str, Callable[[Any], ps.optim.Optimizer]] = {
         labels, {"matrix": optim.sgd(0.5, momentum=0.5), "rest": optim.adamw(0.125)}
     ),
     "master": lambda optim: optim.master_weights(optim.sgd(0.5)),
+    "ema": lambda optim: optim.ema(optim.sgd(0.5, momentum=0.5), 0.75),
 }
 """Optimizers, of whatever ``purestep.optim`` a system has."""
 OPTIMIZERS = {name: make(ps.optim) for name, make in RECIPES.items()}

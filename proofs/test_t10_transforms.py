@@ -72,6 +72,7 @@ NATIVE: Recipes = {
         },
     ),
     "master": lambda rate: ps.optim.master_weights(ps.optim.adamw(rate, eps=EPS)),
+    "ema": lambda rate: ps.optim.ema(ps.optim.sgd(rate, 0.5), 0.75),
 }
 """All that is ours."""
 SETTINGS: list[dict[str, Any]] = [

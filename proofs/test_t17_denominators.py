@@ -102,6 +102,8 @@ def any_count(draw: st.DrawFn) -> Drawn:
     cases = [
         Case(params, batch, recipe, some_opt_state(recipe, params, generator), seed)
         for recipe in RECIPES
+        # A mean of params is off by as much as they are, which may be more than it moved by.
+        if recipe != "ema"
     ]
     return cases, draw(cuts(rows)), draw(st.booleans())
 

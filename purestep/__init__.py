@@ -31,8 +31,10 @@ from purestep.batching import (
     split,
 )
 from purestep.compiler import compile
+from purestep.gradient_noise import NoiseScale, SquaredNorms, noise_scale, with_squared_norms
 from purestep.grads import accumulate, grad_and_value
 from purestep.modules import from_module, to_module
+from purestep.privacy import per_example
 from purestep.state import load_state_dict, state_dict
 from purestep.step import make_eval_step, make_update_step
 from purestep.tokens import count, count_tokens, label_weights
@@ -42,8 +44,10 @@ from purestep.types import (
     GradAndValue,
     LossFn,
     LossTerms,
+    ReverseMode,
     StepMetrics,
     Sums,
+    Tally,
     UpdateStep,
     WeightFn,
 )
@@ -73,6 +77,10 @@ __all__ = [
     "losses",
     "GradAndValue",
     "grad_and_value",
+    "Tally",
+    "ReverseMode",
+    "per_example",
+    "with_squared_norms",
     "Sums",
     "accumulate",
     "Axis",
@@ -89,6 +97,9 @@ __all__ = [
     "UpdateStep",
     "make_update_step",
     "StepMetrics",
+    "SquaredNorms",
+    "NoiseScale",
+    "noise_scale",
     "make_eval_step",
     "compile",
     "EvalMetrics",

@@ -38,7 +38,17 @@ from purestep.tokens import (
     label_weights,
 )
 from purestep.tree import accumulation_dtype
-from purestep.types import Count, GradAndValue, LossFn, Microbatch, Params, Sums, Tree, WeightFn
+from purestep.types import (
+    Count,
+    GradAndValue,
+    LossFn,
+    Microbatch,
+    Params,
+    ReverseMode,
+    Sums,
+    Tree,
+    WeightFn,
+)
 
 
 def grad_and_value(
@@ -157,8 +167,10 @@ def accumulate(
         grad_and_value: anything with the signature of ``torch.func.grad_and_value``. Another one than
             ``ps.grad_and_value`` is free to do what it likes with its inputs (clip per example, say),
             and its gradients are added when they are returned. It differentiates a function of
-            ``(leaves, microbatch)``, the params' leaves as a list; where it hands over pieces of the
-            microbatch, ``weight_fn`` is asked for the weights of each piece.
+            ``(leaves, microbatch)``, the params' leaves as a list, to ``(loss, Tally)``; where it hands over pieces
+            of the microbatch, ``weight_fn`` is asked for the weights of each piece. A ``ReverseMode`` needs plain
+            sums; what it does to the sum over all ranks is for you to do: pass its ``grad_and_value`` here, and
+            do ``begin`` once.
         accum_dtype: the dtype of the sums; None: float32 for half precision, else the params' own.
         out: buffers to add up in, in their own dtype and memory order, one for each leaf of params, whatever
             they hold; not under a transform.
@@ -177,12 +189,28 @@ def accumulate(
     >>> sums.grads, sums.loss
     (tensor(3.), tensor(3.))
     """
+    check_undivided(grad_and_value, divided=total is not None)
+    if isinstance(grad_and_value, ReverseMode) and grad_and_value.begin is not None:
+        raise ValueError(
+            "accumulate adds up the microbatches of one rank, and this grad_and_value does something to the sum over all "
+            "ranks, once: pass its .grad_and_value here, psum what comes out, and hand the list of gradients to "
+            "_, of_sum = grad_and_value.begin()"
+        )
     add_up = accumulator(loss_fn, weight_fn=weight_fn, grad_and_value=grad_and_value)
     given = flat(params)
     group = grouped(microbatches, weight_fn, total is not None, given.leaves[0].device)
     dtypes = tuple([each.dtype for each in out]) if out else sum_dtypes(given.form, accum_dtype)
     sums = add_up(given, group, total, dtypes, out, ready)
     return sums._replace(grads=given.tree(sums.grads))
+
+
+def check_undivided(grad_and_value: GradAndValue, *, divided: bool) -> None:
+    """Refuses a ``ReverseMode`` where what it differentiates would be divided by N already."""
+    if divided and isinstance(grad_and_value, ReverseMode):
+        raise ValueError(
+            "this grad_and_value looks at how long gradients are (a clip, a norm), which means something else where they are "
+            'divided by N already: pass normalize="grads" to a step, and no total= to accumulate'
+        )
 
 
 class Accumulate(Protocol):

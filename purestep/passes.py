@@ -16,7 +16,7 @@ from purestep.backward import GradientSums, backward, own_leaves
 from purestep.compiler import Compiler, NoGraph, compiled, one_graph
 from purestep.objective import PartOf, value
 from purestep.tokens import checked_weights
-from purestep.types import Count, GradAndValue, Microbatch, Params, Tree, WeightFn
+from purestep.types import Count, GradAndValue, Microbatch, Params, Tally, Tree, WeightFn
 
 Ready: TypeAlias = Callable[[int], None]
 """Is told the position of a leaf whose sum is final."""
@@ -125,7 +125,7 @@ def returning_pass(
             # Where the leaves are not tracked, this reverse mode has a way of its own.
             tracked = any(leaf.requires_grad for leaf in leaves)
             reached = loss.requires_grad or not tracked
-            return loss, (part.num_tokens, part.aux)
+            return loss, Tally(part.num_tokens, part.aux)
 
         differentiate = grad_and_value(over_leaves, has_aux=True)
         grads, (loss, (num_tokens, aux)) = differentiate(leaves, microbatch)

@@ -26,7 +26,7 @@ from purestep.compiler import Compiler
 from purestep.conversation import conversation
 from purestep.donation import apart
 from purestep.form import flat
-from purestep.grads import accumulator, grad_and_value, sum_dtypes
+from purestep.grads import accumulator, check_undivided, grad_and_value, sum_dtypes
 from purestep.objective import divisor, evaluator
 from purestep.optim.base import Optimizer, check_optimizer
 from purestep.optim.transition import transition
@@ -38,6 +38,7 @@ from purestep.types import (
     Microbatch,
     OptState,
     Params,
+    ReverseMode,
     StepMetrics,
     UpdateStep,
     WeightFn,
@@ -75,7 +76,8 @@ def make_update_step(
         axis: where the tokens are spread. Only dimensions that split tokens: no tensor-parallel ones.
         normalize: "loss" counts N first and seeds the backward pass with weights / N. "grads" learns N
             with the gradients, from the forward pass, and divides where the optimizer reads them.
-        grad_and_value: any function with the signature of ``torch.func.grad_and_value``.
+        grad_and_value: any function with the signature of ``torch.func.grad_and_value``, or a ``ReverseMode``, such
+            as ``ps.per_example`` gives.
         accum_dtype: the dtype in which gradients are summed and reduced; None: float32 for
             half-precision params, else the params' own.
         on_nonfinite: what an infinite or NaN gradient does: "propagate", or "skip" the step, on every
@@ -137,6 +139,7 @@ def make_update_step(
             'weight_fn=None means that the forward pass brings the weights, but normalize="loss" counts '
             'them before it: pass normalize="grads", or a weight_fn'
         )
+    check_undivided(grad_and_value, divided=normalize == "loss")
     if accum_dtype is not None and accum_dtype not in tree.SUM_DTYPES:
         raise ValueError(
             f"{accum_dtype=} must be a floating point dtype for sums: one of "
@@ -149,6 +152,7 @@ def make_update_step(
         compile=compile,
     )
     counted_first = normalize == "loss"
+    begin = grad_and_value.begin if isinstance(grad_and_value, ReverseMode) else None
     settings = {
         "normalize": normalize,
         "weight_fn": "given" if weight_fn else "None",
@@ -162,6 +166,9 @@ def make_update_step(
     ) -> tuple[Params, OptState, StepMetrics]:
         shared = {"params": params, "opt_state": opt_state, "settings": settings}
         with conversation(axis) as ranks:
+            if begin is not None:
+                text, of_sum = begin()
+                shared["settings"] = {**settings, "grad_and_value": text}
             flat_params, flat_state = checked_params(params), flat(opt_state)
             leaves = flat_params.leaves
             dtypes = sum_dtypes(flat_params.form, accum_dtype)
@@ -179,6 +186,8 @@ def make_update_step(
             here = accumulate(varied, group, known, dtypes, ranks.out, ranks.ready)
             sums = ranks.sum(here)
         total = known or sums.counted
+        if begin is not None:
+            sums = sums._replace(grads=of_sum(sums.grads))
 
         grad_scale = None if counted_first else divisor(total.num_tokens)
         grad_norm = _over(tree.global_norm(sums.grads), grad_scale)

@@ -71,6 +71,51 @@ class GradAndValue(Protocol):
     ) -> Callable[..., Any]: ...
 
 
+class Tally(NamedTuple):
+    """What the function that a step has differentiated gives beside its value, in sums over tokens.
+
+    ``num_tokens``
+        One tensor, the sum of the weights; none where they were counted before.
+    ``aux``
+        ``LossTerms.aux``.
+    """
+
+    num_tokens: list[Tensor]
+    aux: Tree
+
+
+class ReverseMode(NamedTuple):
+    """A ``grad_and_value=`` that asks more of a step than a function of that signature can.
+
+    What it differentiates is a plain sum over tokens, never divided by N: a step needs ``normalize="grads"``.
+
+    ``grad_and_value``
+        What a microbatch runs. Its function gives ``(loss, Tally)``, and takes the params' leaves and the microbatch.
+    ``begin``
+        ``begin() -> (text, of_sum)``, asked when a step begins. ``of_sum(grads) -> grads`` is what the step does, once, to
+        the list of the leaves' gradients, summed over all microbatches of all ranks. It has to do the same on every rank:
+        ranks whose texts differ are told so.
+
+    >>> import torch
+    >>> from purestep import grad_and_value, make_update_step, optim
+    >>> signs = ReverseMode(grad_and_value, lambda: ("signs", lambda grads: [g.sign() for g in grads]))
+    >>> step = make_update_step(
+    ...     lambda w, x: w * x, optim.sgd(1.0), weight_fn=torch.ones_like, normalize="grads", grad_and_value=signs
+    ... )
+    >>> step(torch.tensor(0.0), optim.sgd(1.0).init(torch.tensor(0.0)), [torch.tensor([5.0])])[0]
+    tensor(-1.)
+    """
+
+    grad_and_value: GradAndValue
+    begin: Callable[[], tuple[str, Callable[[list[Tensor]], list[Tensor]]]] | None = None
+
+    def __call__(
+        self, func: Callable[..., Any], /, argnums: int | tuple[int, ...] = 0, has_aux: bool = False
+    ) -> Callable[..., Any]:
+        """``grad_and_value``, without what is done to the sum."""
+        return self.grad_and_value(func, argnums, has_aux)
+
+
 class Count(NamedTuple):
     """What an update divides by: N = Σ wᵢ, and the number of microbatches with any tokens."""
 

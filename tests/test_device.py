@@ -45,6 +45,7 @@ EXACT = {
     "lion": optim.lion(0.5, 0.5, 0.5),
     "all of lion": optim.lion(line, 0.5, 0.5, weight_decay=0.5, mask=matrices),
     "master": optim.master_weights(optim.sgd(0.5, 0.5)),
+    "ema": optim.ema(optim.sgd(0.5, 0.5), 0.5),
     "no update_": optim.sgd(0.5, 0.5, weight_decay=0.5, mask=matrices)._replace(update_=None),
 }
 ROUNDED = {

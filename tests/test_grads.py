@@ -88,20 +88,6 @@ def test_accum_dtype(asked: torch.dtype | None) -> None:
     assert loss.dtype == torch.float64
 
 
-def per_example_clipping(func: Any, argnums: Any = 0, has_aux: bool = False) -> Any:
-    """A reverse mode of one's own, as differential privacy needs it: every example clipped, then summed."""
-
-    def grads_and_value(leaves: list[Tensor], batch: Tensor) -> Any:
-        each, (value, aux) = torch.vmap(
-            torch.func.grad_and_value(lambda one, x: func(one, x[None]), has_aux=True), (None, 0)
-        )(leaves, batch)
-        norms = torch.stack([grad.flatten(1).norm(dim=1) for grad in each]).norm(dim=0)
-        factor = (1 / norms).clamp(max=1)
-        return [(grad.T * factor).T.sum(0) for grad in each], (value.sum(), aux)
-
-    return grads_and_value
-
-
 def test_any_grad_and_value() -> None:
     """One that does as it likes with its inputs still has its gradients added up."""
     params, group = {"w": torch.zeros(2)}, [torch.tensor([[3.0, 4.0]]), torch.tensor([[0.3, 0.4]])]
@@ -110,7 +96,7 @@ def test_any_grad_and_value() -> None:
         params,
         group,
         weight_fn=lambda x: torch.ones(len(x)),
-        grad_and_value=per_example_clipping,
+        grad_and_value=ps.per_example(clip=1.0),
     )
     assert torch.allclose(grads["w"], torch.tensor([0.9, 1.2]))
 

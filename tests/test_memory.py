@@ -72,6 +72,20 @@ def test_accumulating_holds_one_gradient_tree() -> None:
     assert held(4, grad_and_value=torch.func.grad_and_value) > 2
 
 
+def test_gradients_of_examples_are_held_in_chunks() -> None:
+    """Clipped one row at a time, eight rows hold what two do; at once, a tree for each row more."""
+
+    def peak(count: int, chunk_size: int | None) -> float:
+        mode = ps.per_example(clip=1.0, chunk_size=chunk_size)
+        params, group = network(), [rows(count)]
+        with LiveBytes() as live:
+            ps.accumulate(loss_fn, params, group, weight_fn=weight_fn, grad_and_value=mode)
+        return live.peak / TREE
+
+    assert peak(8, 1) - peak(2, 1) < 0.05
+    assert peak(8, None) - peak(2, None) >= 6
+
+
 OPTIMIZERS = {
     "sgd": (ps.optim.sgd(0.1), 0),
     "momentum": (ps.optim.sgd(0.1, 0.9, nesterov=True, weight_decay=0.1), 1),
@@ -85,6 +99,7 @@ OPTIMIZERS = {
         2,
     ),
     "master": (ps.optim.master_weights(ps.optim.adamw(0.1)), 3),
+    "ema": (ps.optim.ema(ps.optim.sgd(0.1, 0.9), 0.9), 2),
 }  # fmt: skip
 """Optimizers, and how many trees their state is."""
 

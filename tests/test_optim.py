@@ -246,6 +246,7 @@ RECIPES: dict[str, Any] = {
         {"matrix": ps.optim.adamw(rate), "rest": ps.optim.sgd(rate, 0.9, nesterov=True)},
     ),
     "master": lambda rate: ps.optim.master_weights(ps.optim.sgd(rate, 0.9)),
+    "ema": lambda rate: ps.optim.ema(ps.optim.sgd(rate, 0.9), 0.9),
 }
 RATES = [1e-2, torch.tensor(1e-2), ps.optim.linear_schedule(3e-2, 1e-3, 3)]
 SHAPES = [(), (7,), (64,), (33, 5), (128, 3), (1003,)]

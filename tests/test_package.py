@@ -87,6 +87,8 @@ def test_imports_run_downward() -> None:
         "compiler",
         "passes",
         "grads",
+        "privacy",
+        "gradient_noise",
         "axis",
         "arguments",
         "conversation",

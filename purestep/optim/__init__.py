@@ -2,6 +2,7 @@
 
 from purestep.optim.adam import AdamWState, adamw
 from purestep.optim.base import Optimizer, Transform, chain
+from purestep.optim.ema import EmaState, ema
 from purestep.optim.master import MasterState, master_weights
 from purestep.optim.partition import Mask, partition
 from purestep.optim.recipes import DescentState, LionState, descend, lion, sgd
@@ -46,6 +47,8 @@ __all__ = [
     "partition",
     "master_weights",
     "MasterState",
+    "ema",
+    "EmaState",
     "LearningRate",
     "Schedule",
     "linear_schedule",

@@ -46,13 +46,7 @@ def master_weights(optimizer: Optimizer) -> Optimizer:
     check_optimizer("master_weights wraps an Optimizer", optimizer)
 
     def init(params: Params) -> MasterState:
-        differentiable = not tree.untransformed()
-
-        def copied(param: Tensor) -> Tensor:
-            param = param if differentiable else param.detach()
-            return param.to(accumulation_dtype(param.dtype), copy=True)
-
-        master = tree.map(copied, params)
+        master = wide_copy(params)
         return MasterState(master, optimizer.init(master))
 
     def rounding(updates: Sequence[Update], in_place: bool) -> Update:
@@ -77,3 +71,14 @@ def master_weights(optimizer: Optimizer) -> Optimizer:
         return update
 
     return composed(Optimizer, init, [optimizer], rounding)
+
+
+def wide_copy(params: Params) -> Params:
+    """The params in float32 at least, in memory of their own; cut off from params that merely require grad."""
+    differentiable = not tree.untransformed()
+
+    def copied(param: Tensor) -> Tensor:
+        param = param if differentiable else param.detach()
+        return param.to(accumulation_dtype(param.dtype), copy=True)
+
+    return tree.map(copied, params)

@@ -1,0 +1,70 @@
+"""The decaying mean of the parameters, which often evaluates better than they do."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor
+
+from purestep import tree
+from purestep.optim.base import Optimizer, Update, check_optimizer, composed, refuse, written
+from purestep.optim.leafwise import belongs
+from purestep.optim.master import wide_copy
+from purestep.optim.transforms import number
+from purestep.types import OptState, Params, Tree
+
+
+class EmaState(NamedTuple):
+    """The mean of the params, in float32 at least, and the state of the optimizer that moves them."""
+
+    average: Params
+    inner: OptState
+
+
+def ema(optimizer: Optimizer, decay: float | Tensor) -> Optimizer:
+    """The same optimizer, which keeps a decaying mean of the params in its state [Polyak and Juditsky, 1992].
+
+        θ ← optimizer(g, θ),    a ← decay · a + (1 − decay) · θ
+
+    The mean starts at the params. It is moved when they are, so never by a step that is skipped or has no tokens; it has memory of
+    its own, also where the state is donated, and goes into a checkpoint with the rest. ``opt_state.average`` is
+    what to evaluate, cast to the params' dtype where that is half precision.
+
+    Around ``master_weights`` it is the mean of the rounded params; inside of it, that of the float32 ones.
+
+    >>> from purestep.optim import sgd
+    >>> optimizer = ema(sgd(1.0), 0.5)
+    >>> params = torch.tensor(0.0)
+    >>> params, opt_state = optimizer.update(torch.tensor(-4.0), optimizer.init(params), params)
+    >>> params, opt_state.average
+    (tensor(4.), tensor(2.))
+    """
+    check_optimizer("ema wraps an Optimizer", optimizer)
+    if not isinstance(decay, Tensor) and not 0 <= decay <= 1:
+        raise ValueError(f"ema: {decay=} must be from 0 to 1, such as 0.999")
+
+    def init(params: Params) -> EmaState:
+        return EmaState(wide_copy(params), optimizer.init(params))
+
+    def averaging(updates: Sequence[Update], in_place: bool) -> Update:
+        (inner_update,) = updates
+
+        def update(
+            grads: Tree, opt_state: OptState, params: Params, **how: Any
+        ) -> tuple[Params, OptState]:
+            if not belongs(EmaState, ["average"], grads, opt_state, params):
+                refuse(init, grads, opt_state, params)
+            average, inner = cast("EmaState", opt_state)
+            moved, inner = inner_update(grads, inner, params, **how)
+
+            def nearer(mean: Tensor, param: Tensor) -> Tensor:
+                new = torch.lerp(mean, param.to(mean.dtype), number(1 - decay, mean))
+                return written(mean, new, how.get("applied")) if in_place else new
+
+            return moved, EmaState(tree.map(nearer, average, moved), inner)
+
+        return update
+
+    return composed(Optimizer, init, [optimizer], averaging)
