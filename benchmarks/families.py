@@ -19,7 +19,7 @@ def main() -> None:
     parser.add_argument("settings", nargs="*", default=[*SETTINGS], help="which of them; all")
     options = parser.parse_args()
     # Of a missing batching rule, and of names that peft has yet to change.
-    warnings.simplefilter("ignore", (UserWarning, FutureWarning))
+    warnings.simplefilter("ignore")
     known = {*cases()}
     print("|".join(["", " ", *(f" {family} " for family in FAMILIES), ""]))
     print("|---" * (len(FAMILIES) + 1) + "|")

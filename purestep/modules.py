@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 
 from purestep import skeleton, tree
-from purestep.torch_internals import never_compiled_alone, version
+from purestep.torch_internals import adds_its_masks, never_compiled_alone, version
 
 
 def from_module(
@@ -127,7 +127,7 @@ class Apply:
         given = {} if buffers is None else {name: value.clone() for name, value in buffers.items()}
         _check_names("params", params, self._names, self._names)
         _check_names("buffers", given, self._buffers, self._written)
-        _check_masks(getattr(self._traced, "config", None), kwargs)
+        _check_masks(self._traced, kwargs)
         held = {**self._buffers, **given}
         inputs = [*[params[name] for name in self._names], *held.values()]
         if torch.compiler.is_dynamo_compiling():
@@ -191,9 +191,9 @@ _TRANSFORMS_REFUSE = {
 }
 
 
-def _check_masks(config: Any, kwargs: Mapping[str, Any]) -> None:
+def _check_masks(module: Module, kwargs: Mapping[str, Any]) -> None:
     """Refuses a mask of bools where a Hugging Face model would add it to its scores, True for 1."""
-    if getattr(config, "_attn_implementation", None) != "eager":
+    if not adds_its_masks(module):
         return
     for name, mask in kwargs.items():
         # Masks of two dimensions say what is padding, and the model itself makes of them what it adds.

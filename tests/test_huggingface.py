@@ -27,6 +27,7 @@ from tests.families import (
     model,
     reference,
 )
+from tests.torch_internals import forward_hooks
 
 pytestmark = [
     # Of torch, for flash attention on a CPU under vmap.
@@ -378,7 +379,7 @@ def test_hidden_states_are_those_of_the_call() -> None:
     ids = torch.arange(4)[None]
     for _ in range(3):
         assert len(apply(params, ids, output_hidden_states=True).hidden_states) == 3
-    assert not any(module._forward_hooks for module in own.modules())
+    assert forward_hooks(own) == 0
     axis = ps.testing.ThreadAxis(2)
     count = axis.map(lambda ids: len(apply(params, ids, output_hidden_states=True).hidden_states))
     assert count([ids, ids + 4]) == [3, 3]
