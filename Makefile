@@ -34,6 +34,7 @@ bench: .venv/installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.overhead
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.scale
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.modules
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.families
 
 format: .venv/installed
 	$(BIN)/ruff check --fix-only .

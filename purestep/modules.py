@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 
 from purestep import skeleton, tree
-from purestep.torch_internals import never_compiled_alone, version
+from purestep.torch_internals import adds_its_masks, never_compiled_alone, version
 
 
 def from_module(
@@ -127,6 +127,7 @@ class Apply:
         given = {} if buffers is None else {name: value.clone() for name, value in buffers.items()}
         _check_names("params", params, self._names, self._names)
         _check_names("buffers", given, self._buffers, self._written)
+        _check_masks(self._traced, kwargs)
         held = {**self._buffers, **given}
         inputs = [*[params[name] for name in self._names], *held.values()]
         if torch.compiler.is_dynamo_compiling():
@@ -135,6 +136,7 @@ class Apply:
             self._fill(self._blank)
         else:
             output, given = self._call(inputs, given, args, kwargs)
+        _check_cache(output, kwargs)
         return output if buffers is None else (output, given)
 
     def _fill(self, inputs: Sequence[Tensor]) -> None:
@@ -175,13 +177,49 @@ _BUFFERS = (
 _TRANSFORMS_REFUSE = {
     "saved tensor hooks": (
         "the module checkpoints activations, which torch.func knows nothing of: switch that off under its transforms "
-        "(gradient_checkpointing_disable() before from_module), or take a step that is not transformed"
+        "(activation_checkpointing_disable() of a Hugging Face model, before from_module), or take a step that is not transformed"
     ),
     "Tensor.requires_grad_()": (
         "the module lets a tensor require grad, which torch.func refuses: remove the hook that does so before "
-        "from_module (disable_input_require_grads() of a Hugging Face model), or take a step that is not transformed"
+        "from_module, or take a step that is not transformed. A Hugging Face model has it where it checkpoints activations: "
+        "activation_checkpointing_disable() and disable_input_require_grads()"
+    ),
+    "data-dependent control flow": (
+        "the module looks at values, which vmap hides. Those of Hugging Face look at masks of two dimensions and at "
+        "position_ids without a mask: pass attention_mask=ps.segment_mask(attention_mask), or that of segments"
     ),
 }
+
+
+def _check_masks(module: Module, kwargs: Mapping[str, Any]) -> None:
+    """Refuses a mask of bools where a Hugging Face model would add it to its scores, True for 1."""
+    if not adds_its_masks(module):
+        return
+    for name, mask in kwargs.items():
+        # Masks of two dimensions say what is padding, and the model itself makes of them what it adds.
+        is_mask = name.endswith("attention_mask") and isinstance(mask, Tensor) and mask.ndim > 2
+        if is_mask and mask.dtype == torch.bool:
+            raise ValueError(
+                f"{name} is {tree.kind(mask)}, which eager attention would add to its scores, True for 1: give one to "
+                'be added, as ps.segment_mask(segments, dtype) makes it, or set_attn_implementation("sdpa")'
+            )
+
+
+def _check_cache(output: Any, kwargs: Mapping[str, Any]) -> None:
+    """Refuses a cache that nobody asked for where a Hugging Face model is given positions.
+
+    With a cache it no longer reads from positions where documents begin, and each attends to those before it.
+    """
+    if kwargs.get("position_ids") is None or kwargs.get("use_cache"):
+        return
+    if (
+        kwargs.get("past_key_values") is None
+        and getattr(output, "past_key_values", None) is not None
+    ):
+        raise ValueError(
+            "the model has filled a cache, and so takes packed documents for one text whatever position_ids say: pass "
+            "use_cache=False, or set model.config.use_cache = False before from_module"
+        )
 
 
 def _requires_grad(name: str, parameter: Parameter) -> bool:

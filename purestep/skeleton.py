@@ -43,7 +43,7 @@ def plan(module: Module, inputs: Sequence[Tensor], training: bool) -> Plan:
     todo = [*module.modules(), *module.parameters(), *inputs]
     for each in module.modules():
         # What a call adds to a list of its module's does not stay there.
-        todo += [held for held in vars(each).values() if type(held) in (dict, list, set)]
+        todo += [held for held in vars(each).values() if type(held) in _CONTAINERS]
     anew: dict[int, Any] = {}
     while todo:
         thing = todo.pop()

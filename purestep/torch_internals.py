@@ -309,3 +309,11 @@ def lies_in_rows(tensor: Tensor) -> bool:
     except ImportError:
         return False
     return is_contiguous_or_false(tensor)
+
+
+def adds_its_masks(module: Any) -> bool:
+    """Whether it is a Hugging Face model whose attention adds masks to scores.
+
+    Where transformers no longer says so, masks of bools are not refused.
+    """
+    return getattr(getattr(module, "config", None), "_attn_implementation", None) == "eager"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import subprocess
 import sys
 import threading
@@ -580,6 +581,32 @@ def test_documents_laws(lengths: list[int], row_tokens: int) -> None:
         assert segments.max() >= 1
     assert sorted(found) == list(range(len(lengths)))
     assert len(packed["tokens"]) <= 2 * -(-sum(lengths) // row_tokens)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("window", [None, 1, 2, 9])
+def test_segment_mask_place_by_place(causal: bool, window: int | None) -> None:
+    segments = torch.tensor([[1, 1, 1, 2, 2, 0, 0], [1, 2, 2, 2, 2, 2, 2]])
+    mask = ps.segment_mask(segments, causal=causal, window=window)
+    assert mask.shape == (2, 1, 7, 7)
+    for row, own in enumerate(segments.tolist()):
+        for at, to in itertools.product(range(7), range(7)):
+            near = window is None or abs(at - to) < window
+            wanted = own[at] == own[to] and (to <= at or not causal) and near
+            assert mask[row, 0, at, to] == wanted
+
+
+def test_segment_mask_refuses_a_window_without_itself() -> None:
+    with pytest.raises(ValueError, match="window=0 must be at least 1"):
+        ps.segment_mask(torch.tensor([[1]]), window=0)
+
+
+def test_what_hugging_face_models_take_is_padded() -> None:
+    names = ["input_ids", "attention_mask", "position_ids", "token_type_ids"]
+    names += ["decoder_input_ids", "decoder_attention_mask"]
+    texts = [{name: torch.ones(n, dtype=torch.int64) for name in names} for n in (3, 2)]
+    (packed,) = ps.pack(texts, max_tokens=6)
+    assert all(packed[name].tolist() == [[1, 1, 1], [1, 1, 0]] for name in names)
 
 
 def test_segment_mask_never_crosses_a_border() -> None:

@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 import purestep as ps
 from tests.memory import LiveBytes
+from tests.torch_internals import forward_hooks
 
 D = 6
 Params = dict[str, Tensor]
@@ -518,6 +519,30 @@ def test_nothing_is_kept_of_a_call() -> None:
     output.sum().backward()
     del output
     assert last() is None
+
+
+class Recording(nn.Module):
+    """Registers its hook where it is first called, as transformers does for ``output_hidden_states``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.recording, self.calls = nn.Linear(D, D), False, 0
+
+    def forward(self, x: Tensor) -> tuple[Tensor, int]:
+        if not self.recording:
+            self.a.register_forward_hook(self.count, with_kwargs=True)
+            self.recording = True
+        return self.a(x), self.calls
+
+    def count(self, *_: Any) -> None:
+        self.calls += 1
+
+
+def test_hooks_that_a_call_registers_do_not_stay() -> None:
+    module = Recording().double()
+    params, apply = ps.from_module(module)
+    assert [apply(params, data())[1] for _ in range(3)] == [1, 1, 1]
+    assert module.calls == forward_hooks(module) == 0
 
 
 def test_evaluation() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from contextlib import AbstractContextManager
 from typing import Any
 
+import torch
 import torch._lazy.metrics as lazy_metrics
 import torch._lazy.ts_backend as lazy_backend
 from torch._subclasses import FakeTensorMode as FakeTensorMode
@@ -49,3 +50,8 @@ def few_recompilations() -> AbstractContextManager[None]:
     import torch._dynamo
 
     return torch._dynamo.config.patch(recompile_limit=2)
+
+
+def forward_hooks(module: torch.nn.Module) -> int:
+    """How many hooks its parts hold that run after them, and how many notes about such hooks."""
+    return sum(len(m._forward_hooks) + len(m._forward_hooks_with_kwargs) for m in module.modules())

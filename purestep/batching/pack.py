@@ -32,6 +32,10 @@ PAD: Mapping[str, float] = {
     "tokens": 0,
     "input_ids": 0,
     "attention_mask": 0,
+    "position_ids": 0,
+    "token_type_ids": 0,
+    "decoder_input_ids": 0,
+    "decoder_attention_mask": 0,
     "labels": IGNORE_INDEX,
 }
 
@@ -409,24 +413,42 @@ def document_rows(lengths: Sequence[int], *, row_tokens: int) -> list[list[int]]
     return rows
 
 
-def segment_mask(segments: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+def segment_mask(
+    segments: Tensor,
+    dtype: torch.dtype | None = None,
+    *,
+    causal: bool = True,
+    window: int | None = None,
+) -> Tensor:
     """Which position may attend to which, ``(rows, 1, length, length)``: earlier ones of its own segment.
 
-    With a floating point ``dtype``, a mask to be added to scores: 0 where it may, the lowest number elsewhere. Attention that
-    adds its mask, as that of Hugging Face does under ``attn_implementation="eager"``, would take True for 1.
+    Args:
+        segments: those of ``pack_documents``, or an ``attention_mask`` of 1 and 0: padding attends to padding.
+        dtype: for a mask to be added to scores, 0 where a position may attend and the lowest number elsewhere. Attention
+            that adds its mask, as that of Hugging Face does under ``attn_implementation="eager"``, would take True for 1.
+        causal: False: later ones, too, as an encoder attends.
+        window: only the last so many positions, its own included (``sliding_window`` of Hugging Face).
 
     >>> segment_mask(torch.tensor([[1, 1, 2]])).int().tolist()
     [[[[1, 0, 0], [1, 1, 0], [0, 0, 1]]]]
     >>> segment_mask(torch.tensor([[1, 2]]), torch.float16).tolist()
     [[[[0.0, -65504.0], [-65504.0, 0.0]]]]
+    >>> segment_mask(torch.tensor([[1, 1, 1]]), window=2).int().tolist()
+    [[[[1, 0, 0], [1, 1, 0], [0, 1, 1]]]]
     """
     if dtype is not None and not dtype.is_floating_point:
         raise TypeError(
             f"{dtype=} must be the floating point dtype of the scores, or None for a mask of bools"
         )
-    length = segments.shape[-1]
-    same = segments[:, None, :, None] == segments[:, None, None, :]
-    mask = same & torch.ones(length, length, dtype=torch.bool, device=segments.device).tril()
+    if window is not None and window < 1:
+        raise ValueError(f"{window=} must be at least 1, a position's own, or None for no window")
+    place = torch.arange(segments.shape[-1], device=segments.device)
+    back = place[:, None] - place
+    mask = segments[:, None, :, None] == segments[:, None, None, :]
+    if causal:
+        mask = mask & (back >= 0)
+    if window is not None:
+        mask = mask & (back.abs() < window)
     if dtype is None:
         return mask
     return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill(

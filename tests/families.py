@@ -1,0 +1,379 @@
+"""Models of transformers as they come, tiny, in each way in which a step may run them, and what its gradient must equal.
+
+1. **One big batch**: ‖gradient − g‖ ≤ 2 γₙ Σ‖gₘ‖. g is from ``loss.backward()`` of the plain model in float64 on one padded
+   batch, gₘ from text m alone, and γₙ from ``proofs/strategies.py``. Most families compute norms or softmax in
+   float32 whatever their dtype is, so that u is float32's for them.
+2. **Bits**: the gradient is that of the plain model on each microbatch, in the same dtype, summed in the order of microbatches
+   and ranks; in float32 where it is of half precision. Here nothing is rounded otherwise, however many roundings there are.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+import peft
+import torch
+import transformers
+from torch import Tensor, nn
+from torch.nn import functional
+
+import purestep as ps
+from proofs.strategies import gamma
+from purestep import tree
+
+VOCABULARY, WIDTH, LAYERS, HEADS, CONTEXT, WINDOW = 64, 16, 2, 2, 32, 4
+LENGTHS = [10, 4, 7, 9, 3, 6]
+"""So that the number of tokens is no power of two, which would hide in what dtype it divides."""
+ROW = 12
+"""The longest row, of packed texts."""
+
+TOKENS = sum(LENGTHS)
+BLOCKS = 3 * LAYERS
+"""Of T5, which has most: its encoder's, its decoder's, and as many attentions from one to the other."""
+OPERATIONS = 30
+"""Of a block: two norms of 5, projections, rotation, scores, softmax, values, activation, gate, and what is added up."""
+SUMMANDS = 2 * WIDTH + 4 * WIDTH + 2 * WIDTH + WIDTH + 2 * ROW
+"""Of its sums: of two norms, of four projections, of the last, of scores, of softmax and values."""
+HEAD = 12 + WIDTH + WIDTH + 2 * VOCABULARY
+ROUNDINGS = 3 * (BLOCKS * (OPERATIONS + SUMMANDS) + HEAD) + TOKENS
+"""That can follow one another: there and, at twice the cost, back; then those of the sum over tokens."""
+
+Example = dict[str, Tensor]
+Grads = dict[str, Tensor]
+
+SHAPE: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": WIDTH,
+    "intermediate_size": 2 * WIDTH,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": HEADS,
+    "max_position_embeddings": CONTEXT,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+ROTARY: dict[str, Any] = {**SHAPE, "num_key_value_heads": 1, "attention_dropout": 0.0}
+
+
+class Family(NamedTuple):
+    """A model; whether it attends to what comes later; how far back; whether it computes parts in float32 whatever its dtype."""
+
+    make: Callable[[], Any]
+    causal: bool = True
+    window: int | None = None
+    float32: bool = True
+
+
+def llama(**config: Any) -> Any:
+    """A Llama with these settings besides."""
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**ROTARY, **config))
+
+
+def _gpt2() -> nn.Module:
+    dropouts = dict.fromkeys(["resid_pdrop", "embd_pdrop", "attn_pdrop"], 0.0)
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**SHAPE, **dropouts))
+
+
+def _t5() -> nn.Module:
+    sizes = {"d_model": WIDTH, "d_kv": 8, "d_ff": 2 * WIDTH, "num_layers": LAYERS}
+    config = transformers.T5Config(
+        vocab_size=VOCABULARY, num_heads=HEADS, dropout_rate=0.0, decoder_start_token_id=0, **sizes
+    )
+    return transformers.T5ForConditionalGeneration(config)
+
+
+def _bert() -> nn.Module:
+    dropouts = dict.fromkeys(["hidden_dropout_prob", "attention_probs_dropout_prob"], 0.0)
+    return transformers.BertForMaskedLM(transformers.BertConfig(**SHAPE, **dropouts))
+
+
+def lora(**config: Any) -> Any:
+    """Adapters on a Llama, past the zero at which they begin."""
+    targets = ["q_proj", "v_proj", "down_proj"]
+    model = peft.get_peft_model(llama(), peft.LoraConfig(r=2, target_modules=targets, **config))
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(parameter)
+    return model
+
+
+FAMILIES = {
+    "GPT-2": Family(_gpt2, float32=False),
+    "Llama": Family(llama),
+    "Llama, tied": Family(lambda: llama(tie_word_embeddings=True)),
+    "Qwen3": Family(
+        lambda: transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**ROTARY, head_dim=8))
+    ),
+    "Mistral": Family(
+        lambda: transformers.MistralForCausalLM(
+            transformers.MistralConfig(**ROTARY, sliding_window=WINDOW)
+        ),
+        window=WINDOW,
+    ),
+    "Gemma": Family(
+        lambda: transformers.GemmaForCausalLM(transformers.GemmaConfig(**ROTARY, head_dim=8))
+    ),
+    "T5": Family(_t5),
+    "BERT": Family(_bert, causal=False, float32=False),
+    "LoRA on Llama": Family(lora),
+}
+
+
+def model(
+    family: str,
+    attention: str = "sdpa",
+    *,
+    checkpoints: bool = False,
+    dtype: torch.dtype = torch.float64,
+) -> Any:
+    """The family's model: the same random weights each time."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        made = FAMILIES[family].make().to(dtype).train()
+    made.set_attn_implementation(attention)
+    if checkpoints:
+        # transformers warns that it then keeps no cache.
+        logging.getLogger("transformers").setLevel(logging.ERROR)
+        made.activation_checkpointing_enable({"use_reentrant": False})
+    return made
+
+
+def examples(family: str) -> list[Example]:
+    """Texts of uneven length, as the family trains on them."""
+    generator = torch.Generator().manual_seed(1)
+
+    def text(length: int) -> Tensor:
+        return torch.randint(1, VOCABULARY, (length,), generator=generator)
+
+    return [_example(family, text(length), text(length)) for length in LENGTHS]
+
+
+def _example(family: str, ids: Tensor, other: Tensor) -> Example:
+    example = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    if family == "BERT":
+        masked = other % 2 == other[0] % 2  # One at least.
+        labels = torch.where(masked, ids, -100)
+        return {**example, "input_ids": torch.where(masked, 3, ids), "labels": labels}
+    if family == "T5":
+        shifted = torch.cat([other.new_zeros(1), other[:-1]])
+        return {**example, "decoder_input_ids": shifted, "labels": other}
+    return {**example, "labels": ps.shift_labels(ids)}
+
+
+Form = Literal["2D mask", "position_ids", "4D mask", "packed, 4D mask"]
+
+
+class Setting(NamedTuple):
+    """A way to run a step."""
+
+    form: Form = "2D mask"
+    attention: str = "sdpa"
+    checkpoints: bool = False
+    dtype: torch.dtype = torch.float64
+    axis: Any = None
+    donate: bool = False
+    compile: Any = False
+
+
+SETTINGS = {
+    "padded": Setting(),
+    "padded, eager": Setting(attention="eager"),
+    "checkpoints": Setting(checkpoints=True),
+    "checkpoints, packed": Setting("position_ids", checkpoints=True),
+    "packed, `position_ids`": Setting("position_ids"),
+    "packed, `position_ids`, eager": Setting("position_ids", "eager"),
+    "packed, 4D mask": Setting("packed, 4D mask"),
+    "packed, 4D mask, eager": Setting("packed, 4D mask", "eager"),
+    "`donate=True`": Setting(donate=True),
+    "`ThreadAxis(2)`": Setting(axis=ps.testing.ThreadAxis(2)),
+    "`VmapAxis(2)`, 4D mask": Setting("4D mask", axis=ps.VmapAxis(2)),
+    "`VmapAxis(2)`, 4D mask, eager": Setting("4D mask", "eager", axis=ps.VmapAxis(2)),
+    "bfloat16": Setting(dtype=torch.bfloat16),
+    "bfloat16, packed": Setting("position_ids", dtype=torch.bfloat16),
+    "`compile=True`": Setting(compile=True),
+    "`compile=True`, packed": Setting("position_ids", compile=True),
+}
+
+
+def cases() -> Iterator[tuple[str, str]]:
+    """Each family in each setting that it knows."""
+    for setting in SETTINGS:
+        for family in FAMILIES:
+            # An encoder's mask does not follow positions, and T5 has none.
+            if SETTINGS[setting].form != "position_ids" or family not in ("BERT", "T5"):
+                yield family, setting
+
+
+def inputs(family: str, setting: Setting, microbatch: Mapping[str, Tensor]) -> dict[str, Any]:
+    """What the family's model is called with."""
+    causal, window = FAMILIES[family].causal, FAMILIES[family].window
+    given: dict[str, Any] = {"input_ids": microbatch["input_ids"]}
+    if family != "BERT":
+        given["use_cache"] = False
+    if family == "T5":
+        given["decoder_input_ids"] = microbatch["decoder_input_ids"]
+    if setting.form == "2D mask":
+        return {**given, "attention_mask": microbatch["attention_mask"]}
+    if "segments" in microbatch and family != "T5":
+        given["position_ids"] = microbatch["positions"]
+    if setting.form == "position_ids":
+        return given
+    segments = microbatch.get("segments", microbatch["attention_mask"])
+    dtype = setting.dtype if setting.attention == "eager" else None
+    mask = functools.partial(ps.segment_mask, segments, dtype)
+    if family == "T5":
+        return {**given, "attention_mask": mask(causal=False), "decoder_attention_mask": mask()}
+    return {**given, "attention_mask": mask(causal=causal, window=window)}
+
+
+def microbatches(family: str, setting: Setting) -> list[list[Any]]:
+    """The group, for each rank: some of unequal sizes and numbers, but for simulated ranks."""
+    texts = examples(family)
+    if setting.form in ("position_ids", "packed, 4D mask"):
+        parts = [ps.pack_documents(part, row_tokens=ROW) for part in (texts[:4], texts[4:])]
+    elif isinstance(setting.axis, ps.VmapAxis):
+        return [ps.pack(part, max_tokens=100, multiple_of=ROW) for part in (texts[:3], texts[3:])]
+    else:
+        parts = ps.pack(texts, max_tokens=20)
+    return [parts[:1], parts[1:]] if setting.axis else [parts]
+
+
+def losses(logits: Tensor, labels: Tensor) -> Tensor:
+    """Each token's, in float32 where logits are of half precision."""
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return functional.cross_entropy(wide.flatten(0, 1), labels.flatten(), reduction="none")
+
+
+def plain(
+    plain_model: nn.Module, microbatch: Mapping[str, Tensor], given: Any, tokens: Any
+) -> Grads:
+    """``loss.backward()`` of the model itself."""
+    plain_model.zero_grad()
+    (losses(plain_model(**given).logits, microbatch["labels"]).sum() / tokens).backward()
+    return {name: p.grad for name, p in plain_model.named_parameters() if p.grad is not None}
+
+
+class Reference(NamedTuple):
+    """The gradient of one big batch, and Σ‖gₘ‖ over its texts."""
+
+    grads: Grads
+    norms: float
+
+
+@functools.cache
+def reference(family: str, attention: str) -> Reference:
+    """By the plain model, in float64, padded."""
+    own, padded = model(family, attention), Setting(attention=attention)
+    (big,) = ps.pack(examples(family), max_tokens=1000)
+    tokens = (big["labels"] != -100).sum()
+
+    def grads(batch: Any) -> Grads:
+        return plain(own, batch, inputs(family, padded, batch), tokens)
+
+    alone = [ps.pack([text], max_tokens=100)[0] for text in examples(family)]
+    return Reference(grads(big), sum(_norm(grads(text)) for text in alone))
+
+
+def _norm(grads: Grads) -> float:
+    return torch.stack([grad.to(torch.float64).norm() for grad in grads.values()]).norm().item()
+
+
+def step_grads(family: str, setting: Setting, group: list[list[Any]]) -> Grads:
+    """What a step hands its optimizer: the first momentum of SGD."""
+    params, apply = ps.from_module(_model(family, setting))
+
+    def loss_fn(params: Any, microbatch: Any) -> Tensor:
+        logits = apply(params, **inputs(family, setting, microbatch)).logits
+        return ps.losses.cross_entropy(logits, microbatch["labels"])
+
+    optimizer = ps.optim.sgd(0.1, momentum=0.9)
+    axis = setting.axis or ps.LocalAxis()
+    step = ps.make_update_step(
+        loss_fn, optimizer, axis=axis, donate=setting.donate, compile=setting.compile
+    )
+    opt_state = optimizer.init(params)
+    if isinstance(axis, ps.VmapAxis):
+        side_by_side = [
+            tree.map(lambda *ranks: torch.stack(ranks), *each) for each in zip(*group, strict=True)
+        ]
+        on_ranks = axis.map(step, in_dims=(None, None, 0), out_dims=None)
+        _, opt_state, _ = on_ranks(params, opt_state, side_by_side)
+    elif isinstance(axis, ps.testing.ThreadAxis):
+        ranks = axis.map(step)([params] * axis.size, [opt_state] * axis.size, group)
+        opt_state = ranks[0][1]
+    else:
+        _, opt_state, _ = step(params, opt_state, group[0])
+    return opt_state[0].trace
+
+
+def _model(family: str, setting: Setting) -> Any:
+    return model(family, setting.attention, checkpoints=setting.checkpoints, dtype=setting.dtype)
+
+
+class Measured(NamedTuple):
+    """A step's gradient: its relative error, what rounding explains of that, and whether it has the plain model's bits.
+
+    In half precision so many roundings in a row have no bound: it is infinite, and the bits tell. They are None
+    where vmap or a compiler asks for operations of its own.
+    """
+
+    error: float
+    bound: float
+    same_bits: bool | None
+
+
+def measure(family: str, setting: Setting) -> Measured:
+    """A step of the family in this setting."""
+    attention = setting.attention
+    if FAMILIES[family].window and attention == "eager":
+        # Where a row may attend to padding alone, transformers in float64 adds its lowest number, which is infinite to
+        # the softmax in float32: NaN.
+        attention = "sdpa"
+        if setting.form == "2D mask":
+            setting = setting._replace(dtype=torch.float32)
+    group = microbatches(family, setting)
+    expected, norms = reference(family, attention)
+    found = step_grads(family, setting, group)
+    assert found.keys() == expected.keys()
+    off = _norm({name: found[name].to(torch.float64) - expected[name] for name in expected})
+    same_bits = None
+    if not setting.compile and not isinstance(setting.axis, ps.VmapAxis):
+        same_bits = _same(found, _summed(family, setting, group))
+    size = _norm(expected)
+    bound = norms / size * _bound(FAMILIES[family], setting.dtype)
+    return Measured(off / size, bound, same_bits)
+
+
+def _bound(family: Family, dtype: torch.dtype) -> float:
+    """Of both gradients, the step's and the reference's, in the narrowest dtype in which the model computes."""
+    if dtype.itemsize < 4:
+        return torch.inf
+    return 2 * gamma(ROUNDINGS, torch.float32 if family.float32 else dtype)
+
+
+def _summed(family: str, setting: Setting, group: list[list[Any]]) -> Grads:
+    """The plain model's gradients, on each microbatch by itself, summed on each rank, then over ranks."""
+    own = _model(family, setting)
+    tokens = sum((part["labels"] != -100).sum() for rank in group for part in rank)
+
+    def grads(part: Any) -> Grads:
+        found = plain(own, part, inputs(family, setting, part), tokens)
+        return {
+            name: grad.to(ps.tree.accumulation_dtype(grad.dtype)) for name, grad in found.items()
+        }
+
+    def total(parts: Sequence[Grads]) -> Grads:
+        return {
+            name: functools.reduce(torch.add, [part[name] for part in parts]) for name in parts[0]
+        }
+
+    return total([total([grads(part) for part in rank]) for rank in group])
+
+
+def _same(found: Grads, expected: Grads) -> bool:
+    return all(
+        found[name].dtype == expected[name].dtype and torch.equal(found[name], expected[name])
+        for name in expected
+    )
