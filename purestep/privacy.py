@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from purestep import tree
-from purestep.batching.cut import common_length, is_whole
+from purestep.batching.cut import common_length, whole_leaves
 from purestep.grads import grad_and_value as plain_grad_and_value
 from purestep.tree import accumulation_dtype
 from purestep.types import Microbatch, Params, ReverseMode, Tally
@@ -117,9 +117,9 @@ def of_rows(
 
     def run(params: Params, microbatch: Microbatch, /) -> Any:
         microbatch = tree.plain(microbatch)
-        rows = common_length(microbatch, "microbatch", but_whole=True)
         leaves, kind = tree.flatten(microbatch)
-        whole = [is_whole(leaf) for leaf in leaves]
+        whole = whole_leaves(microbatch)
+        rows = common_length(microbatch, "microbatch", whole)
         structure: tree.Structure = None
 
         def of_row(*row: Tensor) -> tuple[list[Tensor], list[Tensor]]:

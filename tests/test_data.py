@@ -132,6 +132,7 @@ def test_labels_of_padded_texts_are_those_of_the_texts(lengths: list[int], side:
 # What belongs to an example as a whole
 
 VOCABULARY, CLASSES = 7, 3
+WHOLE = ["weights"]  # The others have no dimension.
 Reviews = list[dict[str, Any]]
 
 
@@ -145,7 +146,10 @@ def reviews(draw: st.DrawFn) -> Reviews:
             "input_ids": torch.tensor([random.randrange(VOCABULARY) for _ in range(n)]),
             "attention_mask": torch.ones(n, dtype=torch.bool),
             "labels": torch.tensor(random.choice([*range(CLASSES), -100])),
-            "more": {"id": torch.tensor(i), "weight": torch.tensor(random.random())},
+            "more": {
+                "id": torch.tensor(i),
+                "weights": torch.tensor([[random.random()], [random.random()]]),
+            },
         }
         for i, n in enumerate(lengths)
     ]
@@ -165,7 +169,7 @@ def class_losses(params: Any, microbatch: Any) -> Tensor:
     embedded = params["embedding"][microbatch["input_ids"]].tanh() * real
     logits = embedded.sum(-2) / real.sum(-2) @ params["out"]
     losses = ps.losses.cross_entropy(logits, microbatch["labels"])
-    return losses * microbatch["more"]["weight"]
+    return losses * microbatch["more"]["weights"].sum((-2, -1))
 
 
 def class_losses_of_documents(params: Any, microbatch: Any) -> Tensor:
@@ -175,7 +179,7 @@ def class_losses_of_documents(params: Any, microbatch: Any) -> Tensor:
     embedded = params["embedding"][microbatch["input_ids"]].tanh()
     logits = real @ embedded / real.sum(-1, keepdim=True).clamp(min=1) @ params["out"]
     losses = ps.losses.cross_entropy(logits, microbatch["labels"])
-    return losses * microbatch["more"]["weight"]
+    return losses * microbatch["more"]["weights"].sum((-2, -1))
 
 
 def update(loss_fn: Any, group: Any) -> tuple[Any, ps.StepMetrics]:
@@ -193,7 +197,7 @@ def test_classes_by_hand() -> None:
             "input_ids": torch.tensor(ids),
             "attention_mask": torch.ones(len(ids)),
             "labels": torch.tensor(label),
-            "more": {"weight": torch.tensor(1.0)},
+            "more": {"weights": torch.tensor([[0.25], [0.75]])},
         }
         for ids, label in texts
     ]
@@ -218,9 +222,9 @@ def test_a_classifier_on_packed_text(examples: Reviews, budget: int, multiple_of
     """However its texts are packed, over rows or inside of them, its update is that of the texts one by one."""
     budget = max(budget, 6 + multiple_of)
     expected, told = update(class_losses, examples)
-    filling = {**batching.PAD, "id": -1, "weight": 0}
-    packed = ps.pack(examples, max_tokens=budget, multiple_of=multiple_of)
-    documents = ps.pack_documents(examples, row_tokens=budget, pad=filling)
+    filling = {**batching.PAD, "id": -1, "weights": 0}
+    packed = ps.pack(examples, max_tokens=budget, multiple_of=multiple_of, whole=WHOLE)
+    documents = ps.pack_documents(examples, row_tokens=budget, pad=filling, whole=WHOLE)
     ahead = ps.prefetch(ps.group(packed, len(packed)), "cpu")
     groups = {
         "packed": (class_losses, packed),
@@ -238,21 +242,22 @@ def test_a_classifier_on_packed_text(examples: Reviews, budget: int, multiple_of
 @given(reviews(), st.integers(6, 20))
 def test_what_belongs_to_an_example_stays_with_it(examples: Reviews, budget: int) -> None:
     """Each id once, beside the tokens that it came with; nothing but padding beside the rest."""
-    packed = ps.pack(examples, max_tokens=budget)
+    packed = ps.pack(examples, max_tokens=budget, whole=WHOLE)
     found = []
     for part in packed:
-        for row, (number, weight) in enumerate(
-            zip(part["more"]["id"], part["more"]["weight"], strict=True)
+        for row, (number, weights) in enumerate(
+            zip(part["more"]["id"], part["more"]["weights"], strict=True)
         ):
             one = examples[int(number)]
             assert torch.equal(
                 part["input_ids"][row][part["attention_mask"][row]], one["input_ids"]
             )
-            assert (part["labels"][row], weight) == (one["labels"], one["more"]["weight"])
+            assert part["labels"][row] == one["labels"]
+            assert torch.equal(weights, one["more"]["weights"])
             found.append(int(number))
     assert sorted(found) == list(range(len(examples)))
-    filling = {**batching.PAD, "id": -1, "weight": 0}
-    documents = ps.pack_documents(examples, row_tokens=budget, pad=filling)
+    filling = {**batching.PAD, "id": -1, "weights": 0}
+    documents = ps.pack_documents(examples, row_tokens=budget, pad=filling, whole=WHOLE)
     ids = documents["more"]["id"]
     assert ids.shape[1] == documents["segments"].max()
     assert sorted(ids[ids >= 0].tolist()) == list(range(len(examples)))
@@ -261,6 +266,7 @@ def test_what_belongs_to_an_example_stays_with_it(examples: Reviews, budget: int
         segment = documents["segments"][row] == column + 1
         assert torch.equal(documents["input_ids"][row][segment], one["input_ids"])
         assert documents["labels"][row, column] == one["labels"]
+        assert torch.equal(documents["more"]["weights"][row, column], one["more"]["weights"])
     assert (documents["labels"][ids < 0] == -100).all()
 
 
@@ -275,8 +281,11 @@ def test_a_mapping_of_any_kind_has_leaves_of_its_own() -> None:
 
 
 def test_balance_by_length_alone() -> None:
-    examples = [{"tokens": torch.ones(n), "labels": torch.tensor(n)} for n in (5, 4, 3, 3, 3)]
-    shares = ps.balance(examples, 2)
+    examples = [
+        {"tokens": torch.ones(n), "labels": torch.tensor(n), "image": torch.ones(9, 2)}
+        for n in (5, 4, 3, 3, 3)
+    ]
+    shares = ps.balance(examples, 2, whole=["image"])
     assert [[int(one["labels"]) for one in share] for share in shares] == [[5, 4], [3, 3, 3]]
 
 
@@ -317,6 +326,21 @@ def test_what_belongs_to_an_example_is_alike() -> None:
     with pytest.raises(ValueError, match=r"no pad value for example\['class'\]: add it to pad="):
         ps.pack_documents([one, one], row_tokens=4)
     assert ps.pack([one, one], max_tokens=4)[0]["class"].tolist() == [1, 1]
+
+
+def test_names_of_what_belongs_to_an_example() -> None:
+    """Of any shape, one for all; a name that nothing has is refused, since what was meant would be padded."""
+    one = {"tokens": torch.ones(2), "image": torch.ones(2, 3)}
+    assert ps.pack([one, one], max_tokens=4, pad=0, whole=["image"])[0]["image"].shape == (2, 2, 3)
+    other = {**one, "image": torch.ones(3, 3)}
+    with pytest.raises(
+        ValueError, match=r"examples\[1\]\['image'\] is torch.float32 of shape \(3, 3\)"
+    ):
+        ps.pack([one, other], max_tokens=4, pad=0, whole=["image"])
+    with pytest.raises(ValueError, match=r"whole=\['picture'\] names 'picture'.*\['image'\]"):
+        ps.pack([one], max_tokens=4, pad=0, whole=["picture"])
+    with pytest.raises(ValueError, match=r"examples\[0\]\['image'\].* belongs to it as a whole"):
+        ps.pack([{**one, "tokens": torch.ones(0)}], max_tokens=4, pad=0, whole=["image"])
 
 
 # From a table to updates

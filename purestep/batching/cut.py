@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import re
+from collections.abc import Collection, Sequence
+from itertools import compress
+from operator import not_
 
 from einops import rearrange
 from torch import Tensor
@@ -54,18 +57,18 @@ def merge(microbatches: Sequence[Microbatch]) -> Tree:
 
 
 def alike(
-    examples: Sequence[Tree], names: Sequence[str]
+    examples: Sequence[Tree], names: Sequence[str], whole: Collection[str] = ()
 ) -> tuple[list[list[Tensor]], tree.Structure]:
     """Each leaf of all examples, side by side, and the structure that they share.
 
-    Examples that differ in structure, or in the dtype or the shape of a leaf (the first dimension aside), are
-    refused: put together, values would end up in a different field, be broadcast, or be rounded.
+    Examples that differ in structure, or in the dtype or the shape of a leaf (the first dimension aside, but of one that belongs
+    to its example as a whole), are refused: put together, values would end up in a different field, be broadcast, or be rounded.
     """
     rows: list[list[Tensor]] = []
     structure = None
     for example, name in zip(examples, names, strict=True):
         leaves, own = tree.flatten(example)
-        kinds = [_kind(leaf) for leaf in leaves]
+        kinds = _kinds(example, whole)
         if structure is None:
             structure, expected = own, kinds
         if own != structure:
@@ -74,37 +77,68 @@ def alike(
                 f"{tree.describe(structure)}; give all of them the same fields"
             )
         if kinds != expected:
-            raise ValueError(_difference(example, name, examples[0], names[0]))
+            raise ValueError(_difference(example, name, examples[0], names[0], whole))
         rows.append(leaves)
     return [list(column) for column in zip(*rows, strict=True)], structure
 
 
-def _kind(leaf: Tensor) -> object:
-    """What examples that are put together must share in a leaf."""
-    if is_whole(leaf):
+def _kinds(example: Tree, whole: Collection[str]) -> list[object]:
+    """What examples that are put together must share in each leaf."""
+    flags = whole_leaves(example, whole)
+    return [_kind(leaf, flag) for leaf, flag in zip(tree.leaves_of(example), flags, strict=True)]
+
+
+def _kind(leaf: Tensor, is_whole: bool) -> object:
+    if is_whole:
         return tree.kind(leaf)
     return (leaf.dtype, leaf.shape[1:]) if isinstance(leaf, Tensor) else type(leaf)
 
 
-def _difference(example: Tree, name: str, other: Tree, other_name: str) -> str:
+def _difference(
+    example: Tree, name: str, other: Tree, other_name: str, whole: Collection[str]
+) -> str:
     """The first leaf in which two examples of one structure differ."""
-    both = zip(*map(tree.leaves_of, (example, other)), tree.paths(example, ""), strict=True)
-    ours, theirs, path = next(row for row in both if _kind(row[0]) != _kind(row[1]))
+    pairs = zip(_kinds(example, whole), _kinds(other, whole), strict=True)
+    index = next(index for index, (ours, theirs) in enumerate(pairs) if ours != theirs)
+    ours, theirs = (tree.kind(tree.leaves_of(each)[index]) for each in (example, other))
+    path = tree.paths(example, "")[index]
     return (
-        f"{name}{path} is {tree.kind(ours)}, but {other_name}{path} is {tree.kind(theirs)}: what is put "
+        f"{name}{path} is {ours}, but {other_name}{path} is {theirs}: what is put "
         "together needs one dtype, and one shape but for the first dimension; convert it beforehand"
     )
 
 
-def is_whole(leaf: object) -> bool:
-    """Whether a leaf belongs to its example as a whole: a class, a reward, a key, an id."""
-    return isinstance(leaf, Tensor) and leaf.ndim == 0
+def whole_leaves(example: Tree, named: Collection[str] = ()) -> list[bool]:
+    """Which leaves belong to their example as a whole: those without a dimension, and those ``named`` by the last name on their path.
+
+    >>> import torch
+    >>> whole_leaves({"image": torch.ones(8, 8), "reward": torch.tensor(1.0), "tokens": torch.ones(3)}, ["image"])
+    [True, True, False]
+    """
+    flags = [isinstance(leaf, Tensor) and leaf.ndim == 0 for leaf in tree.leaves_of(example)]
+    if not named:
+        return flags
+    paths = tree.paths(example, "")
+    for name in named:
+        if not any(is_called(path, name) for path in paths):
+            raise ValueError(
+                f"whole={[*named]} names {name!r}, which an example does not have: it has {paths[:8]}"
+            )
+    return [
+        flag or any(is_called(path, name) for name in named)
+        for flag, path in zip(flags, paths, strict=True)
+    ]
 
 
-def common_length(example: Tree, name: str, *, but_whole: bool = False) -> int:
-    """The first dimension that all leaves share; ``but_whole``: all but those that belong to it as a whole."""
+def is_called(path: str, name: str) -> bool:
+    """Whether this is the last name on a path; what stands in a list is called as the list is."""
+    return re.sub(r"(\[\d+\])+$", "", path).endswith((f"[{name!r}]", f".{name}"))
+
+
+def common_length(example: Tree, name: str, whole: Sequence[bool] | None = None) -> int:
+    """The first dimension that all leaves share, but for those that belong to the example as a ``whole``."""
     leaves = tree.leaves_of(example)
-    along = [leaf for leaf in leaves if not (but_whole and is_whole(leaf))]
+    along = leaves if whole is None else [*compress(leaves, map(not_, whole))]
     lengths = {leaf.shape[0] if isinstance(leaf, Tensor) and leaf.ndim else None for leaf in along}
     if len(lengths) != 1 or None in lengths:
         found = [

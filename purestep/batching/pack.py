@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import heapq
 import math
-import re
 from bisect import bisect_left, insort
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import islice
 from typing import Any, TypeAlias
 
@@ -15,14 +14,15 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from purestep import tree
-from purestep.batching.cut import alike, common_length, is_whole
+from purestep.batching.cut import alike, common_length, is_called, whole_leaves
 from purestep.tokens import IGNORE_INDEX
 from purestep.types import Microbatch, Tree
 
 Example: TypeAlias = Tree
 """A tree of tensors whose first dimension is the example's length.
 
-Those without a dimension belong to the example as a whole: a class, a reward, a key, an id.
+Those without a dimension, and those that a call names as ``whole``, belong to the example as a whole: a class, a reward,
+a key, an id, an image.
 """
 
 Pad: TypeAlias = Mapping[str, float] | float
@@ -41,7 +41,12 @@ PAD: Mapping[str, float] = {
 
 
 def pack(
-    examples: Sequence[Example], *, max_tokens: int, multiple_of: int = 1, pad: Pad = PAD
+    examples: Sequence[Example],
+    *,
+    max_tokens: int,
+    multiple_of: int = 1,
+    pad: Pad = PAD,
+    whole: Collection[str] = (),
 ) -> list[Microbatch]:
     """A group of examples as microbatches: as few as the budget allows, with little padding.
 
@@ -52,9 +57,9 @@ def pack(
     Examples of length 0 hold no tokens and are left out. The others must be alike: of one structure, and in
     each leaf of one dtype, and of one shape but for the length.
 
-    What belongs to an example as a whole, a tensor without a dimension (a class, a reward, a key, an id), is
-    stacked, one for each row. Where an example has such leaves and length 0, it is refused, for it may be a token:
-    left out, its class would be missing from the update.
+    What belongs to an example as a whole, a tensor without a dimension (a class, a reward, a key, an id) or one that
+    ``whole`` names (an image), is stacked, one for each row. Where an example has such leaves and length 0, it is refused, for
+    it may be a token: left out, its class would be missing from the update.
 
     Args:
         examples: trees of tensors whose first dimension is the length, or that have no dimension.
@@ -62,9 +67,11 @@ def pack(
         multiple_of: padded lengths are rounded up to a multiple of this.
         pad: what fills up each leaf, by its name, such that padding weighs nothing: -100 for labels. One
             number stands for every leaf, the labels too.
+        whole: names of leaves that have dimensions, but belong to their example as a whole.
 
     Returns:
-        Microbatches, trees of ``(rows, length, ...)`` and ``(rows,)``, for one ``update_step``.
+        Microbatches, trees of ``(rows, length, ...)``, and ``(rows, ...)`` of what belongs to an example as a whole, for
+        one ``update_step``.
 
     >>> examples = [{"tokens": torch.ones(n, dtype=torch.int64)} for n in (3, 1, 2, 1)]
     >>> [m["tokens"].tolist() for m in pack(examples, max_tokens=4)]
@@ -74,10 +81,10 @@ def pack(
     [([[1.0, 1.0], [1.0, 0.0]], [2, 1])]
     """
     examples = [tree.plain(example) for example in examples]
-    lengths = _lengths(examples)
+    lengths = _lengths(examples, whole)
     parts = packing(lengths, max_tokens=max_tokens, multiple_of=multiple_of)
     return [
-        stack([examples[i] for i in part], round_up(lengths[part[0]], multiple_of), pad)
+        stack([examples[i] for i in part], round_up(lengths[part[0]], multiple_of), pad, whole)
         for part in parts
     ]
 
@@ -106,31 +113,29 @@ def packing(lengths: Sequence[int], *, max_tokens: int, multiple_of: int = 1) ->
     return [order[a:b] for a, b in zip(starts, [*starts, len(order)][1:], strict=True)]
 
 
-def _lengths(examples: Sequence[Example]) -> list[int]:
+def _lengths(examples: Sequence[Example], whole: Collection[str]) -> list[int]:
     """How long each example is; refused where those that hold anything are not alike."""
     names = [f"examples[{i}]" for i in range(len(examples))]
-    lengths = [
-        common_length(example, name, but_whole=True)
-        for example, name in zip(examples, names, strict=True)
-    ]
-    for example, name, length in zip(examples, names, lengths, strict=True):
-        if length == 0:
-            _check_nothing_is_lost(example, name)
+    lengths = [_length(example, name, whole) for example, name in zip(examples, names, strict=True)]
     # An empty leaf says nothing: the dtype of torch.tensor([]) is float32, whatever the others are.
     full = [i for i, length in enumerate(lengths) if length]
-    alike([examples[i] for i in full], [names[i] for i in full])
+    alike([examples[i] for i in full], [names[i] for i in full], whole)
     return lengths
 
 
-def _check_nothing_is_lost(example: Example, name: str) -> None:
-    """Refuses an example of length 0 that is a token all the same."""
-    for leaf, path in zip(tree.leaves_of(example), tree.paths(example, name), strict=True):
-        if is_whole(leaf):
-            raise ValueError(
-                f"{name} has length 0, but {path}, {tree.kind(leaf)}, belongs to it as a whole, and would be "
-                "missing from the update: leave the example out, or give it a token, as one that begins every "
-                "example"
-            )
+def _length(example: Example, name: str, whole: Collection[str]) -> int:
+    """How long it is; refused where that is 0, and it is a token all the same."""
+    flags = whole_leaves(example, whole)
+    length = common_length(example, name, flags)
+    if length == 0 and True in flags:
+        path = tree.paths(example, name)[flags.index(True)]
+        leaf = tree.leaves_of(example)[flags.index(True)]
+        raise ValueError(
+            f"{name} has length 0, but {path}, {tree.kind(leaf)}, belongs to it as a whole, and would be "
+            "missing from the update: leave the example out, or give it a token, as one that begins every "
+            "example"
+        )
+    return length
 
 
 def _longest_first(lengths: Sequence[int]) -> list[int]:
@@ -152,13 +157,16 @@ def round_up(length: int, multiple_of: int) -> int:
     return -(-length // multiple_of) * multiple_of
 
 
-def stack(examples: Sequence[Example], length: int, pad: Pad) -> Microbatch:
+def stack(
+    examples: Sequence[Example], length: int, pad: Pad, whole: Collection[str] = ()
+) -> Microbatch:
     """Examples that are alike as the rows of one tree, filled up to ``length`` where they have one."""
     examples = [tree.plain(example) for example in examples]
-    columns, structure = alike(examples, [f"examples[{i}]" for i in range(len(examples))])
+    columns, structure = alike(examples, [f"examples[{i}]" for i in range(len(examples))], whole)
+    paths, flags = tree.paths(examples[0], "example"), whole_leaves(examples[0], whole)
     rows = []
-    for path, column in zip(tree.paths(examples[0], "example"), columns, strict=True):
-        if is_whole(column[0]):
+    for path, is_whole, column in zip(paths, flags, columns, strict=True):
+        if is_whole:
             rows.append(torch.stack(column))
             continue
         filling = _filling(pad, path)
@@ -179,9 +187,8 @@ def _pad_rows(leaves: Sequence[Tensor], length: int, filling: float) -> Tensor:
 def _filling(pad: Pad, path: str) -> float:
     if not isinstance(pad, Mapping):
         return pad
-    leaf = re.sub(r"(\[\d+\])+$", "", path)  # What stands in a list is called as the list is.
     for name, value in pad.items():
-        if leaf.endswith((f"[{name!r}]", f".{name}")):
+        if is_called(path, name):
             return value
     raise ValueError(
         f"no pad value for {path}: add it to pad={dict(pad)}, such that padding weighs nothing"
@@ -208,7 +215,11 @@ def _check_held(filling: float, path: str, dtype: torch.dtype) -> None:
 
 
 def balance(
-    examples: Sequence[Example], ranks: int, *, cost: Callable[[Example], float] | None = None
+    examples: Sequence[Example],
+    ranks: int,
+    *,
+    cost: Callable[[Example], float] | None = None,
+    whole: Collection[str] = (),
 ) -> list[list[Example]]:
     """Examples to ranks, so that the slowest rank has little more than the mean.
 
@@ -221,6 +232,7 @@ def balance(
         examples: trees of tensors whose first dimension is the length, or that have no dimension.
         ranks: how many ranks there are.
         cost: what an example costs, at least 0; None: its length. Attention is quadratic in it.
+        whole: as in ``pack``.
 
     Returns:
         The examples of each rank, in the order in which they came.
@@ -229,12 +241,13 @@ def balance(
     >>> [[len(example) for example in part] for part in parts]
     [[5, 4], [3, 3, 3]]
     """
+
+    def length(i: int, example: Example) -> int:
+        example = tree.plain(example)
+        return common_length(example, f"examples[{i}]", whole_leaves(example, whole))
+
     costs = [
-        float(
-            common_length(tree.plain(example), f"examples[{i}]", but_whole=True)
-            if cost is None
-            else cost(example)
-        )
+        float(length(i, example) if cost is None else cost(example))
         for i, example in enumerate(examples)
     ]
     return [[examples[i] for i in part] for part in balancing(costs, ranks)]
@@ -319,7 +332,11 @@ def _exchange(
 
 
 def pack_documents(
-    examples: Sequence[Mapping[str, Tree]], *, row_tokens: int, pad: Pad = PAD
+    examples: Sequence[Mapping[str, Tree]],
+    *,
+    row_tokens: int,
+    pad: Pad = PAD,
+    whole: Collection[str] = (),
 ) -> dict[str, Tree]:
     """Several examples in one row, in as few rows as best fit finds: one microbatch.
 
@@ -331,8 +348,8 @@ def pack_documents(
     between segments are exact. Labels must be the example's own: its last token predicts nothing of the next.
 
     Examples are alike as in ``pack``; those of length 0 are left out, and have no segment. What belongs to an
-    example as a whole comes as ``(rows, most segments of a row)``: that of segment n at ``[row, n - 1]``, filled up
-    by ``pad``.
+    example as a whole, being without a dimension or named by ``whole``, comes as ``(rows, most segments of a row, ...)``: that
+    of segment n at ``[row, n - 1]``, filled up by ``pad``.
 
     >>> examples = [{"tokens": torch.full((n,), n)} for n in (3, 2, 1)]
     >>> packed = pack_documents(examples, row_tokens=4)
@@ -344,7 +361,8 @@ def pack_documents(
     examples = [tree.plain(example) for example in examples]
     for i, example in enumerate(examples):
         _check_document(example, f"examples[{i}]")
-    lengths = _lengths(examples)
+    lengths = _lengths(examples, whole)
+    flags = whole_leaves(examples[0], whole)
     device = tree.leaves_of(examples[0])[0].device
     rows = document_rows(lengths, row_tokens=row_tokens)
 
@@ -355,12 +373,10 @@ def pack_documents(
     # Examples without tokens make no row, but a row of theirs shows its fields.
     kept = rows or [[0]]
     most = max(map(len, kept))
-    joined = [tree.map(_joined, *(examples[i] for i in row)) for row in kept]
-    stacked: dict[str, Tree] = tree.map(
-        lambda leaf, one: leaf[:, :most] if is_whole(one) else leaf,
-        stack(joined, row_tokens, pad),
-        examples[kept[0][0]],
-    )
+    joined = [_joined([examples[i] for i in row], flags) for row in kept]
+    leaves, structure = tree.flatten(stack(joined, row_tokens, pad))
+    leaves = [leaf[:, :most] if flag else leaf for leaf, flag in zip(leaves, flags, strict=True)]
+    stacked: dict[str, Tree] = tree.unflatten(structure, leaves)
     packed = {
         **stacked,
         "positions": filled(lambda i, n: torch.arange(lengths[i], device=device)),
@@ -370,9 +386,14 @@ def pack_documents(
     return documents
 
 
-def _joined(*parts: Tensor) -> Tensor:
-    """The leaves of one row's examples, one after the other."""
-    return torch.stack(parts) if is_whole(parts[0]) else torch.cat(parts)
+def _joined(parts: Sequence[Example], whole: Sequence[bool]) -> Example:
+    """The examples of one row, each leaf one after the other."""
+    columns = zip(*map(tree.leaves_of, parts), strict=True)
+    leaves = [
+        torch.stack(column) if is_whole else torch.cat(column)
+        for column, is_whole in zip(columns, whole, strict=True)
+    ]
+    return tree.unflatten(tree.flatten(parts[0])[1], leaves)
 
 
 def _check_document(example: Any, name: str) -> None:
