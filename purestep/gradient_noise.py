@@ -20,7 +20,11 @@ from purestep.types import ReverseMode, StepMetrics, Tally, Tree
 
 
 class SquaredNorms(NamedTuple):
-    """What ``with_squared_norms`` makes of ``metrics.aux``: Σₖ nₖ ‖gₖ‖², and ``LossTerms.aux``."""
+    """What ``with_squared_norms`` makes of ``metrics.aux``: Σₖ nₖ ‖gₖ‖², and ``LossTerms.aux``.
+
+    >>> SquaredNorms(torch.tensor(54.0), aux=()).squares
+    tensor(54.)
+    """
 
     squares: Tensor
     aux: Tree
@@ -35,6 +39,10 @@ class NoiseScale(NamedTuple):
         tr Σ, of one token's gradient.
     ``squared_norm``
         ‖G‖². A single step's may be negative.
+
+    >>> trace, squared_norm = torch.tensor(6.0), torch.tensor(2.0)  # averages over steps
+    >>> NoiseScale(trace / squared_norm, trace, squared_norm).scale
+    tensor(3.)
     """
 
     scale: Tensor

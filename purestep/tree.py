@@ -38,13 +38,21 @@ Structure: TypeAlias = Any
 
 
 def flatten(tree: Tree) -> tuple[list[Any], Structure]:
-    """The leaves from left to right (dict keys sorted), and the structure that ``unflatten`` fills."""
+    """The leaves from left to right (dict keys sorted), and the structure that ``unflatten`` fills.
+
+    >>> flatten({"b": 2, "a": [1]})[0]
+    [1, 2]
+    """
     leaves, structure = optree.tree_flatten(tree, namespace=NAMESPACE)
     return leaves, structure
 
 
 def unflatten(structure: Structure, leaves: Sequence[Any]) -> Tree:
-    """The tree of this structure over these leaves: the inverse of ``flatten``."""
+    """The tree of this structure over these leaves: the inverse of ``flatten``.
+
+    >>> unflatten(flatten({"b": 2, "a": [1]})[1], [3, 4])
+    {'b': 4, 'a': [3]}
+    """
     if torch.compiler.is_dynamo_compiling() and not any(
         isinstance(leaf, Tensor) for leaf in leaves
     ):
@@ -86,7 +94,11 @@ def _pruned(structure: Structure, leaves: Iterator[Any]) -> Tree:
 
 
 def flatten_up_to(structure: Structure, tree: Tree) -> list[Tree]:
-    """The subtrees of ``tree`` where ``structure`` has its leaves."""
+    """The subtrees of ``tree`` where ``structure`` has its leaves.
+
+    >>> flatten_up_to(flatten({"a": 0, "b": 0})[1], {"a": [1, 2], "b": 3})
+    [[1, 2], 3]
+    """
     subtrees: list[Tree] = structure.flatten_up_to(tree)
     return subtrees
 
@@ -147,12 +159,20 @@ def plain(tree: Tree) -> Tree:
 
 
 def is_empty(tree: Tree) -> bool:
-    """Whether this is the tree without leaves that stands for nothing, ``()``."""
+    """Whether this is the tree without leaves that stands for nothing, ``()``.
+
+    >>> is_empty(()), is_empty([])
+    (True, False)
+    """
     return type(tree) is tuple and len(tree) == 0
 
 
 def leaves_of(tree: Tree) -> list[Any]:
-    """The leaves alone."""
+    """The leaves alone.
+
+    >>> leaves_of({"b": 2, "a": [1]})
+    [1, 2]
+    """
     return flatten(tree)[0]
 
 
@@ -235,13 +255,21 @@ def _form(leaf: Any) -> Any:
 
 
 def describe(structure: Structure) -> str:
-    """A structure as text, its leaves as stars."""
+    """A structure as text, its leaves as stars.
+
+    >>> describe(flatten({"a": [1, 2]})[1])
+    "{'a': [*, *]}"
+    """
     text = str(structure).removeprefix("PyTreeSpec(").removesuffix(")")
     return text.removesuffix(f", namespace={NAMESPACE!r}")
 
 
 def zeros_like(tree: Tree) -> Tree:
-    """Zeros in the dtype in which values of each leaf are summed (``accumulation_dtype``)."""
+    """Zeros in the dtype in which values of each leaf are summed (``accumulation_dtype``).
+
+    >>> zeros_like({"w": torch.ones(2, dtype=torch.bfloat16)})
+    {'w': tensor([0., 0.])}
+    """
     return map(lambda leaf: torch.zeros_like(leaf, dtype=accumulation_dtype(leaf.dtype)), tree)
 
 
@@ -250,6 +278,9 @@ def select(condition: Tensor, chosen: Tree, other: Tree) -> Tree:
 
     Hands over ``chosen`` leaf by leaf: where the caller keeps no hold of it, one leaf is alive twice, not
     the tree.
+
+    >>> select(torch.tensor(False), {"w": torch.ones(2)}, {"w": torch.zeros(2)})
+    {'w': tensor([0., 0.])}
     """
     chosen_leaves, structure = flatten(chosen)
     del chosen
@@ -269,6 +300,10 @@ def overwrite(old: Tree, new: Tree, condition: Tensor | None) -> Tree:
     """``new`` written over ``old``, in its buffers, where the scalar ``condition`` holds (None: always).
 
     Where somebody records or transforms the values, the buffers stay as they are and fresh tensors come back.
+
+    >>> old = {"w": torch.zeros(2)}
+    >>> overwrite(old, {"w": torch.ones(2)}, None)["w"] is old["w"], old
+    (True, {'w': tensor([1., 1.])})
     """
     if torch.compiler.is_dynamo_compiling():
         writes = not requires_grad((old, new))
@@ -304,7 +339,11 @@ def _check_alike(new: Any, old: Any, tree: Tree, position: int) -> None:
 
 
 def kind(leaf: Any) -> str:
-    """What a leaf is: all that its values leave open."""
+    """What a leaf is: all that its values leave open.
+
+    >>> kind(torch.ones(2, 3))
+    'torch.float32 of shape (2, 3)'
+    """
     if not isinstance(leaf, Tensor):
         return repr(leaf) if isinstance(leaf, str) else f"{type(leaf).__name__}, no tensor"
     return f"{leaf.dtype} of shape {tuple(leaf.shape)}"
@@ -314,6 +353,9 @@ def untransformed(*trees: Tree) -> bool:
     """Whether nobody differentiates or batches what is done with these leaves.
 
     Only then may a buffer be written to, or a kernel be used that no transform knows.
+
+    >>> untransformed({"w": torch.ones(2)}), untransformed(torch.ones(2, requires_grad=True))
+    (True, False)
     """
     if torch_internals.transformed() or torch_internals.in_forward_mode():
         return False
@@ -321,7 +363,11 @@ def untransformed(*trees: Tree) -> bool:
 
 
 def detached(tree: Tree) -> Tree:
-    """The same tensors, of which nothing is recorded; other leaves as they are."""
+    """The same tensors, of which nothing is recorded; other leaves as they are.
+
+    >>> detached({"w": torch.ones(2, requires_grad=True), "name": "w"})
+    {'w': tensor([1., 1.]), 'name': 'w'}
+    """
     if is_empty(tree):
         return tree
     leaves, structure = flatten(tree)
@@ -334,7 +380,11 @@ def cut_off(leaves: Sequence[Any]) -> list[Any]:
 
 
 def requires_grad(tree: Tree) -> bool:
-    """Whether autograd follows any of these leaves, those in mappings that optree takes for a leaf included."""
+    """Whether autograd follows any of these leaves, those in mappings that optree takes for a leaf included.
+
+    >>> requires_grad([torch.ones(2), torch.ones(2, requires_grad=True)])
+    True
+    """
     return any_requires_grad(leaves_of(tree))
 
 

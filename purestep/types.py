@@ -49,7 +49,15 @@ class LossTerms(NamedTuple):
 
 
 class LossFn(Protocol):
-    """``loss_fn(params, microbatch)`` gives one loss per token: never a mean, never a sum."""
+    """``loss_fn(params, microbatch)`` gives one loss per token: never a mean, never a sum.
+
+    >>> import torch
+    >>> def squares(w: Params, microbatch: Microbatch) -> Tensor:
+    ...     return (w - microbatch["y"]) ** 2
+    >>> loss_fn: LossFn = squares
+    >>> loss_fn(torch.tensor(1.0), {"y": torch.tensor([1.0, 3.0])})
+    tensor([0., 4.])
+    """
 
     def __call__(self, params: Params, microbatch: Microbatch, /) -> Tensor | LossTerms: ...
 
@@ -58,13 +66,26 @@ class WeightFn(Protocol):
     """``weight_fn(microbatch)`` gives each token's weight wᵢ ≥ 0, from data alone; bool, int or float.
 
     A step asks it once for each microbatch: what it gives is counted, and multiplies the losses.
+
+    >>> import torch
+    >>> def no_padding(microbatch: Microbatch) -> Tensor:
+    ...     return microbatch["y"] != -1
+    >>> weight_fn: WeightFn = no_padding
+    >>> weight_fn({"y": torch.tensor([1, 3, -1])})
+    tensor([ True,  True, False])
     """
 
     def __call__(self, microbatch: Microbatch, /) -> Tensor: ...
 
 
 class GradAndValue(Protocol):
-    """The signature of ``torch.func.grad_and_value``: a function to ``(grads, value)``."""
+    """The signature of ``torch.func.grad_and_value``: a function to ``(grads, value)``.
+
+    >>> import torch
+    >>> differentiate: GradAndValue = torch.func.grad_and_value
+    >>> differentiate(lambda w: w**2)(torch.tensor(3.0))
+    (tensor(6.), tensor(9.))
+    """
 
     def __call__(
         self, func: Callable[..., Any], /, argnums: int | tuple[int, ...] = 0, has_aux: bool = False
@@ -78,6 +99,10 @@ class Tally(NamedTuple):
         One tensor, the sum of the weights; none where they were counted before.
     ``aux``
         ``LossTerms.aux``.
+
+    >>> import torch
+    >>> Tally([torch.tensor(3)], aux=()).num_tokens
+    [tensor(3)]
     """
 
     num_tokens: list[Tensor]
@@ -117,7 +142,13 @@ class ReverseMode(NamedTuple):
 
 
 class Count(NamedTuple):
-    """What an update divides by: N = Σ wᵢ, and the number of microbatches with any tokens."""
+    """What an update divides by: N = Σ wᵢ, and the number of microbatches with any tokens.
+
+    >>> import torch
+    >>> from purestep import count
+    >>> count([torch.ones(2), torch.ones(3), torch.zeros(4)], lambda x: x > 0)
+    Count(num_tokens=tensor(5), num_microbatches=tensor(2))
+    """
 
     num_tokens: Tensor
     num_microbatches: Tensor
@@ -127,6 +158,13 @@ class Sums(NamedTuple):
     """What the tokens of a group gave, on one rank or on all: sums, for whoever divides or moves parameters by them.
 
     ``aux`` is the sum of ``LossTerms.aux``; ``()`` without one.
+
+    >>> import torch
+    >>> from purestep import accumulate
+    >>> group = [torch.tensor([1.0, 2.0]), torch.tensor([3.0])]
+    >>> sums = accumulate(lambda w, x: w * x, torch.tensor(1.0), group, weight_fn=torch.ones_like)
+    >>> sums.grads, sums.loss, sums.counted.num_microbatches, sums.aux
+    (tensor(6.), tensor(6.), tensor(2), ())
     """
 
     grads: Tree
@@ -151,6 +189,14 @@ class StepMetrics(NamedTuple):
         False when the transition was the identity: no tokens, or a skipped non-finite gradient.
     ``aux``
         The sum of ``LossTerms.aux``; ``()`` without one.
+
+    >>> import torch
+    >>> from purestep import make_update_step, optim
+    >>> step = make_update_step(lambda w, x: (w - x) ** 2, optim.sgd(0.1), weight_fn=lambda x: x > 0)
+    >>> w = torch.tensor(0.0)
+    >>> metrics = step(w, optim.sgd(0.1).init(w), [torch.tensor([1.0, 3.0]), torch.tensor([0.0])])[2]
+    >>> metrics.loss, metrics.num_tokens, metrics.num_microbatches, metrics.grad_norm, metrics.applied
+    (tensor(5.), tensor(2), tensor(1), tensor(4.), tensor(True))
     """
 
     loss: Tensor
@@ -162,7 +208,15 @@ class StepMetrics(NamedTuple):
 
 
 class EvalMetrics(NamedTuple):
-    """What one evaluation step reports: the fields of ``StepMetrics`` that need no gradient."""
+    """What one evaluation step reports: the fields of ``StepMetrics`` that need no gradient.
+
+    >>> import torch
+    >>> from purestep import make_eval_step
+    >>> eval_step = make_eval_step(lambda w, x: (w - x) ** 2, weight_fn=lambda x: x > 0)
+    >>> metrics = eval_step(torch.tensor(0.0), [torch.tensor([1.0, 3.0, 0.0])])
+    >>> metrics.loss, metrics.num_tokens
+    (tensor(5.), tensor(2))
+    """
 
     loss: Tensor
     num_tokens: Tensor
@@ -171,7 +225,16 @@ class EvalMetrics(NamedTuple):
 
 
 class UpdateStep(Protocol):
-    """``update_step(params, opt_state, microbatches) -> (params, opt_state, metrics)``."""
+    """``update_step(params, opt_state, microbatches) -> (params, opt_state, metrics)``.
+
+    >>> import torch
+    >>> from purestep import make_update_step, optim
+    >>> step: UpdateStep = make_update_step(lambda w, x: (w - x) ** 2, optim.sgd(0.5), weight_fn=torch.ones_like)
+    >>> w = torch.tensor(0.0)
+    >>> w, opt_state, metrics = step(w, optim.sgd(0.5).init(w), [torch.tensor([1.0, 3.0])])
+    >>> w
+    tensor(2.)
+    """
 
     def __call__(
         self, params: Params, opt_state: OptState, microbatches: Any, /

@@ -55,12 +55,12 @@ def test_public_names_are_documented() -> None:
                 assert (inspect.getdoc(value) or "").strip(), f"{name} has no docstring"
 
 
-def test_functions_show_an_example() -> None:
-    """Every public function runs in its own docstring."""
-    for namespace in (ps, ps.optim, ps.losses, ps.checkpoint):
+def test_public_names_show_an_example() -> None:
+    """Every public function and class runs in its own docstring."""
+    for namespace in (ps, ps.optim, ps.losses, ps.checkpoint, ps.testing):
         for name, value in vars(namespace).items():
             if (
-                inspect.isfunction(value)
+                (inspect.isfunction(value) or inspect.isclass(value))
                 and not name.startswith("_")
                 and value.__module__.startswith("purestep")
             ):

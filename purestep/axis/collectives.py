@@ -33,6 +33,11 @@ class Axis(Protocol):
 
     An axis may also have ``apply_tree(law, x)``, for psum and pvary of all leaves at once, and say by ``own_programs`` that it
     is one of the ``Ranks`` that run programs of their own.
+
+    >>> from purestep import LocalAxis
+    >>> axis: Axis = LocalAxis()
+    >>> axis.size, axis.index
+    (1, tensor(0))
     """
 
     @property

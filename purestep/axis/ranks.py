@@ -22,7 +22,19 @@ BUCKET_BYTES = 25 * 2**20
 
 
 class RankError(RuntimeError):
-    """This rank cannot go on because of another, which has failed, died or gone elsewhere."""
+    """This rank cannot go on because of another, which has failed, died or gone elsewhere.
+
+    >>> from purestep import psum
+    >>> from purestep.testing import ThreadAxis
+    >>> axis = ThreadAxis(2)
+    >>> def program(x):
+    ...     try:
+    ...         return psum(x, axis) if x > 1 else x
+    ...     except RankError:
+    ...         return "alone"
+    >>> axis.map(program)([torch.tensor(1.0), torch.tensor(2.0)])
+    [tensor(1.), 'alone']
+    """
 
 
 class Ranks(ABC):

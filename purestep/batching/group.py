@@ -11,7 +11,17 @@ Last = Literal["keep", "drop", "raise"]
 
 
 class DataExhausted(RuntimeError):  # noqa: N818
-    """The data ran out in the middle of a group, which held ``found`` of ``wanted`` microbatches."""
+    """The data ran out in the middle of a group, which held ``found`` of ``wanted`` microbatches.
+
+    >>> groups = group(range(3), 2, last="raise")
+    >>> next(groups)
+    [0, 1]
+    >>> try:
+    ...     next(groups)
+    ... except DataExhausted as end:
+    ...     print(f"{end.found} of {end.wanted}")
+    1 of 2
+    """
 
     def __init__(self, found: int, wanted: int) -> None:
         super().__init__(

@@ -11,6 +11,9 @@ class BatchPlan(NamedTuple):
     """An update of ``global_batch_size`` in microbatches of ``local_batch_size`` on each of ``axis_size`` ranks.
 
     The sizes count examples, or tokens where the plan was made from a token budget.
+
+    >>> plan(global_batch_size=64, local_batch_size=4, axis_size=2)
+    BatchPlan(global_batch_size=64, local_batch_size=4, axis_size=2, accumulation_steps=8)
     """
 
     global_batch_size: int

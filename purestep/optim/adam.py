@@ -20,7 +20,11 @@ from purestep.types import Params, Tree
 
 
 class AdamWState(NamedTuple):
-    """Steps taken, and the decaying means of gradients and of their squares."""
+    """Steps taken, and the decaying means of gradients and of their squares.
+
+    >>> adamw(0.1).init(torch.tensor(1.0))
+    AdamWState(step=tensor(0), mu=tensor(0.), nu=tensor(0.))
+    """
 
     step: Tensor
     mu: Tree

@@ -17,7 +17,12 @@ from purestep.types import OptState, Params, Tree
 
 
 class EmaState(NamedTuple):
-    """The mean of the params, in float32 at least, and the state of the optimizer that moves them."""
+    """The mean of the params, in float32 at least, and the state of the optimizer that moves them.
+
+    >>> from purestep.optim import sgd
+    >>> ema(sgd(0.1), 0.5).init(torch.tensor(1.0)).average
+    tensor(1.)
+    """
 
     average: Params
     inner: OptState

@@ -15,7 +15,13 @@ from purestep.types import OptState, Params, Tree
 
 
 class MasterState(NamedTuple):
-    """The params in float32, and the state of the optimizer that moves them."""
+    """The params in float32, and the state of the optimizer that moves them.
+
+    >>> import torch
+    >>> from purestep.optim import sgd
+    >>> master_weights(sgd(0.1)).init(torch.ones((), dtype=torch.bfloat16)).master
+    tensor(1.)
+    """
 
     master: Params
     inner: OptState

@@ -26,7 +26,11 @@ from purestep.types import Params, Tree
 
 
 class DescentState(NamedTuple):
-    """Steps taken."""
+    """Steps taken.
+
+    >>> descend(0.1).init(torch.tensor(1.0))
+    DescentState(step=tensor(0))
+    """
 
     step: Tensor
 
@@ -100,7 +104,11 @@ def sgd(
 
 
 class LionState(NamedTuple):
-    """Steps taken, and the decaying mean of the gradients."""
+    """Steps taken, and the decaying mean of the gradients.
+
+    >>> lion(0.1).init(torch.tensor(1.0))
+    LionState(step=tensor(0), mu=tensor(0.))
+    """
 
     step: Tensor
     mu: Tree

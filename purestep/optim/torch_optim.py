@@ -17,7 +17,11 @@ PURE = {"AdamW": "adamw(lr)", "Adam": "adamw(lr, weight_decay=0)", "SGD": "sgd(l
 
 
 class TorchState(NamedTuple):
-    """Steps taken, on the host, and for each parameter what ``torch.optim`` keeps in its ``state``."""
+    """Steps taken, on the host, and for each parameter what ``torch.optim`` keeps in its ``state``.
+
+    >>> from_torch(torch.optim.RMSprop, lr=0.1).init({"w": torch.tensor(1.0)}).step
+    tensor(0)
+    """
 
     step: Tensor
     leaves: Tree

@@ -47,7 +47,11 @@ def clip_by_global_norm(max_norm: float | Tensor) -> Transform:
 
 
 class MomentumState(NamedTuple):
-    """The decaying sum of gradients."""
+    """The decaying sum of gradients.
+
+    >>> momentum(0.9).init(torch.ones(2))
+    MomentumState(trace=tensor([0., 0.]))
+    """
 
     trace: Tree
 
@@ -107,7 +111,11 @@ def momentum(decay: float | Tensor, *, nesterov: bool = False) -> Transform:
 
 
 class AdamState(NamedTuple):
-    """Steps taken, and the decaying means of the gradients and of their squares."""
+    """Steps taken, and the decaying means of the gradients and of their squares.
+
+    >>> scale_by_adam().init(torch.tensor(1.0))
+    AdamState(step=tensor(0), mu=tensor(0.), nu=tensor(0.))
+    """
 
     step: Tensor
     mu: Tree
