@@ -112,7 +112,21 @@ def cases(
     params = laid_out(models.integer_params(generator), draw(st.sampled_from(LAYOUTS)))
     recipe = draw(st.sampled_from(optimizers))
     opt_state = some_opt_state(recipe, params, generator)
+    # Trees are the same whatever the order of their keys, and need not have it in common.
+    params, opt_state = (
+        turned_around(each) if draw(st.booleans()) else each for each in (params, opt_state)
+    )
     return Case(params, integer_batch(weights, generator), recipe, opt_state, seed)
+
+
+def turned_around(given: Any) -> Any:
+    """The same tree, the keys of its dicts in the opposite order."""
+    if isinstance(given, Tensor):
+        return given
+    if isinstance(given, dict):
+        return {key: turned_around(given[key]) for key in reversed(given)}
+    inside = [turned_around(each) for each in given]
+    return type(given)(*inside) if hasattr(given, "_fields") else type(given)(inside)
 
 
 LAYOUTS = ["rows", "columns", "gaps", "one buffer", "one tensor"]

@@ -264,7 +264,9 @@ def stream(system: System, data: Stream) -> None:
     assert groups.position == 0
     used = min(data.leave, data.complete)
     for number in range(used):
-        _, grads, metrics = step(data.case.params, zeros, next(groups))
+        group = next(groups, None)
+        assert group is not None, "an end before the end"
+        _, grads, metrics = step(data.case.params, zeros, group)
         mine = data.parts[number * data.k : (number + 1) * data.k]
         assert groups.position == number * data.k + len(mine)
         assert_gradient(data.case, mine, grads, metrics)
@@ -284,7 +286,8 @@ def stream(system: System, data: Stream) -> None:
         again = [part for group in islice(rest, len(data.parts)) for part in group]
         assert [id(p) for p in again] == [id(p) for p in data.parts[used * data.k :]]
         if data.fault is None and used < data.complete:
-            group = next(groups)
+            group = next(groups, None)
+            assert group is not None, "an end before the end"
             microbatches = iter(group)
             next(microbatches)
             groups.close()
