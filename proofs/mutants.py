@@ -66,6 +66,7 @@ THEOREM_FILES = [
     "test_t07_identity",
     "test_t13_donation",
     "test_t14_repartition",
+    "test_t16_resume",
     "test_t17_denominators",
 ]
 
