@@ -276,12 +276,14 @@ def unwatched(function: FunctionType, libraries: Sequence[str]) -> dict[str, Any
     imported = re.compile(
         rf"G\['__import_({names})(_dot_|')|__import__\('({names})'\)|G\['__import_\w+'\]$"
     )
+    # The compiler puts names of its own beside those of the function's module, all of which begin like this one.
+    at_home = re.compile(r"G\['(?!__)")
 
     def ours(owner: Any) -> bool:
         return getattr(owner, "__module__", "").partition(".")[0] in libraries
 
     def look(guard: Any, values: dict[str, Any]) -> bool:
-        own = ours(function) and "G['" in guard.name and "G['__import_" not in guard.name
+        own = ours(function) and at_home.match(guard.name)
         return not (own or imported.search(guard.name) or closed_over(guard, values))
 
     def closed_over(guard: Any, values: dict[str, Any]) -> bool:

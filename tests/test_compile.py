@@ -513,6 +513,22 @@ def test_what_the_loss_reads_is_looked_at() -> None:
     assert losses == [losses[0], 2 * losses[0], 8 * losses[0]]
 
 
+@pytest.mark.parametrize("whole", [False, True])
+def test_names_of_a_loss_without_a_module_are_looked_at(whole: bool) -> None:
+    """As ``exec`` makes one, of a file of settings, say."""
+    names: dict[str, Any] = {"factor": 1.0, "loss_fn": loss_fn}
+    exec("def scaled(params, m):\n    return loss_fn(params, m) * factor", names)
+    compiler = partial(ps.compile, backend="eager")
+    step = ps.make_update_step(
+        names["scaled"], PLAIN, weight_fn=weight_fn, compile=False if whole else compiler
+    )
+    step = compiler(step) if whole else step
+    losses = []
+    for names["factor"] in (1.0, 2.0):
+        losses.append(float(step(start(), PLAIN.init(start()), GROUPS[1])[2].loss))
+    assert losses == [losses[0], 2 * losses[0]]
+
+
 def test_what_a_step_closes_over_is_not_looked_at() -> None:
     """Functions and constants in cells of purestep's own functions stay; tensors and what is the caller's may change."""
 
