@@ -158,8 +158,10 @@ def summed(grads: list[Tensor], clip: float, present: Tensor | None) -> list[Ten
     """
     wide = [grad.to(accumulation_dtype(grad.dtype)) for grad in grads]
     grads.clear()
-    norms = [torch.linalg.vector_norm(grad.reshape(len(grad), -1), dim=1) for grad in wide]
-    norm = torch.linalg.vector_norm(torch.stack([each.to(torch.float64) for each in norms]), dim=0)
+    norm = norms(wide, None)
+    known = tree.at_hand(norm)
+    if known is None or not known.isfinite().all():
+        norm = norms(wide, torch.float64)  # Squares of finite float32 may be infinite.
     # Of a norm that is NaN it is not, so such a row is NaN everywhere, and nowhere left as long as it is.
     short = norm <= clip
     # Divided by what is not 0 also where nothing is clipped: a derivative reaches both branches.
@@ -178,6 +180,16 @@ def summed(grads: list[Tensor], clip: float, present: Tensor | None) -> list[Ten
     while wide:
         found.append(of_leaf(wide.pop()))
     return found[::-1]
+
+
+def norms(grads: list[Tensor], dtype: torch.dtype | None) -> Tensor:
+    """The norm of each row over all leaves, the squares added up in ``dtype``; None: in the leaf's own, the faster way."""
+    each = [
+        torch.linalg.vector_norm(grad.reshape(len(grad), -1), dim=1, dtype=dtype).to(torch.float64)
+        for grad in grads
+    ]
+    norm: Tensor = torch.linalg.vector_norm(torch.stack(each), dim=0)
+    return norm
 
 
 def _present(output: Any) -> Tensor | None:

@@ -134,6 +134,19 @@ def test_clips_by_hand(cut: str, dtype: torch.dtype) -> None:
     assert all(map(torch.equal, tree.leaves_of(new), tree.leaves_of(expected)))
 
 
+def test_gradients_whose_squares_are_infinite() -> None:
+    """In float32 those of 1e30 are; the row is as long as ``clip`` all the same, and the other one stays."""
+    params = {"w": torch.zeros(2), "b": torch.zeros(())}
+    rows = {
+        "x": torch.tensor([[[3e30, 4e30]], [[0.0, 1.0]]]),
+        "c": torch.zeros(2, 1),
+        "weight": torch.ones(2, 1),
+    }
+    new = stepped(params, [rows], clip=5.0)
+    expected = torch.tensor([-1.5, -2.5])  # of (3, 4) and (0, 1), over two tokens
+    torch.testing.assert_close(new["w"], expected, rtol=gamma(8, torch.float32), atol=0)
+
+
 def test_compiled() -> None:
     """As one graph, without a warning."""
     group, how = pieces(data(), [2, 3], [0], [1]), {"clip": 6.5, "chunk_size": 1}
