@@ -19,6 +19,7 @@ import glob
 import itertools
 import json
 import os
+import shutil
 import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -199,7 +200,8 @@ def replacing(path: File) -> Iterator[BinaryIO]:
     """A file to write to, which takes the place of ``path`` when the block is through and all of it is on the disk.
 
     Whenever the program ends, there is a whole file, the old or the new one. After an error there is nothing else; what is
-    left by a process that was killed, the next one to write to this path clears away.
+    left by a process that was killed, the next one to write to this path clears away. A link stays a link, to the new file,
+    and the new file has the rights of the old one.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -208,10 +210,12 @@ def replacing(path: File) -> Iterator[BinaryIO]:
     ...     Path(f"{folder}/losses").read_text()
     '0.5'
     """
-    path = Path(path)
-    with _naming(path), _unfinished(path) as file:
+    given, path = Path(path), Path(os.path.realpath(path))
+    with _naming(given), _unfinished(path) as file:
         yield file
         file.flush()
+        if path.exists():
+            shutil.copymode(path, file.name)
         os.fsync(file.fileno())
         os.replace(file.name, path)
         # The new name, too, is on the disk; but for file systems that know nothing of the kind.
@@ -231,8 +235,8 @@ def check_writable(path: File) -> None:
     ...
     OSError: nowhere/state cannot be written (No such file or directory): name a file in a folder that is there, ...
     """
-    path = Path(path)
-    with _naming(path), _unfinished(path):
+    given, path = Path(path), Path(os.path.realpath(path))
+    with _naming(given), _unfinished(path):
         if path.is_dir():
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
 

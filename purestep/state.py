@@ -91,11 +91,15 @@ def _accessors(tree: Tree) -> list[Any]:
     return optree.tree_accessors(tree, namespace=trees.NAMESPACE)
 
 
+_STABLE = {type(None), str, bytes, bool, int, float, torch.dtype}
+
+
 def _is_stable(key: Any) -> bool:
     """Whether a key prints the same in every process: no addresses, no order of a set."""
     if isinstance(key, tuple):
         return all(map(_is_stable, key))
-    return key is None or isinstance(key, str | bytes | int | float | Enum | torch.dtype)
+    # Not of a subclass, which may print what it likes.
+    return isinstance(key, Enum) or type(key) in _STABLE
 
 
 def _plain(name: str, leaf: Any) -> Tensor:

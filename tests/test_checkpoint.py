@@ -323,6 +323,20 @@ def test_two_savers_at_once(path: Path) -> None:
     assert [*path.parent.iterdir()] == [path]
 
 
+def test_what_is_replaced_keeps_its_rights_and_links_to_it(path: Path) -> None:
+    """A private file stays private, and ``latest -> state`` goes on pointing to what is new."""
+    latest = path.with_name("latest")
+    latest.symlink_to(path.name)
+    ps.checkpoint.save(latest, torch.tensor(1.0))
+    assert latest.is_symlink()
+    path.chmod(0o600)
+    ps.checkpoint.save(latest, torch.tensor(2.0))
+    assert latest.is_symlink()
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert ps.checkpoint.load(path, torch.tensor(0.0)) == 2
+    assert len([*path.parent.iterdir()]) == 2
+
+
 def test_rights_are_those_of_any_new_file(path: Path) -> None:
     ps.checkpoint.save(path, STATE)
     path.with_name("plain").write_text("")

@@ -250,8 +250,13 @@ def test_a_message_has_an_end() -> None:
 
 def test_what_has_no_name_that_stays_is_refused() -> None:
     one = torch.ones(1)
+
+    class Name(str):
+        def __repr__(self) -> str:
+            return object.__repr__(self)
+
     key: Any
-    for key in (object(), frozenset({"a", "b"}), (1, test_a_message_has_an_end)):
+    for key in (object(), frozenset({"a", "b"}), (1, test_a_message_has_an_end), Name("w")):
         with pytest.raises(ValueError, match=r"its key is of type .* make it a str"):
             ps.state_dict({"a": {key: one}})
     with pytest.raises(ValueError, match="is the name of two leaves"):
