@@ -401,3 +401,80 @@ def test_the_lowest_number_of_float64_is_infinite_to_eager_attention() -> None:
     assert model("Mistral", "eager")(**given).logits.isnan().any()
     assert model("Mistral", "eager", dtype=torch.float32)(**given).logits.isfinite().all()
     assert model("Mistral")(**given).logits.isfinite().all()
+
+
+def shifted_by_company(own: nn.Module, inputs: Inputs) -> float:
+    """By how much the loss of texts changes when they share a row."""
+    params, apply = ps.from_module(own.train())
+
+    def total(batch: Any, more: dict[str, Any]) -> Tensor:
+        logits = apply(params, input_ids=batch["input_ids"], use_cache=False, **more).logits
+        return ps.losses.cross_entropy(logits, batch["labels"]).sum().detach()
+
+    alone = sum(total(ps.pack([text], max_tokens=100)[0], {}) for text in examples("Llama"))
+    (row,) = packed()
+    return float((total(row, inputs(row)) / alone - 1).abs())
+
+
+def of_segments(m: Any) -> dict[str, Any]:
+    return {"position_ids": m["positions"], "attention_mask": ps.segment_mask(m["segments"])}
+
+
+def of_positions(m: Any) -> dict[str, Any]:
+    return {"position_ids": m["positions"]}
+
+
+def drawn(make: Callable[[], nn.Module]) -> nn.Module:
+    """With weights that are not too small for a model to look beyond the last token."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        own = make()
+        for parameter in own.parameters():
+            if parameter.ndim > 1:
+                nn.init.normal_(parameter, std=0.3)
+        return own.to(torch.float64)
+
+
+def test_some_decoders_do_not_read_documents_from_positions() -> None:
+    config = transformers.OPTConfig(
+        vocab_size=64, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, ffn_dim=32,
+        max_position_embeddings=32, word_embed_proj_dim=16, dropout=0.0,
+    )  # fmt: skip
+    own = drawn(lambda: transformers.OPTForCausalLM(config))
+    assert shifted_by_company(own, of_positions) > WRONG
+    assert shifted_by_company(own, of_segments) < RIGHT
+
+
+def test_layers_that_differ_take_a_mask_each() -> None:
+    config = transformers.Gemma3TextConfig(
+        **ROTARY, head_dim=8, sliding_window=WINDOW, query_pre_attn_scalar=8,
+        layer_types=["sliding_attention", "full_attention"],
+    )  # fmt: skip
+    own = drawn(lambda: transformers.Gemma3ForCausalLM(config))
+
+    def of_each_kind(m: Any) -> dict[str, Any]:
+        segments = m["segments"]
+        masks = {
+            "full_attention": ps.segment_mask(segments),
+            "sliding_attention": ps.segment_mask(segments, window=WINDOW),
+        }
+        return {"position_ids": m["positions"], "attention_mask": masks}
+
+    def of_one_window(m: Any) -> dict[str, Any]:
+        mask = ps.segment_mask(m["segments"], window=WINDOW)
+        return {"position_ids": m["positions"], "attention_mask": mask}
+
+    # Its norms are computed in float32.
+    assert shifted_by_company(own, of_each_kind) < 1e-6
+    assert shifted_by_company(own, of_positions) < 1e-6
+    assert shifted_by_company(own, of_segments) > 1e-4
+    assert shifted_by_company(own, of_one_window) > 1e-4
+
+
+def test_a_state_flows_from_document_to_document() -> None:
+    config = transformers.BambaConfig(
+        **ROTARY, attn_layer_indices=[1], mamba_n_heads=4, mamba_d_head=8, mamba_d_state=4,
+        mamba_chunk_size=4, mamba_n_groups=1,
+    )  # fmt: skip
+    own = drawn(lambda: transformers.BambaForCausalLM(config))
+    assert shifted_by_company(own, of_segments) > WRONG
