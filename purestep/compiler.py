@@ -44,8 +44,8 @@ def compile(function: Callable[..., Any], **settings: Any) -> Callable[..., Any]
     of a step, for which True means this function, compiles what a microbatch runs, once for any number of them.
 
     * Large float32 products on a CPU go to oneDNN, where torch has it (``products.product``).
-    * Where there is no accelerator, what calls the kernels is compiled as well: ``options={"cpp_wrapper": False}`` leaves
-      it to Python.
+    * Where there is no accelerator, what calls the kernels is compiled as well, and torch logs for which operations (of linear
+      algebra, of complex numbers) it cannot: ``options={"cpp_wrapper": False}`` leaves it to Python.
     * Each function has a cache of its own: torch's belongs to the code, which all steps of a process share.
     * Before each call torch asks whether anybody has replaced a function of its own, of optree's or of purestep's, or
       what such a function closes over; here it does not. What the loss reads, globals included, is looked at as ever.
