@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from purestep import tree
-from purestep.axis import Axis, check_axis
+from purestep.axis import Axis, check_axis, overlap
 from purestep.form import Flat, Form, flat, once
 from purestep.torch_internals import holds_tensors
 from purestep.types import LossFn, Microbatch, Params, WeightFn
@@ -37,12 +37,33 @@ def check_choice(name: str, value: str, choices: Any) -> None:
         )
 
 
-def checked_params(params: Params) -> Flat:
-    """The params, flattened; refused where they cannot be."""
+def checked_params(params: Params, axis: Axis) -> Flat:
+    """The params of a step over this axis, flattened; refused where they cannot be."""
     given = flat(params)
     if not _fits(given.form):
         _explain(params, given.leaves)
+    if given.form.spread:
+        _check_pieces(params, given, axis)
     return given
+
+
+def _check_pieces(params: Params, given: Flat, axis: Axis) -> None:
+    """Refuses pieces over the step's own axis, and those that are not what they say."""
+    for position, (leaf, place) in enumerate(zip(given.leaves, given.form.spread, strict=True)):
+        if place is None:
+            continue
+        path = tree.paths(params, "params")[position]
+        if overlap(place.axis, axis):
+            raise ValueError(
+                f"{path} is spread over {place.axis}, whose ranks hold different tokens of this step over {axis}: a loss "
+                "there needs the whole tensor. Pass ps.unshard(params), the same on every rank; a Shard is for an axis "
+                "whose ranks hold the same tokens, as in tensor parallelism"
+            )
+        if leaf.shape != place.piece_shape:
+            raise ValueError(
+                f"{path} has shape {tuple(leaf.shape)}, but this rank's piece of a tensor of shape {place.shape}, cut "
+                f"along dim={place.dim} over {place.axis}, has shape {place.piece_shape}: take ps.shard, or torch.chunk"
+            )
 
 
 @once

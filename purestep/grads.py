@@ -18,7 +18,7 @@ from torch import Tensor
 from purestep import tree
 from purestep.backward import GradientSums, backward, own_leaves
 from purestep.compiler import Compiler, compiled
-from purestep.form import Flat, Form, flat, once
+from purestep.form import Flat, Form, flat, once, seen_by_loss
 from purestep.objective import (
     Worth,
     check_untouched,
@@ -254,7 +254,13 @@ def accumulator(
         ready: Ready | None = None,
         /,
     ) -> Sums:
-        leaves, structure, _ = params
+        if params.form.spread and isinstance(grad_and_value, ReverseMode):
+            raise ValueError(
+                "this grad_and_value is a ReverseMode, which looks at the leaves of params as a list, and cannot tell which of "
+                f"them are pieces over {next(filter(None, params.form.spread)).axis}: a norm it takes would be that of one "
+                "rank's. Pass params without Shard, or the default grad_and_value"
+            )
+        leaves, structure, _ = params = seen_by_loss(params)
         sums = GradientSums(leaves, dtypes, out)
         versions = versions_of(leaves)
         # Whoever transforms or differentiates the step needs gradients that are returned, with their graph.

@@ -169,8 +169,8 @@ def make_update_step(
             if begin is not None:
                 text, of_sum = begin()
                 shared["settings"] = {**settings, "grad_and_value": text}
-            flat_params, flat_state = checked_params(params), flat(opt_state)
-            leaves = flat_params.leaves
+            flat_params, flat_state = checked_params(params, axis), flat(opt_state)
+            leaves, spread = flat_params.leaves, flat_params.form.spread
             dtypes = sum_dtypes(flat_params.form, accum_dtype)
             group = grouped(checked_group(microbatches), weight_fn, counted_first, leaves[0].device)
             group = apart(group, flat_params, flat_state) if donate else group
@@ -190,13 +190,13 @@ def make_update_step(
             sums = sums._replace(grads=of_sum(sums.grads))
 
         grad_scale = None if counted_first else divisor(total.num_tokens)
-        grad_norm = _over(tree.global_norm(sums.grads), grad_scale)
+        grad_norm = _over(tree.norm_of(sums.grads, spread), grad_scale)
         applied = total.num_tokens > 0
         # An N that has overflowed is no count: the host refuses it, and a device does not apply it.
         if total.num_tokens.is_floating_point():
             applied = applied & total.num_tokens.isfinite()
         if on_nonfinite == "skip":
-            applied = applied & tree.all_finite(sums.grads)
+            applied = applied & tree.are_finite(sums.grads, spread)
         new_params, new_opt_state = transit(
             sums.grads, flat_state, flat_params, grad_scale=grad_scale, applied=applied
         )
@@ -242,7 +242,8 @@ def make_eval_step(
     def eval_step(params: Params, microbatches: Sequence[Microbatch], /) -> EvalMetrics:
         shared = {"params": params, "settings": settings}
         with conversation(axis) as ranks:
-            leaves = checked_params(params).leaves
+            flat_params = checked_params(params, axis)
+            leaves = flat_params.leaves
             group = grouped(checked_group(microbatches), weight_fn, True, leaves[0].device)
             counted = ranks.agree(
                 group.counted or count_of((), leaves[0].device),
@@ -251,7 +252,7 @@ def make_eval_step(
                 given=(leaves, group.at_hand),
             )
             known = counted if weight_fn else None
-            sums = ranks.sum(evaluate(params, group, known))
+            sums = ranks.sum(evaluate(flat_params, group, known))
         total = known or sums.counted
 
         metrics = EvalMetrics(

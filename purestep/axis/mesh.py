@@ -92,6 +92,17 @@ class MeshAxis(Ranks):
         """The number of this process, 0 to size - 1."""
         return self._rank
 
+    @property
+    def members(self) -> frozenset[int]:
+        """The processes that it joins, by their ranks in the world."""
+        return frozenset(dist.get_process_group_ranks(self._group))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, MeshAxis) and self._where == other._where
+
+    def __hash__(self) -> int:
+        return hash(self._where)
+
     def launch(self, flat: Tensor) -> Wait:
         """Starts to sum ``flat`` over ranks, in its own buffer."""
         with _explained(self.where):

@@ -58,6 +58,11 @@ class Ranks(ABC):
         """Which rank this is."""
 
     @property
+    @abstractmethod
+    def members(self) -> frozenset[int]:
+        """All that it joins, this rank included, by numbers that all axes of a world share."""
+
+    @property
     def index(self) -> Tensor:
         """The same as a scalar tensor."""
         return torch.tensor(self.rank)

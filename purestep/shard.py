@@ -1,0 +1,74 @@
+"""Whole tensors to pieces that are spread over an axis, and back."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from purestep import tree
+from purestep.axis import Axis, all_gather, check_axis, pvary
+from purestep.pieces import Shard, is_shard, own_programs
+from purestep.types import Tree
+
+
+def shard(tree_: Tree, axis: Axis, dim: int = 0) -> Tree:
+    """The tree with a ``Shard`` in the place of each leaf: this rank's piece of it, cut along ``dim``.
+
+    Takes whole tensors, the same on every rank; a derivative by them is summed over ranks. A scalar is not cut, and stays as it is.
+
+    >>> from purestep import VmapAxis
+    >>> axis = VmapAxis(2)
+    >>> pieces = lambda w: shard({"w": w, "scale": torch.tensor(1.0)}, axis)["w"].piece
+    >>> axis.map(pieces, in_dims=None)(torch.tensor([1.0, 2.0, 3.0]))  # filled up, for ranks of one program
+    tensor([[1., 2.],
+            [3., 0.]])
+    """
+    check_axis(axis)
+    leaves, structure = tree.flatten(tree_)
+    return tree.unflatten(structure, [_cut(leaf, axis, dim) for leaf in pvary(leaves, axis)])
+
+
+def _cut(whole: Tensor, axis: Axis, dim: int) -> Tensor | Shard:
+    if whole.ndim == 0:
+        return whole
+    made = Shard(None, axis, tuple(whole.shape), dim)
+    dim, place = made.dim, made.place
+    if own_programs(axis):
+        # A copy, so that nothing keeps the whole alive.
+        made.piece = whole.narrow(dim, *place.span).clone(memory_format=torch.contiguous_format)
+        return made
+    filled = _filled_up(whole, dim, place.length * axis.size)
+    blocks = filled.unflatten(dim, (axis.size, place.length))
+    made.piece = blocks.index_select(dim, axis.index.reshape(1).to(whole.device)).squeeze(dim)
+    return made
+
+
+def unshard(tree_: Tree) -> Tree:
+    """The tree with the whole tensor in the place of each ``Shard``, gathered from all ranks; other leaves as they are.
+
+    The whole is each rank's own, and a derivative sums over ranks what each computes of it: ``unshard(shard(x))`` is ``pvary(x)``.
+
+    >>> from purestep import VmapAxis
+    >>> axis = VmapAxis(2)
+    >>> def square(w):
+    ...     return unshard(tree.map(torch.square, shard(w, axis)))
+    >>> axis.map(square, in_dims=None, out_dims=None)(torch.tensor([1.0, 2.0, 3.0]))
+    tensor([1., 4., 9.])
+    """
+    nodes, structure = tree.flatten(tree_, is_leaf=is_shard)
+    wholes = [_whole(node) if isinstance(node, Shard) else node for node in nodes]
+    return tree.unflatten(structure, wholes)
+
+
+def _whole(node: Shard) -> Tensor:
+    piece = _filled_up(node.piece, node.dim, node.place.length)
+    # Pieces are filled up behind their last entry, and all that are shorter come last.
+    gathered: Tensor = all_gather(piece, node.axis, node.dim, tiled=True)
+    return gathered.narrow(node.dim, 0, node.shape[node.dim])
+
+
+def _filled_up(x: Tensor, dim: int, length: int) -> Tensor:
+    """The tensor with zeros behind it, so that it is that long."""
+    missing = length - x.shape[dim]
+    return functional.pad(x, (0, 0) * (x.ndim - 1 - dim) + (0, missing)) if missing else x
