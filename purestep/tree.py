@@ -17,6 +17,7 @@ from __future__ import annotations
 import builtins
 import functools
 import itertools
+import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -483,11 +484,19 @@ def _norm_of_pieces(leaves: list[Tensor], spread: pieces.Spread) -> Tensor:
     for axis, parts in _by_axis(leaves, spread):
         square = torch.stack([_square(part) for part in _joined(parts)]).sum()
         squares.append(square if axis is None else axis.apply("psum", square))
-    total = torch.stack(squares).sum()
-    # Its derivative at zero is zero.
-    root = torch.where(total > 0, torch.where(total > 0, total, 1).sqrt(), total)
+    root = _root(torch.stack(squares).sum())
     dtypes = [accumulation_dtype(leaf.dtype) for leaf in leaves]
     return root.to(functools.reduce(torch.promote_types, dtypes))
+
+
+def _root(total: Tensor) -> Tensor:
+    """√total, whose derivative at zero is zero."""
+    known = number_at_hand(total)
+    if known is not None and known >= 0 and not differentiated(total):
+        return total.new_tensor(
+            math.sqrt(known)
+        )  # MKL's, which torch takes, is not correctly rounded
+    return torch.where(total > 0, torch.where(total > 0, total, 1).sqrt(), total)
 
 
 def _square(x: Tensor) -> Tensor:

@@ -1,0 +1,151 @@
+"""Steps whose state is spread over an axis, and what is claimed of them; on simulated ranks, threads and processes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+
+import purestep as ps
+from proofs import models
+from proofs.ranks import SETTINGS, Run
+from proofs.strategies import (
+    OPTIMIZERS,
+    Batch,
+    Case,
+    Cut,
+    assert_same,
+    cases,
+    cut,
+    cuts,
+    simulate,
+    weights_of,
+)
+from proofs.theorem import System
+from proofs.worlds import Grid, Ranks
+from purestep import tree
+
+
+class ShardCase(NamedTuple):
+    """A case, what each of two rows of a grid holds of it, how many columns there are, settings, the size of buckets."""
+
+    case: Case
+    share: list[Cut]
+    columns: int
+    settings: dict[str, Any]
+    bucket_bytes: int
+
+
+@st.composite
+def shard_cases(draw: st.DrawFn, columns: tuple[int, ...] = (1, 2, 3)) -> ShardCase:
+    """Of any optimizer. A layer of four in three pieces leaves one of them empty."""
+    case = draw(cases())
+    edge = draw(st.integers(0, case.rows))
+    share = [
+        [[first + row for row in part] for part in draw(cuts(last - first, 3))]
+        for first, last in [(0, edge), (edge, case.rows)]
+    ]
+    settings, size = draw(st.sampled_from(SETTINGS)), draw(st.sampled_from([8, 40, 1 << 20]))
+    return ShardCase(case, share, draw(st.sampled_from(columns)), settings, size)
+
+
+def alone(system: System, drawn: ShardCase) -> Any:
+    """One step of one rank that holds all of the state and all of the tokens."""
+    case, share, *_ = drawn
+    step = system.make_update_step(models.integer_loss, case.optimizer, weight_fn=weights_of)
+    *state, metrics = step(case.params, case.opt_state, [case.batch])
+    held = sum(bool(part["w"].sum() > 0) for rows in share for part in cut(case.batch, rows))
+    return tuple(state), metrics._replace(num_microbatches=torch.tensor(held))
+
+
+def pieces_of(state: Any, axis: Any) -> Any:
+    """The state, with the hidden layer, and what the optimizer keeps for it, in pieces."""
+
+    def piece(leaf: Tensor) -> Any:
+        wide = leaf.ndim > 0 and leaf.shape[-1] == models.HIDDEN
+        return ps.shard(leaf, axis, -1) if wide else leaf.clone()
+
+    return tree.map(piece, state)
+
+
+def sharded_step(
+    make_program: Callable[..., Any],
+    make_update_step: Callable[..., Any],
+    grid: Grid,
+    params: Any,
+    opt_state: Any,
+    microbatches: list[Batch],
+    recipe: str,
+    settings: dict[str, Any],
+) -> Any:
+    """One step of a rank of a grid on pieces of the state; and the state that the new pieces are of."""
+    step = make_program(make_update_step, grid, optimizer=OPTIMIZERS[recipe], **settings)
+    *new, metrics = step(*pieces_of((params, opt_state), grid.second), microbatches)
+    return ps.unshard(tuple(new)), metrics
+
+
+def check_sharded(run: Run, system: System, drawn: ShardCase) -> None:
+    """Every rank has pieces of the state of one rank that holds it all, and that rank's metrics."""
+    case, share, columns, settings, bucket_bytes = drawn
+    size = 2 * columns
+    results = run(
+        Ranks(size, bucket_bytes, grid=True),
+        partial(sharded_step, system.tensor_parallel_step, system.make_update_step),
+        [case.params] * size,
+        [case.opt_state] * size,
+        [cut(case.batch, rows) for rows in share for _ in range(columns)],
+        [case.recipe] * size,
+        [settings] * size,
+    )
+    for result in results:
+        assert_same(result, alone(system, drawn))
+
+
+def check_sharded_on_one_program(system: System, drawn: ShardCase) -> None:
+    """The same of ranks that are dimensions of ``torch.vmap``, whose pieces are filled up."""
+    case, share, columns, settings, _ = drawn
+    rows, columns_ = ps.VmapAxis(2), ps.VmapAxis(columns)
+    grid = Grid(rows, columns_, rows)
+
+    def rank(params: Any, opt_state: Any, group: list[Batch]) -> Any:
+        how = (case.recipe, settings)
+        programs = system.tensor_parallel_step, system.make_update_step
+        return sharded_step(*programs, grid, params, opt_state, group, *how)
+
+    on_columns = columns_.map(rank, in_dims=None, out_dims=None)
+    on_grid = rows.map(on_columns, in_dims=(None, None, 0), out_dims=None)
+    try:
+        result = on_grid(case.params, case.opt_state, simulate(case, share))
+    except ValueError as error:
+        raise AssertionError("the ranks end up in different states") from error
+    assert_same(result, alone(system, drawn))
+
+
+@st.composite
+def infinite_cases(draw: st.DrawFn) -> tuple[int, int, str]:
+    """How many ranks there are, where one input is infinite, and an optimizer."""
+    place = draw(st.integers(0, models.HIDDEN - 1))
+    return draw(st.sampled_from([2, 3])), place, draw(st.sampled_from([*OPTIMIZERS]))
+
+
+def infinite_step(make_update_step: Callable[..., Any], axis: Any, place: int, recipe: str) -> Any:
+    """A step that one element of the gradient forbids, which one rank holds: the state before and after it."""
+
+    def loss_fn(params: Any, x: Tensor) -> Tensor:
+        here: Tensor = (params["w"] * ps.shard(x, axis).piece).sum() + params["b"]
+        return ps.psum(here[None], axis)
+
+    x = torch.ones(models.HIDDEN, dtype=torch.float64)
+    x[place] = torch.inf
+    whole = {"w": torch.ones_like(x), "b": x[:1].new_ones(())}
+    params = {"w": ps.shard(whole["w"], axis), "b": whole["b"].clone()}
+    optimizer = OPTIMIZERS[recipe]
+    step = make_update_step(
+        loss_fn, optimizer, weight_fn=lambda x: torch.ones(1), on_nonfinite="skip"
+    )
+    *new, metrics = step(params, optimizer.init(params), [x])
+    return ps.unshard(tuple(new)), (whole, optimizer.init(whole)), metrics.applied
