@@ -12,7 +12,7 @@ from torch import Tensor
 
 import purestep as ps
 from proofs import models
-from proofs.ranks import SETTINGS, Run
+from proofs.ranks import SETTINGS, Run, one_step
 from proofs.strategies import (
     OPTIMIZERS,
     Batch,
@@ -62,17 +62,30 @@ def alone(system: System, drawn: ShardCase) -> Any:
     return tuple(state), metrics._replace(num_microbatches=torch.tensor(held))
 
 
-def pieces_of(state: Any, axis: Any) -> Any:
+class Sharding(NamedTuple):
+    """A system's way from whole tensors to pieces and back."""
+
+    shard: Callable[..., Any]
+    unshard: Callable[..., Any]
+
+
+def sharding(system: System) -> Sharding:
+    """That of this system."""
+    return Sharding(system.shard, system.unshard)
+
+
+def pieces_of(shard: Callable[..., Any], state: Any, axis: Any) -> Any:
     """The state, with the hidden layer, and what the optimizer keeps for it, in pieces."""
 
     def piece(leaf: Tensor) -> Any:
         wide = leaf.ndim > 0 and leaf.shape[-1] == models.HIDDEN
-        return ps.shard(leaf, axis, -1) if wide else leaf.clone()
+        return shard(leaf, axis, -1) if wide else leaf.clone()
 
     return tree.map(piece, state)
 
 
 def sharded_step(
+    sharding: Sharding,
     make_program: Callable[..., Any],
     make_update_step: Callable[..., Any],
     grid: Grid,
@@ -84,8 +97,25 @@ def sharded_step(
 ) -> Any:
     """One step of a rank of a grid on pieces of the state; and the state that the new pieces are of."""
     step = make_program(make_update_step, grid, optimizer=OPTIMIZERS[recipe], **settings)
-    *new, metrics = step(*pieces_of((params, opt_state), grid.second), microbatches)
-    return ps.unshard(tuple(new)), metrics
+    state = pieces_of(sharding.shard, (params, opt_state), grid.second)
+    *new, metrics = step(*state, microbatches)
+    return sharding.unshard(tuple(new)), metrics
+
+
+def sharded_params_step(
+    sharding: Sharding,
+    make_update_step: Callable[..., Any],
+    axis: Any,
+    params: Any,
+    opt_state: Any,
+    microbatches: list[Batch],
+    recipe: str,
+    settings: dict[str, Any],
+) -> Any:
+    """One step of a rank whose params and state are spread over the very axis that splits tokens."""
+    mine, kept = sharding.shard((params, opt_state), axis)
+    *new, metrics = one_step(make_update_step, axis, mine, kept, microbatches, recipe, settings)
+    return *sharding.unshard(tuple(new)), metrics
 
 
 def check_sharded(run: Run, system: System, drawn: ShardCase) -> None:
@@ -94,7 +124,9 @@ def check_sharded(run: Run, system: System, drawn: ShardCase) -> None:
     size = 2 * columns
     results = run(
         Ranks(size, bucket_bytes, grid=True),
-        partial(sharded_step, system.tensor_parallel_step, system.make_update_step),
+        partial(
+            sharded_step, sharding(system), system.tensor_parallel_step, system.make_update_step
+        ),
         [case.params] * size,
         [case.opt_state] * size,
         [cut(case.batch, rows) for rows in share for _ in range(columns)],
@@ -113,7 +145,7 @@ def check_sharded_on_one_program(system: System, drawn: ShardCase) -> None:
 
     def rank(params: Any, opt_state: Any, group: list[Batch]) -> Any:
         how = (case.recipe, settings)
-        programs = system.tensor_parallel_step, system.make_update_step
+        programs = sharding(system), system.tensor_parallel_step, system.make_update_step
         return sharded_step(*programs, grid, params, opt_state, group, *how)
 
     on_columns = columns_.map(rank, in_dims=None, out_dims=None)
@@ -132,20 +164,22 @@ def infinite_cases(draw: st.DrawFn) -> tuple[int, int, str]:
     return draw(st.sampled_from([2, 3])), place, draw(st.sampled_from([*OPTIMIZERS]))
 
 
-def infinite_step(make_update_step: Callable[..., Any], axis: Any, place: int, recipe: str) -> Any:
+def infinite_step(
+    sharding: Sharding, make_update_step: Callable[..., Any], axis: Any, place: int, recipe: str
+) -> Any:
     """A step that one element of the gradient forbids, which one rank holds: the state before and after it."""
 
     def loss_fn(params: Any, x: Tensor) -> Tensor:
-        here: Tensor = (params["w"] * ps.shard(x, axis).piece).sum() + params["b"]
+        here: Tensor = (params["w"] * sharding.shard(x, axis).piece).sum() + params["b"]
         return ps.psum(here[None], axis)
 
     x = torch.ones(models.HIDDEN, dtype=torch.float64)
     x[place] = torch.inf
     whole = {"w": torch.ones_like(x), "b": x[:1].new_ones(())}
-    params = {"w": ps.shard(whole["w"], axis), "b": whole["b"].clone()}
+    params = {"w": sharding.shard(whole["w"], axis), "b": whole["b"].clone()}
     optimizer = OPTIMIZERS[recipe]
     step = make_update_step(
         loss_fn, optimizer, weight_fn=lambda x: torch.ones(1), on_nonfinite="skip"
     )
     *new, metrics = step(params, optimizer.init(params), [x])
-    return ps.unshard(tuple(new)), (whole, optimizer.init(whole)), metrics.applied
+    return sharding.unshard(tuple(new)), (whole, optimizer.init(whole)), metrics.applied

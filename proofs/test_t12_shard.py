@@ -2,8 +2,9 @@
 
     unshard(step(shard(θ), shard(s))) = step(θ, s)
 
-Layers are spread over an axis that does not split tokens (tensor parallelism); some pieces are empty, some
-shorter than others. Norms, clipping and skips are those of the whole.
+The axis over which the state is spread is the step's own (the ranks that split the tokens), or one that
+does not split tokens (tensor parallelism). Some pieces are empty, some shorter than others. Norms, clipping and
+skips are those of the whole.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import purestep as ps
+from proofs.ranks import ShareCase, check_ranks, one_step, share_cases
 from proofs.sharded import (
     ShardCase,
     check_sharded,
@@ -23,11 +25,12 @@ from proofs.sharded import (
     infinite_cases,
     infinite_step,
     shard_cases,
+    sharded_params_step,
+    sharding,
 )
-from proofs.strategies import assert_same
+from proofs.strategies import Batch, assert_same, cut, simulate
 from proofs.theorem import System, theorem
 from proofs.worlds import Ranks, on_threads
-from purestep import tree
 
 
 @theorem("T12", shard_cases())
@@ -42,11 +45,41 @@ def simulated_pieces(system: System, drawn: ShardCase) -> None:
     check_sharded_on_one_program(system, drawn)
 
 
+@theorem("T12", share_cases())
+def separate_params(system: System, drawn: ShareCase) -> None:
+    """Params and state spread over the step's own axis, whose ranks hold what they hold: uneven, or nothing."""
+    case, share, bucket_bytes, settings = drawn
+    groups = [cut(case.batch, rank) for rank in share]
+    program = partial(sharded_params_step, sharding(system))
+    check_ranks(on_threads, system, case, groups, bucket_bytes, settings, program)
+
+
+@theorem("T12", share_cases())
+def simulated_params(system: System, drawn: ShareCase) -> None:
+    """The same, where a batch of uneven pieces runs through one program."""
+    case, share, _, settings = drawn
+    axis = ps.VmapAxis(len(share))
+
+    def rank(params: Any, opt_state: Any, group: list[Batch]) -> Any:
+        how = sharding(system), system.make_update_step, axis
+        return sharded_params_step(*how, params, opt_state, group, case.recipe, settings)
+
+    on_ranks = axis.map(rank, in_dims=(None, None, 0), out_dims=None)
+    *actual, metrics = on_ranks(case.params, case.opt_state, simulate(case, share))
+    *state, expected = one_step(
+        system.make_update_step, ps.LocalAxis(), case.params, case.opt_state,
+        [case.batch], case.recipe, {},
+    )  # fmt: skip
+    assert_same(actual, state)
+    for name in ("loss", "num_tokens", "grad_norm", "applied"):
+        assert_same(getattr(metrics, name), getattr(expected, name), name)
+
+
 @theorem("T12", infinite_cases())
 def skipped_pieces(system: System, drawn: tuple[int, int, str]) -> None:
     """A gradient that is not finite on one rank alone is skipped by all of them."""
     size, *how = drawn
-    program = partial(infinite_step, system.make_update_step)
+    program = partial(infinite_step, sharding(system), system.make_update_step)
     for new, old, applied in on_threads(Ranks(size, 40), program, *[[each] * size for each in how]):
         assert not applied, "one rank has gone on"
         assert_same(new, old)
@@ -67,12 +100,12 @@ def pieces_of_one_tensor(system: System, drawn: tuple[Tensor, int, int]) -> None
     whole, dim, size = drawn
 
     def program(axis: Any) -> Any:
-        pieces = ps.shard({"w": whole, "scale": whole.sum()}, axis, dim)
-        seen = ps.unshard(pieces), tree.global_norm(pieces), tree.all_finite(pieces)
+        pieces = system.shard({"w": whole, "scale": whole.sum()}, axis, dim)
+        seen = system.unshard(pieces), system.tree.global_norm(pieces)
         return pieces["w"].piece, seen
 
     norm = torch.linalg.vector_norm(torch.cat([whole.flatten(), whole.sum()[None]]))
-    expected = {"w": whole, "scale": whole.sum()}, norm, torch.tensor(True)
+    expected = {"w": whole, "scale": whole.sum()}, norm
     chunks = [*whole.chunk(size, dim), *[whole.narrow(dim, 0, 0)] * size]
     separate = on_threads(Ranks(size, 40), program)
     for chunk, (piece, seen) in zip(chunks, separate, strict=False):
@@ -86,7 +119,53 @@ def pieces_of_one_tensor(system: System, drawn: tuple[Tensor, int, int]) -> None
         assert one.norm() == piece.norm()
 
 
+@theorem("T12", tensors())
+def summed_cotangents(system: System, drawn: tuple[Tensor, int, int]) -> None:
+    """What each rank computes of the gathered whole adds up in the gradient of the pieces."""
+    whole, dim, size = drawn
+
+    def program(axis: Any, factor: Tensor) -> Any:
+        node = system.shard(whole, axis, dim)
+
+        def of_piece(piece: Tensor) -> Tensor:
+            gathered = system.unshard(ps.Shard(piece, axis, tuple(whole.shape), dim))
+            return (factor * gathered.square()).sum()
+
+        slope = torch.func.grad(of_piece)(node.piece)
+        return system.unshard(ps.Shard(slope, axis, tuple(whole.shape), dim))
+
+    factors = torch.arange(1, size + 1, dtype=torch.float64)
+    expected = 2 * factors.sum() * whole
+    for slope in on_threads(Ranks(size, 40), program, factors.unbind()):
+        assert_same(slope, expected)
+    axis = ps.VmapAxis(size)
+    assert_same(axis.map(partial(program, axis), out_dims=None)(factors), expected)
+
+
+@theorem("T12", st.tuples(tensors(), st.sampled_from([7.0, torch.inf, torch.nan])))
+def filled_up(system: System, drawn: tuple[tuple[Tensor, int, int], float]) -> None:
+    """What a piece is filled up with is never read: by a norm, a finite check, a gather, a loss."""
+    (whole, dim, size), garbage = drawn
+    axis = ps.VmapAxis(size)
+
+    def program(_: Tensor) -> Any:
+        node, ones = (system.shard(x, axis, dim) for x in (whole, torch.ones_like(whole)))
+        node.piece = torch.where(ones.piece > 0, node.piece, garbage)
+        evaluate = system.make_eval_step(lambda w, x: w.sum() * x, weight_fn=torch.ones_like)
+        loss = ps.psum(evaluate(node, [torch.ones(1, dtype=torch.float64)]).loss, axis)
+        seen = system.tree.global_norm(node), system.tree.all_finite(node)
+        return *seen, system.unshard(node), loss
+
+    seen = axis.map(program, out_dims=None)(torch.arange(size))
+    norm = torch.linalg.vector_norm(whole)
+    assert_same(seen, (norm, torch.tensor(True), whole, whole.sum()))
+
+
 test_separate_pieces = separate_pieces.test()
 test_simulated_pieces = simulated_pieces.test()
+test_separate_params = separate_params.test()
+test_simulated_params = simulated_params.test()
 test_skipped_pieces = skipped_pieces.test()
 test_pieces_of_one_tensor = pieces_of_one_tensor.test()
+test_summed_cotangents = summed_cotangents.test()
+test_filled_up = filled_up.test()

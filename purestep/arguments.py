@@ -53,11 +53,10 @@ def _check_pieces(params: Params, given: Flat, axis: Axis) -> None:
         if place is None:
             continue
         path = tree.paths(params, "params")[position]
-        if overlap(place.axis, axis):
+        if place.axis != axis and overlap(place.axis, axis):
             raise ValueError(
-                f"{path} is spread over {place.axis}, whose ranks hold different tokens of this step over {axis}: a loss "
-                "there needs the whole tensor. Pass ps.unshard(params), the same on every rank; a Shard is for an axis "
-                "whose ranks hold the same tokens, as in tensor parallelism"
+                f"{path} is spread over {place.axis}, some of whose ranks are of {axis}, over which this step is: spread it over "
+                "that axis itself, or over one whose ranks hold the same tokens, as in tensor parallelism"
             )
         if leaf.shape != place.piece_shape:
             raise ValueError(

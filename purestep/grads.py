@@ -30,6 +30,7 @@ from purestep.objective import (
     worth,
 )
 from purestep.passes import Ready, Task, compiled_pass, in_place_pass, returning_pass
+from purestep.pieces import Spread
 from purestep.tokens import (
     Group,
     Weighed,
@@ -198,9 +199,10 @@ def accumulate(
         )
     add_up = accumulator(loss_fn, weight_fn=weight_fn, grad_and_value=grad_and_value)
     given = flat(params)
+    check_whole(grad_and_value, given.form.spread)
     group = grouped(microbatches, weight_fn, total is not None, given.leaves[0].device)
     dtypes = tuple([each.dtype for each in out]) if out else sum_dtypes(given.form, accum_dtype)
-    sums = add_up(given, group, total, dtypes, out, ready)
+    sums = add_up(seen_by_loss(given), group, total, dtypes, out, ready)
     return sums._replace(grads=given.tree(sums.grads))
 
 
@@ -210,6 +212,17 @@ def check_undivided(grad_and_value: GradAndValue, *, divided: bool) -> None:
         raise ValueError(
             "this grad_and_value looks at how long gradients are (a clip, a norm), which means something else where they are "
             'divided by N already: pass normalize="grads" to a step, and no total= to accumulate'
+        )
+
+
+def check_whole(grad_and_value: GradAndValue, spread: Spread) -> None:
+    """Refuses a ``ReverseMode`` of leaves that are pieces."""
+    if spread and isinstance(grad_and_value, ReverseMode):
+        axis = next(place.axis for place in spread if place)
+        raise ValueError(
+            "this grad_and_value is a ReverseMode, which sees the leaves of params as a list, without the axes that they are "
+            f"spread over: a norm that it takes would be that of one rank's pieces over {axis}. Pass params without "
+            "Shard, or the default grad_and_value"
         )
 
 
@@ -254,13 +267,7 @@ def accumulator(
         ready: Ready | None = None,
         /,
     ) -> Sums:
-        if params.form.spread and isinstance(grad_and_value, ReverseMode):
-            raise ValueError(
-                "this grad_and_value is a ReverseMode, which looks at the leaves of params as a list, and cannot tell which of "
-                f"them are pieces over {next(filter(None, params.form.spread)).axis}: a norm it takes would be that of one "
-                "rank's. Pass params without Shard, or the default grad_and_value"
-            )
-        leaves, structure, _ = params = seen_by_loss(params)
+        leaves, structure, _ = params
         sums = GradientSums(leaves, dtypes, out)
         versions = versions_of(leaves)
         # Whoever transforms or differentiates the step needs gradients that are returned, with their graph.

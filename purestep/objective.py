@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from purestep import tree
-from purestep.form import Flat, seen_by_loss
+from purestep.form import Flat
 from purestep.tokens import Group, checked_weights, count_of, tokens_of
 from purestep.torch_internals import transformed, version
 from purestep.tree import accumulation_dtype
@@ -246,8 +246,7 @@ def evaluator(loss_fn: LossFn) -> Callable[[Flat, Group, Count | None], Sums]:
     part_of = partial_loss(loss_fn)
 
     def evaluate(given: Flat, group: Group, total: Count | None, /) -> Sums:
-        leaves, structure, _ = seen = seen_by_loss(given)
-        params = seen.tree()
+        params, (leaves, structure, _) = given.tree(), given
         versions = versions_of(leaves)
         total = total and Count(divisor(total.num_tokens), total.num_microbatches)
         sums: Worth | None = None

@@ -7,8 +7,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from purestep import tree
-from purestep.axis import Axis, all_gather, check_axis, pvary
-from purestep.pieces import Shard, is_shard, own_programs
+from purestep.axis import Axis, all_gather, check_axis, psum_scatter, pvary
+from purestep.pieces import Place, Shard, is_shard, own_programs
 from purestep.types import Tree
 
 
@@ -57,15 +57,23 @@ def unshard(tree_: Tree) -> Tree:
     tensor([1., 4., 9.])
     """
     nodes, structure = tree.flatten(tree_, is_leaf=is_shard)
-    wholes = [_whole(node) if isinstance(node, Shard) else node for node in nodes]
+    wholes = [whole(node.piece, node.place) if is_shard(node) else node for node in nodes]
     return tree.unflatten(structure, wholes)
 
 
-def _whole(node: Shard) -> Tensor:
-    piece = _filled_up(node.piece, node.dim, node.place.length)
+def whole(piece: Tensor, place: Place) -> Tensor:
+    """All ranks' pieces in one, by ``all_gather``."""
+    filled = _filled_up(piece, place.dim, place.length)
     # Pieces are filled up behind their last entry, and all that are shorter come last.
-    gathered: Tensor = all_gather(piece, node.axis, node.dim, tiled=True)
-    return gathered.narrow(node.dim, 0, node.shape[node.dim])
+    gathered: Tensor = all_gather(filled, place.axis, place.dim, tiled=True)
+    return gathered.narrow(place.dim, 0, place.shape[place.dim]).contiguous()
+
+
+def scattered(terms: Tensor, place: Place) -> Tensor:
+    """This rank's piece of the sum over ranks, by ``psum_scatter``: the transpose of ``whole``."""
+    filled = _filled_up(terms, place.dim, place.length * place.axis.size)
+    piece: Tensor = psum_scatter(filled, place.axis, place.dim, tiled=True)
+    return piece.narrow(place.dim, 0, place.piece_shape[place.dim])
 
 
 def _filled_up(x: Tensor, dim: int, length: int) -> Tensor:

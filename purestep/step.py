@@ -21,12 +21,13 @@ from purestep.arguments import (
     checked_group,
     checked_params,
 )
-from purestep.axis import Axis, LocalAxis, pvary
+from purestep.axis import Axis, LocalAxis
 from purestep.compiler import Compiler
 from purestep.conversation import conversation
 from purestep.donation import apart
 from purestep.form import flat
-from purestep.grads import accumulator, check_undivided, grad_and_value, sum_dtypes
+from purestep.gathering import Conversation, OverPieces, gathered
+from purestep.grads import accumulator, check_undivided, check_whole, grad_and_value, sum_dtypes
 from purestep.objective import divisor, evaluator
 from purestep.optim.base import Optimizer, check_optimizer
 from purestep.optim.transition import transition
@@ -165,15 +166,18 @@ def make_update_step(
         params: Params, opt_state: OptState, microbatches: Sequence[Microbatch], /
     ) -> tuple[Params, OptState, StepMetrics]:
         shared = {"params": params, "opt_state": opt_state, "settings": settings}
+        ranks: Conversation
         with conversation(axis) as ranks:
             if begin is not None:
                 text, of_sum = begin()
                 shared["settings"] = {**settings, "grad_and_value": text}
             flat_params, flat_state = checked_params(params, axis), flat(opt_state)
             leaves, spread = flat_params.leaves, flat_params.form.spread
+            check_whole(grad_and_value, spread)
             dtypes = sum_dtypes(flat_params.form, accum_dtype)
             group = grouped(checked_group(microbatches), weight_fn, counted_first, leaves[0].device)
             group = apart(group, flat_params, flat_state) if donate else group
+            ranks = OverPieces(ranks, flat_params, axis) if spread else ranks
             counted = ranks.agree(
                 group.counted or count_of((), leaves[0].device),
                 microbatches=group.length,
@@ -182,8 +186,9 @@ def make_update_step(
                 gradients=(leaves, dtypes),
             )
             known = counted if counted_first else None
-            varied = flat_params._replace(leaves=pvary(leaves, axis))
-            here = accumulate(varied, group, known, dtypes, ranks.out, ranks.ready)
+            here = accumulate(
+                gathered(flat_params, axis), group, known, dtypes, ranks.out, ranks.ready
+            )
             sums = ranks.sum(here)
         total = known or sums.counted
         if begin is not None:
@@ -252,7 +257,7 @@ def make_eval_step(
                 given=(leaves, group.at_hand),
             )
             known = counted if weight_fn else None
-            sums = ranks.sum(evaluate(flat_params, group, known))
+            sums = ranks.sum(evaluate(gathered(flat_params, axis), group, known))
         total = known or sums.counted
 
         metrics = EvalMetrics(

@@ -94,6 +94,7 @@ def test_imports_run_downward() -> None:
         "shard",
         "arguments",
         "conversation",
+        "gathering",
         "optim",
         "step",
         "state",

@@ -120,7 +120,8 @@ def test_transforms(shape: tuple[int, ...], dim: int) -> None:
         return result
 
     assert torch.equal(torch.vmap(squares)(stack), stack.square())
-    value, tangent = torch.func.jvp(squares, (stack[0],), (stack[1],))
+    jvp: Any = torch.func.jvp
+    value, tangent = jvp(squares, (stack[0],), (stack[1],))
     assert torch.equal(value, stack[0].square())
     torch.testing.assert_close(tangent, 2 * stack[0] * stack[1])
     slope = torch.func.grad(lambda x: squares(x).sum())(stack[0])
@@ -250,14 +251,20 @@ def test_tensor_parallel_step(world: str, how: dict[str, Any]) -> None:
     if world == "threads":
         threads = ps.testing.ThreadAxis(6)
         dp, tp = threads.split(2, 3)
-        run = partial(tensor_parallel, dp, tp, optimizer=CLIPPED, **how)
+
+        def run(whole: Any, batch: Tensor) -> Any:
+            return tensor_parallel(dp, tp, whole, batch, CLIPPED, **how)
+
         own = [tree.map(torch.clone, NETWORK) for _ in range(6)]
         batches = [batch[:1] if rank < 3 else batch[1:] for rank in range(6)]
-        results = threads.map(lambda whole, batch: run(whole=whole, batch=batch))(own, batches)
+        results = threads.map(run)(own, batches)
     else:
         rows, columns = ps.VmapAxis(2), ps.VmapAxis(3)
-        run = partial(tensor_parallel, rows, columns, NETWORK, optimizer=CLIPPED, **how)
-        on_columns = columns.map(lambda batch: run(batch), in_dims=None, out_dims=None)
+
+        def one(batch: Tensor) -> Any:
+            return tensor_parallel(rows, columns, NETWORK, batch, CLIPPED, **how)
+
+        on_columns = columns.map(one, in_dims=None, out_dims=None)
         results = [rows.map(on_columns, out_dims=None)(batch.view(2, 2, 2))]
     for result in results:
         for one, other in zip(tree.leaves_of(result), tree.leaves_of(expected), strict=True):
@@ -326,7 +333,7 @@ def test_partition_clips_its_own_pieces() -> None:
 def test_states_are_trees_of_nodes() -> None:
     """By name, and of the same structure as the params."""
     axis = ps.LocalAxis()
-    params = {"w": ps.Shard(torch.ones(2), axis, [2], dim=-1)}
+    params = {"w": ps.Shard(torch.ones(2), axis, (2,), dim=-1)}
     assert params["w"].shape == (2,)
     assert params["w"].dim == 0
     state = ps.optim.adamw(0.1).init(params)
@@ -374,15 +381,142 @@ def test_refused() -> None:
     ps.optim.from_torch(torch.optim.RMSprop, lr=0.1).init({"w": ps.Shard(torch.ones(2), tp, (4,))})
 
 
-def test_pieces_over_the_steps_own_axis_are_refused() -> None:
-    """However that axis is named: here by a part of a world, and by the world."""
-    dp = ps.VmapAxis(2)
-    with pytest.raises(ValueError, match=r"params\['w'\]\.piece is spread over VmapAxis\(2\)"):
-        dp.map(lambda w: once(dp, {"w": ps.Shard(w, dp, (4,))}))(torch.ones(2, 2))
+def test_pieces_over_a_part_of_the_steps_axis_are_refused() -> None:
     world = ps.testing.ThreadAxis(4)
     rows, _ = world.split(2, 2)
-    with pytest.raises(ValueError, match="whose ranks hold different tokens"):
+    with pytest.raises(
+        ValueError, match=r"params\['w'\]\.piece is spread over .*some of whose ranks"
+    ):
         world.map(lambda w: once(world, {"w": ps.Shard(w, rows, (4,))}))([torch.ones(2)] * 4)
+
+
+class Counting(ps.LocalAxis):
+    """One rank that counts its collectives."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, int]] = []
+
+    def apply(self, law: str, x: Tensor) -> Tensor:
+        self.calls.append((law, x.numel()))
+        return super().apply(law, x)
+
+
+@pytest.mark.parametrize("microbatches", [1, 5])
+def test_gathered_once_and_scattered_once(microbatches: int) -> None:
+    """Each leaf, however many microbatches there are; and a norm costs one number for all leaves."""
+    axis = Counting()
+    params = {"w": ps.shard(drawn(5, 2), axis), "v": ps.shard(drawn(3), axis), "b": torch.ones(())}
+    step = ps.make_update_step(
+        lambda p, x: (p["w"].sum() + p["v"].sum() + p["b"]) * x, CLIPPED,
+        weight_fn=torch.ones_like, axis=axis,
+    )  # fmt: skip
+    opt_state = CLIPPED.init(params)
+    axis.calls.clear()
+    step(params, opt_state, [torch.ones(2)] * microbatches)
+    gathers = [call for call in axis.calls if call[0] == "all_gather"]
+    scatters = [call for call in axis.calls if call[0] == "psum_scatter"]
+    sums = [call for call in axis.calls if call[0] == "psum"]
+    assert sorted(gathers) == [("all_gather", 3), ("all_gather", 10)]
+    assert sorted(scatters) == [("psum_scatter", 3), ("psum_scatter", 10)]
+    assert sums == [("psum", 1), ("psum", 1)]  # of grad_norm and of the clip
+
+
+def test_an_error_between_gather_and_scatter_reaches_all_ranks() -> None:
+    """As in any step, and the ranks can go on with the next one."""
+    threads = ps.testing.ThreadAxis(3)
+    optimizer = ps.optim.sgd(1.0)
+
+    def rank(number: int) -> Any:
+        def loss_fn(p: Any, x: Tensor) -> Tensor:
+            if number == 1 and x.isnan().any():
+                raise ValueError("bad sample 17")
+            losses: Tensor = p["w"].sum() * x
+            return losses
+
+        params = ps.shard({"w": drawn(4)}, threads)
+        step = ps.make_update_step(loss_fn, optimizer, weight_fn=torch.ones_like, axis=threads)
+        told = ""
+        try:
+            step(params, optimizer.init(params), [torch.full((1,), torch.nan)])
+        except (ValueError, ps.RankError) as error:
+            told = str(error)
+        new, *_ = step(params, optimizer.init(params), [torch.ones(1)])
+        return told, ps.unshard(new)["w"]
+
+    for told, w in threads.map(rank)([0, 1, 2]):
+        assert "bad sample 17" in told
+        torch.testing.assert_close(w, drawn(4) - 1)
+
+
+def test_ranks_that_disagree_on_what_is_spread() -> None:
+    """Pieces of different lengths are alike, pieces of different tensors are not."""
+    threads = ps.testing.ThreadAxis(2)
+
+    def rank(number: int) -> Any:
+        return once(threads, ps.shard({"w": drawn(4 + number)}, threads))
+
+    with pytest.raises(ValueError, match=r"disagree on params.*rank 0 with .*against rank 1 with"):
+        threads.map(rank)([0, 1])
+
+
+@pytest.mark.parametrize(
+    "how", [{}, {"compile": True}, {"accum_dtype": torch.float64}, {"donate": True}], ids=str
+)
+def test_params_over_the_steps_own_axis(how: dict[str, Any]) -> None:
+    """In float32, with pieces in the buffers that were given where they are donated."""
+    batch, whole = drawn(6, 2).float(), tree.map(lambda x: x.float(), NETWORK)
+    optimizer = ps.optim.sgd(0.1, momentum=0.5)
+
+    def loss_fn(p: Any, x: Tensor) -> Tensor:
+        return (torch.sigmoid(x @ p["up"]) @ p["down"] + p["bias"]).square()
+
+    def steps(axis: Any, params: Any, data: Tensor, **how: Any) -> Any:
+        opt_state = optimizer.init(params)
+        step = ps.make_update_step(
+            loss_fn, optimizer, weight_fn=lambda x: torch.ones(len(x)), axis=axis, **how
+        )
+        for _ in range(2):
+            before = [leaf.data_ptr() for leaf in tree.leaves_of(params)]
+            params, opt_state, metrics = step(params, opt_state, [data])
+            after = [leaf.data_ptr() for leaf in tree.leaves_of(params)]
+            assert not how.get("donate") or before == after
+        return ps.unshard((params, opt_state)), metrics.grad_norm
+
+    threads = ps.testing.ThreadAxis(2)
+    expected = steps(ps.LocalAxis(), whole, batch)
+    results = threads.map(
+        lambda data: steps(
+            threads, ps.shard(tree.map(torch.clone, whole), threads, -1), data, **how
+        )
+    )([batch[:2], batch[2:]])
+    for result in results:
+        for one, other in zip(tree.leaves_of(result), tree.leaves_of(expected), strict=True):
+            torch.testing.assert_close(one, other, check_dtype=False)
+
+
+def test_derivatives_of_a_step_on_pieces() -> None:
+    """By the whole params, through gather and scatter: those of the step on whole tensors."""
+    axis, whole, batch = ps.VmapAxis(2), drawn(3), drawn(4)
+    optimizer = ps.optim.chain(ps.optim.clip_by_global_norm(0.5), ps.optim.sgd(0.1))
+
+    def after(axis: Any, w: Tensor, x: Tensor, spread: bool) -> Tensor:
+        params = {"w": ps.shard(w, axis)} if spread else {"w": w}
+        step = ps.make_update_step(
+            lambda p, x: (p["w"].square().sum() * x - 1).square(), optimizer,
+            weight_fn=torch.ones_like, axis=axis,
+        )  # fmt: skip
+        result: Tensor = ps.unshard(step(params, optimizer.init(params), [x])[0])["w"]
+        return result
+
+    def on_ranks(w: Tensor) -> Tensor:
+        rank = axis.map(partial(after, axis, spread=True), in_dims=(None, 0), out_dims=None)
+        result: Tensor = rank(w, batch.view(2, 2))
+        return result
+
+    expected = torch.func.jacrev(lambda w: after(ps.LocalAxis(), w, batch, False))(whole)
+    torch.testing.assert_close(torch.func.jacrev(on_ranks)(whole), expected)
+    torch.testing.assert_close(torch.func.jacfwd(on_ranks)(whole), expected)
+    torch.testing.assert_close(torch.vmap(on_ranks)(whole[None])[0], on_ranks(whole))
 
 
 def test_trees_without_pieces_pay_nothing() -> None:

@@ -58,9 +58,9 @@ class Ranks(ABC):
         """Which rank this is."""
 
     @property
-    @abstractmethod
     def members(self) -> frozenset[int]:
-        """All that it joins, this rank included, by numbers that all axes of a world share."""
+        """All ranks that it joins, this one included, by numbers that all axes of a world share; empty where nobody knows."""
+        return frozenset()
 
     @property
     def index(self) -> Tensor:
