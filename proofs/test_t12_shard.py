@@ -27,6 +27,7 @@ from proofs.sharded import (
     shard_cases,
     sharded_params_step,
     sharding,
+    simulated,
 )
 from proofs.strategies import Batch, assert_same, cut, simulate
 from proofs.theorem import System, theorem
@@ -64,7 +65,7 @@ def simulated_params(system: System, drawn: ShareCase) -> None:
         how = sharding(system), system.make_update_step, axis
         return sharded_params_step(*how, params, opt_state, group, case.recipe, settings)
 
-    on_ranks = axis.map(rank, in_dims=(None, None, 0), out_dims=None)
+    on_ranks = simulated(axis, rank, in_dims=(None, None, 0), out_dims=None)
     *actual, metrics = on_ranks(case.params, case.opt_state, simulate(case, share))
     *state, expected = one_step(
         system.make_update_step, ps.LocalAxis(), case.params, case.opt_state,
@@ -96,23 +97,27 @@ def tensors(draw: st.DrawFn) -> tuple[Tensor, int, int]:
 
 @theorem("T12", tensors())
 def pieces_of_one_tensor(system: System, drawn: tuple[Tensor, int, int]) -> None:
-    """Pieces are ``torch.chunk``'s, their norm is that of the whole, and together they are the whole; on all kinds of axes."""
+    """Pieces are ``torch.chunk``'s, norm and clip are those of the whole, and together they are the whole; on all kinds of axes."""
     whole, dim, size = drawn
 
     def program(axis: Any) -> Any:
         pieces = system.shard({"w": whole, "scale": whole.sum()}, axis, dim)
-        seen = system.unshard(pieces), system.tree.global_norm(pieces)
+        clipped, _ = system.optim.clip_by_global_norm(1.0).update(pieces, (), None)
+        seen = system.unshard((pieces, clipped)), system.tree.global_norm(pieces)
         return pieces["w"].piece, seen
 
     norm = torch.linalg.vector_norm(torch.cat([whole.flatten(), whole.sum()[None]]))
-    expected = {"w": whole, "scale": whole.sum()}, norm
+    tensors_ = {"w": whole, "scale": whole.sum()}
+    clipped, _ = system.optim.clip_by_global_norm(1.0).update(tensors_, (), None)
+    expected = (tensors_, clipped), norm
     chunks = [*whole.chunk(size, dim), *[whole.narrow(dim, 0, 0)] * size]
     separate = on_threads(Ranks(size, 40), program)
     for chunk, (piece, seen) in zip(chunks, separate, strict=False):
         assert torch.equal(piece, chunk) or not whole.numel()
         assert_same(seen, expected)
     axis = ps.VmapAxis(size)
-    filled, seen = axis.map(lambda _: program(axis), out_dims=(0, None))(torch.arange(size))
+    on_ranks = simulated(axis, lambda _: program(axis), out_dims=(0, None))
+    filled, seen = on_ranks(torch.arange(size))
     assert_same(seen, expected)
     for one, (piece, _) in zip(filled, separate, strict=True):
         assert torch.equal(one.narrow(dim, 0, piece.shape[dim]), piece)
@@ -139,7 +144,7 @@ def summed_cotangents(system: System, drawn: tuple[Tensor, int, int]) -> None:
     for slope in on_threads(Ranks(size, 40), program, factors.unbind()):
         assert_same(slope, expected)
     axis = ps.VmapAxis(size)
-    assert_same(axis.map(partial(program, axis), out_dims=None)(factors), expected)
+    assert_same(simulated(axis, partial(program, axis), out_dims=None)(factors), expected)
 
 
 @theorem("T12", st.tuples(tensors(), st.sampled_from([7.0, torch.inf, torch.nan])))
@@ -156,7 +161,7 @@ def filled_up(system: System, drawn: tuple[tuple[Tensor, int, int], float]) -> N
         seen = system.tree.global_norm(node), system.tree.all_finite(node)
         return *seen, system.unshard(node), loss
 
-    seen = axis.map(program, out_dims=None)(torch.arange(size))
+    seen = simulated(axis, program, out_dims=None)(torch.arange(size))
     norm = torch.linalg.vector_norm(whole)
     assert_same(seen, (norm, torch.tensor(True), whole, whole.sum()))
 
