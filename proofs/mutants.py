@@ -184,7 +184,11 @@ COUNTED = "tokens_of(each) for each in weights"
 EACH = "            data, kind = tree.flatten(microbatch)\n"
 KNOWN = "group, known, dtypes"
 PARAMS = "gathered(flat_params, axis)"
-RUN = f"            here = accumulate({PARAMS}, group, known, dtypes, ranks.out, ranks.ready)\n"
+RUN = (
+    "            here = accumulate(\n"
+    f"                {PARAMS}, group, known, dtypes, ranks.out, ranks.ready\n"
+    "            )\n"
+)
 SUMMED = "            sums = ranks.sum(here)\n"
 HELD = step(
     "if donate else group\n",

@@ -160,7 +160,7 @@ def accumulate(
 
     Args:
         loss_fn: one loss per token, or ``LossTerms``.
-        params: a tree of floating point tensors.
+        params: a tree of floating point tensors. Of a ``Shard``, the loss is given the piece, whatever its axis is.
         microbatches: a sequence of microbatches, of any shapes. An empty one gives exact zeros.
         weight_fn: one weight per token; None when ``LossTerms.weights`` brings them.
         total: the global ``count``, by which loss and gradients are divided; None leaves them as plain sums, for you

@@ -27,8 +27,8 @@ class Shard:
     computed of a whole tree (``tree.global_norm``, ``tree.all_finite``, clipping, a step's ``grad_norm`` and its skip) sums
     over the axis, which is part of the tree's structure.
 
-    A step hands its loss the piece, a tensor: that is tensor parallelism, over an axis that does not split
-    tokens. ``ps.shard`` cuts whole tensors into pieces, and ``ps.unshard`` puts them together again.
+    A step hands its loss a tensor: over an axis that does not split tokens the piece, which is tensor parallelism, and over
+    its own axis the whole. ``ps.shard`` cuts whole tensors into pieces, and ``ps.unshard`` puts them together again.
 
     Args:
         piece: what this rank holds.

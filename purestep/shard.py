@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from purestep import tree
-from purestep.axis import Axis, all_gather, check_axis, psum_scatter, pvary
+from purestep.axis import Axis, MeshAxis, all_gather, check_axis, psum_scatter, pvary
 from purestep.pieces import Place, Shard, is_shard, own_programs
 from purestep.types import Tree
 
@@ -80,3 +82,67 @@ def _filled_up(x: Tensor, dim: int, length: int) -> Tensor:
     """The tensor with zeros behind it, so that it is that long."""
     missing = length - x.shape[dim]
     return functional.pad(x, (0, 0) * (x.ndim - 1 - dim) + (0, missing)) if missing else x
+
+
+def to_dtensor(tree_: Tree) -> Tree:
+    """The tree with a DTensor in the place of each ``Shard`` over a ``MeshAxis``, in the memory of its piece.
+
+    Other leaves stay as they are. That is what ``torch.distributed.checkpoint`` and other tools take. It is not recorded for autograd.
+
+    >>> from torch.distributed.device_mesh import init_device_mesh
+    >>> torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    >>> axis = MeshAxis(init_device_mesh("cpu", (1,), mesh_dim_names=("dp",)), "dp")
+    >>> given = shard({"w": torch.ones(2)}, axis)
+    >>> given["w"].piece.data_ptr() == from_dtensor(to_dtensor(given), axis)["w"].piece.data_ptr()
+    True
+    >>> torch.distributed.destroy_process_group()
+    """
+    from torch.distributed import tensor  # takes a second to import
+
+    def converted(node: Any) -> Any:
+        if not is_shard(node):
+            return node
+        if not isinstance(node.axis, MeshAxis):
+            raise TypeError(
+                f"a Shard over {node.axis} cannot be a DTensor, which lies on a DeviceMesh: spread it over a "
+                "ps.MeshAxis, or take ps.unshard"
+            )
+        shape = torch.Size(node.shape)
+        stride = torch.empty(shape, device="meta").stride()
+        how: Any = {"run_check": False, "shape": shape, "stride": stride}
+        placements = [tensor.Shard(node.dim)]
+        return tensor.DTensor.from_local(node.piece.detach(), node.axis.mesh, placements, **how)
+
+    nodes, structure = tree.flatten(tree_, is_leaf=is_shard)
+    return tree.unflatten(structure, [converted(node) for node in nodes])
+
+
+def from_dtensor(tree_: Tree, axis: MeshAxis) -> Tree:
+    """The tree with a ``Shard`` over the axis in the place of each DTensor that is spread there, in its memory.
+
+    A replicated DTensor becomes a tensor; other leaves stay as they are. All is detached, as state is. The inverse of ``to_dtensor``, for what ``distribute_tensor``, ``fully_shard`` and a distributed checkpoint make.
+
+    >>> from_dtensor({"w": torch.ones(2)}, axis=None)
+    {'w': tensor([1., 1.])}
+    """
+    from torch.distributed import tensor
+
+    def converted(leaf: Any) -> Any:
+        if not isinstance(leaf, tensor.DTensor):
+            return leaf
+        (placement, *others), mesh = leaf.placements, leaf.device_mesh
+        piece = leaf.to_local().detach()
+        if all(each.is_replicate() for each in leaf.placements):
+            return piece
+        if (
+            others
+            or type(placement) is not tensor.Shard
+            or mesh.get_group().group_name != axis.where.name
+        ):
+            raise ValueError(
+                f"a DTensor of shape {tuple(leaf.shape)} has the placements {leaf.placements} on {mesh}, and a Shard is spread "
+                f"over one axis, here {axis}: redistribute it to [Shard(dim)] on that axis's mesh"
+            )
+        return Shard(piece, axis, tuple(leaf.shape), placement.dim)
+
+    return tree.map(converted, tree_)

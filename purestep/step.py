@@ -99,6 +99,10 @@ def make_update_step(
         ``StepMetrics`` for the rest, which is cut off from autograd and outer transforms: differentiate
         the new parameters, not the metrics.
 
+    **Pieces.** Where ``params`` has a ``Shard``, the loss is given a tensor: its piece, or all of it where the axis is
+    the step's own. That is gathered once a step, and of the summed gradients each rank gets its piece. ``grad_norm``, clipping and
+    ``on_nonfinite`` are about the whole.
+
     **What is recorded.** A step is recorded for autograd where params, state, a microbatch or a learning rate require
     grad, or under a transform. Then the new parameters require grad, and the graph grows from step to step:
     start from detached parameters if you do not want that. Otherwise nothing is recorded: what the loss closes over

@@ -72,6 +72,7 @@ class MeshAxis(Ranks):
         part = mesh[self.dims]
         flat = part if len(self.dims) == 1 else torch_internals.flattened(part)
         self._group: Any = flat.get_group()
+        self.mesh: DeviceMesh = flat
         self.size = flat.size()
         self._rank: int = flat.get_local_rank()
         self.device = torch.device(mesh.device_type)

@@ -17,7 +17,7 @@ from purestep.types import Params, Tree
 
 
 def clip_by_global_norm(max_norm: float | Tensor) -> Transform:
-    """g · min(1, max_norm / ‖g‖₂), the norm taken over the whole tree.
+    """g · min(1, max_norm / ‖g‖₂), the norm taken over the whole tree, and of a ``Shard`` over its axis.
 
     >>> clip_by_global_norm(1.0).update({"w": torch.tensor([3.0, 4.0])}, (), None)
     ({'w': tensor([0.6000, 0.8000])}, ())
