@@ -121,11 +121,10 @@ def own_programs(axis: Any) -> bool:
 
 def spread(structure: Any) -> Spread:
     """How each leaf of a tree of this structure is spread."""
-    if torch.compiler.is_dynamo_compiling():
-        found = _traced(structure)
+    if hasattr(structure, "walk"):
+        found = structure.walk([[None]] * structure.num_leaves, _node)
     else:
-        leaves = [[None]] * structure.num_leaves
-        found = structure.walk(leaves, _node)
+        found = _traced(structure)  # one of a compiler's own
     return tuple(found) if any(place is not None for place in found) else ()
 
 

@@ -73,6 +73,7 @@ class MeshAxis(Ranks):
         flat = part if len(self.dims) == 1 else torch_internals.flattened(part)
         self._group: Any = flat.get_group()
         self.mesh: DeviceMesh = flat
+        self._members = frozenset(dist.get_process_group_ranks(self._group))
         self.size = flat.size()
         self._rank: int = flat.get_local_rank()
         self.device = torch.device(mesh.device_type)
@@ -96,7 +97,7 @@ class MeshAxis(Ranks):
     @property
     def members(self) -> frozenset[int]:
         """The processes that it joins, by their ranks in the world."""
-        return frozenset(dist.get_process_group_ranks(self._group))
+        return self._members
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, MeshAxis) and self._where == other._where
