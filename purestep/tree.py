@@ -493,9 +493,8 @@ def _root(total: Tensor) -> Tensor:
     """√total, whose derivative at zero is zero."""
     known = number_at_hand(total)
     if known is not None and known >= 0 and not differentiated(total):
-        return total.new_tensor(
-            math.sqrt(known)
-        )  # MKL's, which torch takes, is not correctly rounded
+        # MKL's root, which torch takes, is not correctly rounded.
+        return total.new_tensor(math.sqrt(known))
     return torch.where(total > 0, torch.where(total > 0, total, 1).sqrt(), total)
 
 
