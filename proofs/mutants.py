@@ -19,11 +19,16 @@ from pathlib import Path
 from types import ModuleType
 from typing import NamedTuple
 
+import purestep
 from proofs.theorem import System, Theorem
 
 README = Path(__file__).with_name("README.md")
 MODULES = [
+    "purestep.pieces",
+    "purestep.tree",
+    "purestep.form",
     "purestep.axis.buckets",
+    "purestep.shard",
     "purestep.tokens",
     "purestep.batching.cut",
     "purestep.batching.group",
@@ -34,6 +39,7 @@ MODULES = [
     "purestep.passes",
     "purestep.grads",
     "purestep.conversation",
+    "purestep.gathering",
     "purestep.donation",
     "purestep.optim.schedules",
     "purestep.optim.base",
@@ -53,9 +59,13 @@ MODULES = [
 OWN_TYPES = {
     name
     for name in MODULES
-    if any(part in name for part in ("batching", "backward", "buckets", "conversation"))
+    if any(
+        part in name for part in ("batching", "backward", "buckets", "conversation", "gathering")
+    )
 }
 """Modules whose classes are part of what is mutated."""
+ATTRIBUTES = ["purestep.pieces", "purestep.tree"]
+"""Modules that others import as names of the package."""
 THEOREM_FILES = [
     "test_t01_cut",
     "test_t02_ranks",
@@ -64,6 +74,7 @@ THEOREM_FILES = [
     "test_t05_weights",
     "test_t06_purity",
     "test_t07_identity",
+    "test_t12_shard",
     "test_t13_donation",
     "test_t14_repartition",
     "test_t16_resume",
@@ -137,6 +148,26 @@ def in_parallel(old: str, new: str) -> Patch:
     return Patch("proofs.parallel", old, new)
 
 
+def shards(old: str, new: str) -> Patch:
+    """A patch of the way from whole tensors to pieces and back."""
+    return Patch("purestep.shard", old, new)
+
+
+def gathering(old: str, new: str) -> Patch:
+    """A patch of what a step does with pieces over its own axis."""
+    return Patch("purestep.gathering", old, new)
+
+
+def trees(old: str, new: str) -> Patch:
+    """A patch of what is computed of a whole tree."""
+    return Patch("purestep.tree", old, new)
+
+
+def forms(old: str, new: str) -> Patch:
+    """A patch of what a loss sees of a tree."""
+    return Patch("purestep.form", old, new)
+
+
 def buckets(old: str, new: str) -> Patch:
     """A patch of the buckets in which gradients travel."""
     return Patch("purestep.axis.buckets", old, new)
@@ -153,18 +184,23 @@ SHARE = "share = 1 / divisor(total.num_microbatches).to(losses)"
 COUNTED = "tokens_of(each) for each in weights"
 EACH = "            data, kind = tree.flatten(microbatch)\n"
 KNOWN = "group, known, dtypes"
-RUN = "            here = accumulate(varied, group, known, dtypes, ranks.out, ranks.ready)\n"
+PARAMS = "gathered(flat_params, axis)"
+RUN = (
+    "            here = accumulate(\n"
+    f"                {PARAMS}, group, known, dtypes, ranks.out, ranks.ready\n"
+    "            )\n"
+)
 SUMMED = "            sums = ranks.sum(here)\n"
 HELD = step(
     "if donate else group\n",
     "if donate else group\n            group = group._replace(weighed=[*group.weighed])\n",
 )
-ALONE = "accumulate(varied, group._replace(weighed=group.weighed[{0}]), known, dtypes)"
+ALONE = f"accumulate({PARAMS}, group._replace(weighed=group.weighed[{{0}}]), known, dtypes)"
 OWN_LOSS = "here._replace(loss=here.loss * (known.num_tokens / {0} / axis.size).to(here.loss)) if known else here"
 STEP_LOSS = "loss=_over(sums.loss, grad_scale)"
 STEP_TOKENS = "num_tokens=total.num_tokens,\n            num_microbatches=total.num_microbatches,\n            grad_norm"
-NORM = "tree.global_norm(sums.grads)"
-SKIP = "applied = applied & tree.all_finite(sums.grads)"
+NORM = "tree.norm_of(sums.grads, spread)"
+SKIP = "applied = applied & tree.are_finite(sums.grads, spread)"
 SELECTED = "tree.select(applied, moved(), old)"
 PER_STEP = "    transit = transition(optimizer, donate=donate, compile=compile)\n"
 FIRST = '        shared = {"params": params, "opt_state": opt_state, "settings": settings}\n'
@@ -516,7 +552,10 @@ MUTANTS = [
     Mutant(
         "36b",
         "non-finite check on one rank alone",
-        [HELD, step(SKIP, f"applied = applied & tree.all_finite({ALONE.format(':')}.grads)")],
+        [
+            HELD,
+            step(SKIP, f"applied = applied & tree.are_finite({ALONE.format(':')}.grads, spread)"),
+        ],
     ),
     Mutant(
         "37",
@@ -578,7 +617,7 @@ MUTANTS = [
     Mutant(
         "40a",
         "norm of one rank",
-        [HELD, step(NORM, f"tree.global_norm({ALONE.format(':')}.grads)")],
+        [HELD, step(NORM, f"tree.norm_of({ALONE.format(':')}.grads, spread)")],
     ),
     Mutant(
         "40b",
@@ -730,6 +769,56 @@ MUTANTS = [
         ],
     ),
     Mutant(
+        "52",
+        "a norm of one rank's pieces clips what all ranks share",
+        [optim("leafwise", "grads, places.spread)", "grads, ())")],
+    ),
+    Mutant(
+        "52b",
+        "grad_norm of one rank's pieces",
+        [step(NORM, "tree.norm_of(sums.grads, ())")],
+    ),
+    Mutant(
+        "52c",
+        "a skip decided by one rank's pieces",
+        [step(SKIP, "applied = applied & tree.are_finite(sums.grads, ())")],
+    ),
+    Mutant(
+        "52d",
+        "what a piece is filled up with enters a norm",
+        [trees("append(pieces.own(leaf, place))", "append(leaf)")],
+    ),
+    Mutant(
+        "52e",
+        "a gather without its transpose",
+        [shards("all_gather(filled, ", "all_gather(filled.detach(), ")],
+    ),
+    Mutant(
+        "52f",
+        "gradients summed over ranks twice: before they are scattered, and while they are",
+        [
+            gathering(
+                "piece = scattered(grads[at], place)",
+                'piece = scattered(place.axis.apply("psum", grads[at]), place)',
+            )
+        ],
+    ),
+    Mutant(
+        "52g",
+        "pieces swapped: each rank's gradient is that of the next rank's piece",
+        [
+            gathering(
+                "scattered(grads[at], place)",
+                "scattered(grads[at].roll(place.length, place.dim), place)",
+            )
+        ],
+    ),
+    Mutant(
+        "52h",
+        "what a piece is filled up with reaches the loss",
+        [forms("[pieces.own(leaf, place) for", "[leaf for")],
+    ),
+    Mutant(
         "54f",
         "a stream that failed ends as if the data had run out",
         [
@@ -744,7 +833,6 @@ MUTANTS = [
 
 NOT_YET = {
     "25": "the same random key for two microbatches: needs `ps.random`",
-    "52": "a norm of one rank's shard clips what all ranks share: needs `ps.Shard`",
 }
 
 
@@ -770,6 +858,8 @@ def build(patches: list[Patch]) -> System:
             shared = {k: v for k, v in types.items() if v.__module__ not in OWN_TYPES}
             module.__dict__.update(shared)
             sys.modules[name] = mutated[name] = module
+            if name in ATTRIBUTES:
+                setattr(purestep, name.removeprefix("purestep."), module)
     flow = mutated["purestep.step"]
     return System(
         flow.make_update_step,
@@ -780,6 +870,9 @@ def build(patches: list[Patch]) -> System:
         mutated["purestep.batching.prefetch"].prefetch,
         mutated["proofs.parallel"].context_parallel_step,
         mutated["proofs.parallel"].tensor_parallel_step,
+        mutated["purestep.shard"].shard,
+        mutated["purestep.shard"].unshard,
+        mutated["purestep.tree"],
         mutated["purestep.optim"],
     )
 
@@ -791,6 +884,8 @@ def _restored(names: list[str]) -> Iterator[None]:
         yield
     finally:
         sys.modules.update(before)
+        for name in ATTRIBUTES:
+            setattr(purestep, name.removeprefix("purestep."), before[name])
 
 
 def theorems() -> dict[str, list[Theorem]]:

@@ -89,6 +89,7 @@ def check_ranks(
     groups: Sequence[list[Batch]],
     bucket_bytes: int,
     settings: dict[str, Any],
+    program: Callable[..., Any] = one_step,
 ) -> list[Any]:
     """Every rank has the state of the one big batch, and the metrics of one rank that holds it all."""
     state, _, _ = spec(
@@ -102,7 +103,7 @@ def check_ranks(
     states = [in_any_order(_own(case), generator, overlapping=not donate) for _ in groups]
     results = run(
         Ranks(size, bucket_bytes),
-        partial(one_step, system.make_update_step),
+        partial(program, system.make_update_step),
         [params for params, _ in states],
         [opt_state for _, opt_state in states],
         groups,

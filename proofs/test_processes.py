@@ -1,4 +1,4 @@
-"""T2, T3, T4 and T11 on real ranks: ``MeshAxis`` over gloo processes, of one group that stays up for the module.
+"""T2, T3, T4, T11 and T12 on real ranks: ``MeshAxis`` over gloo processes, of one group that stays up for the module.
 
 The claims are those that the same files make of threads, and each state is that of the threads, to the bit.
 """
@@ -24,6 +24,13 @@ from proofs.ranks import (
     padded,
     share_cases,
     shuffled,
+)
+from proofs.sharded import (
+    ShardCase,
+    check_sharded,
+    shard_cases,
+    sharded_params_step,
+    sharding,
 )
 from proofs.strategies import assert_same, cut
 from proofs.test_t11_collectives import LAWS, check_separate_ranks, ranks, ways
@@ -67,6 +74,21 @@ def test_t04_padding(run: Run, drawn: ShareCase, seed: int) -> None:
 def test_t11_collectives(run: Run, name: str, x: Tensor, way: int) -> None:
     """Laws and transposes, with ensembles passing by."""
     check_separate_ranks(run, name, x, way)
+
+
+@given(drawn=share_cases())
+def test_t12_params_in_pieces(run: Run, drawn: ShareCase) -> None:
+    """Params and state spread over the ranks that split the tokens."""
+    case, share, bucket_bytes, settings = drawn
+    groups = [cut(case.batch, rank) for rank in share]
+    program = partial(sharded_params_step, sharding(PURESTEP))
+    check_ranks(run, PURESTEP, case, groups, bucket_bytes, settings, program)
+
+
+@given(drawn=shard_cases(columns=(2,)))
+def test_t12_layers_in_pieces(run: Run, drawn: ShardCase) -> None:
+    """Layers spread over a second dimension of the mesh, whose norms are those of the whole."""
+    check_sharded(run, PURESTEP, drawn)
 
 
 @given(drawn=grid_cases())

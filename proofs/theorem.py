@@ -27,6 +27,9 @@ class System:
     prefetch: Callable[..., Any]
     context_parallel_step: Callable[..., Any]
     tensor_parallel_step: Callable[..., Any]
+    shard: Callable[..., Any]
+    unshard: Callable[..., Any]
+    tree: Any
     optim: Any
 
 
@@ -39,6 +42,9 @@ PURESTEP = System(
     ps.prefetch,
     parallel.context_parallel_step,
     parallel.tensor_parallel_step,
+    ps.shard,
+    ps.unshard,
+    ps.tree,
     ps.optim,
 )
 

@@ -28,7 +28,7 @@ class Grid(NamedTuple):
 
 
 class Ranks(NamedTuple):
-    """What a program runs on: ``size`` ranks, or a grid of 2 by 2."""
+    """What a program runs on: ``size`` ranks, or a grid with two rows of them (processes: of 2 by 2)."""
 
     size: int
     bucket_bytes: int
@@ -40,7 +40,7 @@ def on_threads(ranks: Ranks, program: Callable[..., Any], *args: Sequence[Any]) 
     world = ps.testing.ThreadAxis(ranks.size, bucket_bytes=ranks.bucket_bytes)
     axis: ps.Axis | Grid = world
     if ranks.grid:
-        first, second = world.split(2, 2)
+        first, second = world.split(2, ranks.size // 2)
         axis = Grid(first, second, world)
     try:
         return world.map(partial(program, axis))(*args)

@@ -34,7 +34,9 @@ from purestep.compiler import compile
 from purestep.gradient_noise import NoiseScale, SquaredNorms, noise_scale, with_squared_norms
 from purestep.grads import accumulate, grad_and_value
 from purestep.modules import from_module, to_module
+from purestep.pieces import Shard
 from purestep.privacy import per_example
+from purestep.shard import from_dtensor, shard, to_dtensor, unshard
 from purestep.state import load_state_dict, state_dict
 from purestep.step import make_eval_step, make_update_step
 from purestep.tokens import count, count_tokens, label_weights
@@ -93,6 +95,11 @@ __all__ = [
     "pvary",
     "all_gather",
     "psum_scatter",
+    "Shard",
+    "shard",
+    "unshard",
+    "to_dtensor",
+    "from_dtensor",
     "optim",
     "UpdateStep",
     "make_update_step",

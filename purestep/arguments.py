@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from purestep import tree
-from purestep.axis import Axis, check_axis
+from purestep.axis import Axis, check_axis, overlap
 from purestep.form import Flat, Form, flat, once
 from purestep.torch_internals import holds_tensors
 from purestep.types import LossFn, Microbatch, Params, WeightFn
@@ -37,12 +37,35 @@ def check_choice(name: str, value: str, choices: Any) -> None:
         )
 
 
-def checked_params(params: Params) -> Flat:
-    """The params, flattened; refused where they cannot be."""
+def checked_params(params: Params, axis: Axis) -> Flat:
+    """The params of a step over this axis, flattened; refused where they cannot be."""
     given = flat(params)
     if not _fits(given.form):
         _explain(params, given.leaves)
+    if given.form.spread:
+        _check_pieces(params, given, axis)
     return given
+
+
+def _check_pieces(params: Params, given: Flat, axis: Axis) -> None:
+    """Refuses pieces over the step's own axis, and those that are not what they say."""
+    others = {place.axis for place in given.form.spread if place and place.axis != axis}
+    mixed = [other for other in others if overlap(other, axis)]
+    for position, (leaf, place) in enumerate(zip(given.leaves, given.form.spread, strict=True)):
+        if place is None:
+            continue
+        if place.axis in mixed:
+            path = tree.paths(params, "params")[position]
+            raise ValueError(
+                f"{path} is spread over {place.axis}, some of whose ranks are of {axis}, over which this step is: spread it over "
+                "that axis itself, or over one whose ranks hold the same tokens, as in tensor parallelism"
+            )
+        if leaf.shape != place.piece_shape:
+            path = tree.paths(params, "params")[position]
+            raise ValueError(
+                f"{path} has shape {tuple(leaf.shape)}, but this rank's piece of a tensor of shape {place.shape}, cut "
+                f"along dim={place.dim} over {place.axis}, has shape {place.piece_shape}: take ps.shard, or torch.chunk"
+            )
 
 
 @once
@@ -97,8 +120,8 @@ def _refuse_kind(path: str, leaf: Tensor) -> NoReturn:
         )
     raise TypeError(
         f"{path} is a {type(leaf).__name__}, which holds its values on several ranks or in several tensors: params are "
-        "plain tensors. Of a DTensor, as fully_shard and distribute_tensor make them, pass leaf.full_tensor(), and "
-        "say by axis=ps.MeshAxis(mesh, ...) where the tokens are spread"
+        "plain tensors. Of a DTensor, as fully_shard and distribute_tensor make them, pass leaf.full_tensor(), or "
+        "ps.from_dtensor(params, axis), and say by axis=ps.MeshAxis(mesh, ...) where the tokens are spread"
     )
 
 

@@ -25,6 +25,7 @@ from purestep import tree
 from purestep.axis import Axis, RankError, Ranks, over_tree
 from purestep.axis.buckets import Buckets, packed, summed
 from purestep.fingerprint import describe, fingerprint, without_addresses
+from purestep.form import flat
 from purestep.torch_internals import is_watched, transformed
 from purestep.types import Count, Sums, Tree
 
@@ -399,9 +400,14 @@ def _disagreement(axis: Ranks, shared: Mapping[str, Tree], *, ask: bool) -> Valu
 def _lines(name: str, value: Tree) -> list[str]:
     """What each leaf is, and the structure."""
     try:
-        leaves, structure = tree.flatten(value)
+        leaves, structure, form = flat(value)
         paths = map(without_addresses, tree.paths(value, name))
-        lines = [f"{path}: {tree.kind(leaf)}" for path, leaf in zip(paths, leaves, strict=True)]
+        # Pieces of one tensor are of different lengths.
+        kinds = [
+            tree.kind(leaf) if place is None else f"{leaf.dtype}, of shape {place.shape} in pieces"
+            for leaf, place in zip(leaves, form.spread or [None] * len(leaves), strict=True)
+        ]
+        lines = [f"{path}: {kind}" for path, kind in zip(paths, kinds, strict=True)]
         return [*lines, f"the structure {describe(structure)}"]
     except Exception:
         return [f"{name}, which cannot be printed"]

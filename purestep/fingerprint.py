@@ -39,9 +39,15 @@ def fingerprint(value: Tree) -> int:
 
 @once
 def _number(form: Form) -> int:
+    # Pieces are as long as they are; the structure says of what.
+    spread = form.spread or [None] * len(form.kinds)
     words = [
-        kind[0] if len(kind) == 1 else f"{kind[1]} of shape {tuple(kind[-1])}"
-        for kind in form.kinds
+        kind[0]
+        if len(kind) == 1
+        else f"{kind[1]} of shape {tuple(kind[-1])}"
+        if place is None
+        else f"{kind[1]}"
+        for kind, place in zip(form.kinds, spread, strict=True)
     ]
     digest = _sha256(f"{describe(form.structure)} {words}")
     return int.from_bytes(digest[:8], "big")

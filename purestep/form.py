@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypeAlias, TypeVar, cast
 import torch
 from torch import Tensor
 
-from purestep import tree
+from purestep import pieces, tree
 from purestep.torch_internals import foreach_clone
 from purestep.types import Tree
 
@@ -30,7 +30,7 @@ class Form:
 
     Equal forms that are ``kept`` are one and the same object, so that what follows from one is found by it. A form is not
     kept whose structure might hold tensors. ``plain`` says that all leaves are tensors of no class that makes its own
-    attributes.
+    attributes, ``spread`` how each leaf is spread over an axis: empty where none is.
     """
 
     structure: tree.Structure
@@ -39,6 +39,7 @@ class Form:
     requires_grad: bool
     dtypes: tuple[torch.dtype, ...]
     devices: frozenset[torch.device]
+    spread: pieces.Spread
     kept: bool
 
 
@@ -67,6 +68,21 @@ def flat(whole: Tree) -> Flat:
     """
     leaves, structure = tree.flatten(whole)
     return Flat(leaves, structure, _form_of(leaves, structure))
+
+
+def seen_by_loss(given: Flat) -> Flat:
+    """The same tree with a piece in the place of each ``Shard``.
+
+    >>> from purestep import LocalAxis
+    >>> seen_by_loss(flat({"w": pieces.Shard(torch.ones(2), LocalAxis(), (2,))})).tree()
+    {'w': tensor([1., 1.])}
+    """
+    leaves, _, form = given
+    if not form.spread:
+        return given
+    structure = tree.flatten(given.tree(), is_leaf=pieces.is_shard)[1]
+    own = [pieces.own(leaf, place) for leaf, place in zip(leaves, form.spread, strict=True)]
+    return Flat(own, structure, form)
 
 
 def copied(given: Flat) -> Flat:
@@ -116,6 +132,7 @@ def _made(structure: tree.Structure, kinds: tuple[Kind, ...], *, kept: bool = Fa
         requires_grad=True in flags,
         dtypes=dtypes,
         devices=frozenset(devices),
+        spread=pieces.spread(structure),
         kept=kept,
     )
 

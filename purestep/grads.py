@@ -18,7 +18,7 @@ from torch import Tensor
 from purestep import tree
 from purestep.backward import GradientSums, backward, own_leaves
 from purestep.compiler import Compiler, compiled
-from purestep.form import Flat, Form, flat, once
+from purestep.form import Flat, Form, flat, once, seen_by_loss
 from purestep.objective import (
     Worth,
     check_untouched,
@@ -30,6 +30,7 @@ from purestep.objective import (
     worth,
 )
 from purestep.passes import Ready, Task, compiled_pass, in_place_pass, returning_pass
+from purestep.pieces import Spread
 from purestep.tokens import (
     Group,
     Weighed,
@@ -159,7 +160,7 @@ def accumulate(
 
     Args:
         loss_fn: one loss per token, or ``LossTerms``.
-        params: a tree of floating point tensors.
+        params: a tree of floating point tensors. Of a ``Shard``, the loss is given the piece, whatever its axis is.
         microbatches: a sequence of microbatches, of any shapes. An empty one gives exact zeros.
         weight_fn: one weight per token; None when ``LossTerms.weights`` brings them.
         total: the global ``count``, by which loss and gradients are divided; None leaves them as plain sums, for you
@@ -198,9 +199,10 @@ def accumulate(
         )
     add_up = accumulator(loss_fn, weight_fn=weight_fn, grad_and_value=grad_and_value)
     given = flat(params)
+    check_whole(grad_and_value, given.form.spread)
     group = grouped(microbatches, weight_fn, total is not None, given.leaves[0].device)
     dtypes = tuple([each.dtype for each in out]) if out else sum_dtypes(given.form, accum_dtype)
-    sums = add_up(given, group, total, dtypes, out, ready)
+    sums = add_up(seen_by_loss(given), group, total, dtypes, out, ready)
     return sums._replace(grads=given.tree(sums.grads))
 
 
@@ -210,6 +212,17 @@ def check_undivided(grad_and_value: GradAndValue, *, divided: bool) -> None:
         raise ValueError(
             "this grad_and_value looks at how long gradients are (a clip, a norm), which means something else where they are "
             'divided by N already: pass normalize="grads" to a step, and no total= to accumulate'
+        )
+
+
+def check_whole(grad_and_value: GradAndValue, spread: Spread) -> None:
+    """Refuses a ``ReverseMode`` of leaves that are pieces."""
+    if spread and isinstance(grad_and_value, ReverseMode):
+        axis = next(place.axis for place in spread if place)
+        raise ValueError(
+            "this grad_and_value is a ReverseMode, which sees the leaves of params as a list, without the axes that they are "
+            f"spread over: a norm that it takes would be that of one rank's pieces over {axis}. Pass params without "
+            "Shard, or the default grad_and_value"
         )
 
 

@@ -21,12 +21,13 @@ from purestep.arguments import (
     checked_group,
     checked_params,
 )
-from purestep.axis import Axis, LocalAxis, pvary
+from purestep.axis import Axis, LocalAxis
 from purestep.compiler import Compiler
 from purestep.conversation import conversation
 from purestep.donation import apart
 from purestep.form import flat
-from purestep.grads import accumulator, check_undivided, grad_and_value, sum_dtypes
+from purestep.gathering import Conversation, OverPieces, gathered
+from purestep.grads import accumulator, check_undivided, check_whole, grad_and_value, sum_dtypes
 from purestep.objective import divisor, evaluator
 from purestep.optim.base import Optimizer, check_optimizer
 from purestep.optim.transition import transition
@@ -98,6 +99,10 @@ def make_update_step(
         ``StepMetrics`` for the rest, which is cut off from autograd and outer transforms: differentiate
         the new parameters, not the metrics.
 
+    **Pieces.** Where ``params`` has a ``Shard``, the loss is given a tensor: its piece, or all of it where the axis is
+    the step's own. That is gathered once a step, and of the summed gradients each rank gets its piece. ``grad_norm``, clipping and
+    ``on_nonfinite`` are about the whole.
+
     **What is recorded.** A step is recorded for autograd where params, state, a microbatch or a learning rate require
     grad, or under a transform. Then the new parameters require grad, and the graph grows from step to step:
     start from detached parameters if you do not want that. Otherwise nothing is recorded: what the loss closes over
@@ -165,15 +170,18 @@ def make_update_step(
         params: Params, opt_state: OptState, microbatches: Sequence[Microbatch], /
     ) -> tuple[Params, OptState, StepMetrics]:
         shared = {"params": params, "opt_state": opt_state, "settings": settings}
+        ranks: Conversation
         with conversation(axis) as ranks:
             if begin is not None:
                 text, of_sum = begin()
                 shared["settings"] = {**settings, "grad_and_value": text}
-            flat_params, flat_state = checked_params(params), flat(opt_state)
-            leaves = flat_params.leaves
+            flat_params, flat_state = checked_params(params, axis), flat(opt_state)
+            leaves, spread = flat_params.leaves, flat_params.form.spread
+            check_whole(grad_and_value, spread)
             dtypes = sum_dtypes(flat_params.form, accum_dtype)
             group = grouped(checked_group(microbatches), weight_fn, counted_first, leaves[0].device)
             group = apart(group, flat_params, flat_state) if donate else group
+            ranks = OverPieces(ranks, flat_params, axis) if spread else ranks
             counted = ranks.agree(
                 group.counted or count_of((), leaves[0].device),
                 microbatches=group.length,
@@ -182,21 +190,22 @@ def make_update_step(
                 gradients=(leaves, dtypes),
             )
             known = counted if counted_first else None
-            varied = flat_params._replace(leaves=pvary(leaves, axis))
-            here = accumulate(varied, group, known, dtypes, ranks.out, ranks.ready)
+            here = accumulate(
+                gathered(flat_params, axis), group, known, dtypes, ranks.out, ranks.ready
+            )
             sums = ranks.sum(here)
         total = known or sums.counted
         if begin is not None:
             sums = sums._replace(grads=of_sum(sums.grads))
 
         grad_scale = None if counted_first else divisor(total.num_tokens)
-        grad_norm = _over(tree.global_norm(sums.grads), grad_scale)
+        grad_norm = _over(tree.norm_of(sums.grads, spread), grad_scale)
         applied = total.num_tokens > 0
         # An N that has overflowed is no count: the host refuses it, and a device does not apply it.
         if total.num_tokens.is_floating_point():
             applied = applied & total.num_tokens.isfinite()
         if on_nonfinite == "skip":
-            applied = applied & tree.all_finite(sums.grads)
+            applied = applied & tree.are_finite(sums.grads, spread)
         new_params, new_opt_state = transit(
             sums.grads, flat_state, flat_params, grad_scale=grad_scale, applied=applied
         )
@@ -242,7 +251,8 @@ def make_eval_step(
     def eval_step(params: Params, microbatches: Sequence[Microbatch], /) -> EvalMetrics:
         shared = {"params": params, "settings": settings}
         with conversation(axis) as ranks:
-            leaves = checked_params(params).leaves
+            flat_params = checked_params(params, axis)
+            leaves = flat_params.leaves
             group = grouped(checked_group(microbatches), weight_fn, True, leaves[0].device)
             counted = ranks.agree(
                 group.counted or count_of((), leaves[0].device),
@@ -251,7 +261,7 @@ def make_eval_step(
                 given=(leaves, group.at_hand),
             )
             known = counted if weight_fn else None
-            sums = ranks.sum(evaluate(params, group, known))
+            sums = ranks.sum(evaluate(gathered(flat_params, axis), group, known))
         total = known or sums.counted
 
         metrics = EvalMetrics(

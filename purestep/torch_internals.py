@@ -230,6 +230,11 @@ def traced_container(structure: Any, children: list[Any]) -> Any:
     return structure._unflatten_func(structure._metadata, children)
 
 
+def traced_metadata(structure: Any) -> Any:
+    """What the node at the top of an optree structure keeps beside its children, while the compiler traces."""
+    return structure._metadata
+
+
 onednn_linear: Callable[..., Tensor] = _private("ops.mkldnn._linear_pointwise.default")
 """A product of matrices by oneDNN. A torch without oneDNN has none."""
 

@@ -15,7 +15,9 @@ subtree, everything else is a leaf. Your own classes become nodes when they are 
 from __future__ import annotations
 
 import builtins
+import functools
 import itertools
+import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -23,10 +25,10 @@ import optree
 import torch
 from torch import Tensor
 
-from purestep import torch_internals
+from purestep import pieces, torch_internals
 from purestep.types import Tree
 
-NAMESPACE = "purestep"
+NAMESPACE = pieces.NAMESPACE
 
 SUM_DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 """Those in which floating point values may be added up."""
@@ -37,13 +39,17 @@ SMALL = 4096
 Structure: TypeAlias = Any
 
 
-def flatten(tree: Tree) -> tuple[list[Any], Structure]:
+def flatten(
+    tree: Tree, is_leaf: Callable[[Any], bool] | None = None
+) -> tuple[list[Any], Structure]:
     """The leaves from left to right (dict keys sorted), and the structure that ``unflatten`` fills.
+
+    ``is_leaf`` says which nodes are leaves, too.
 
     >>> flatten({"b": 2, "a": [1]})[0]
     [1, 2]
     """
-    leaves, structure = optree.tree_flatten(tree, namespace=NAMESPACE)
+    leaves, structure = optree.tree_flatten(tree, is_leaf, namespace=NAMESPACE)
     return leaves, structure
 
 
@@ -498,12 +504,19 @@ def address(tensor: Tensor) -> int:
 
 
 def global_norm(tree: Tree) -> Tensor:
-    """‖tree‖₂ over all its leaves, with a zero gradient at zero.
+    """‖tree‖₂ over all its leaves, with a zero gradient at zero; of a ``Shard`` over its axis, too.
 
     >>> global_norm({"a": torch.tensor([3.0]), "b": torch.tensor([4.0])})
     tensor(5.)
     """
-    leaves = leaves_of(tree)
+    leaves, structure = flatten(tree)
+    return norm_of(leaves, pieces.spread(structure))
+
+
+def norm_of(leaves: list[Tensor], spread: pieces.Spread) -> Tensor:
+    """``global_norm`` of a tree's leaves, of which ``spread`` tells over what they are spread."""
+    if spread:
+        return _norm_of_pieces(leaves, spread)
     parts = _joined(leaves)
     if not parts:
         return torch.zeros(())
@@ -512,6 +525,41 @@ def global_norm(tree: Tree) -> Tensor:
     norms = _norms(parts)
     norm: Tensor = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
     return norm
+
+
+def _norm_of_pieces(leaves: list[Tensor], spread: pieces.Spread) -> Tensor:
+    """The root of the sum of all squares, of which those of pieces are summed over their axes."""
+    squares = []
+    for axis, parts in _by_axis(leaves, spread):
+        square = torch.stack([_square(part) for part in _joined(parts)]).sum()
+        squares.append(square if axis is None else axis.apply("psum", square))
+    root = _root(torch.stack(squares).sum())
+    dtypes = [accumulation_dtype(leaf.dtype) for leaf in leaves]
+    return root.to(functools.reduce(torch.promote_types, dtypes))
+
+
+def _root(total: Tensor) -> Tensor:
+    """√total, whose derivative at zero is zero."""
+    known = number_at_hand(total)
+    if known is not None and known >= 0 and not differentiated(total):
+        # MKL's root, which torch takes, is not correctly rounded.
+        return total.new_tensor(math.sqrt(known))
+    return torch.where(total > 0, torch.where(total > 0, total, 1).sqrt(), total)
+
+
+def _square(x: Tensor) -> Tensor:
+    """‖x‖² in float64, and not by way of its root, which rounds."""
+    x = x.to(accumulation_dtype(x.dtype))
+    return torch.sum(x * x, dtype=torch.float64)
+
+
+def _by_axis(leaves: list[Tensor], spread: pieces.Spread) -> list[tuple[Any, list[Tensor]]]:
+    """The leaves that are spread over each axis, with zeros where pieces are filled up; in one order on all ranks."""
+    found: dict[Any, list[Tensor]] = {}
+    for leaf, place in zip(leaves, spread, strict=True):
+        axis = None if place is None else place.axis
+        found.setdefault(axis, []).append(pieces.own(leaf, place))
+    return list(found.items())
 
 
 def _norm(x: Tensor) -> Tensor:
@@ -551,14 +599,28 @@ def _norms(leaves: list[Tensor]) -> list[Tensor]:
 
 
 def all_finite(tree: Tree) -> Tensor:
-    """Whether no leaf holds an infinity or a NaN.
+    """Whether no leaf holds an infinity or a NaN; of a ``Shard``, on no rank of its axis.
 
     >>> all_finite({"w": torch.tensor([1.0, float("nan")])})
     tensor(False)
     """
+    leaves, structure = flatten(tree)
+    return are_finite(leaves, pieces.spread(structure))
+
+
+def are_finite(leaves: list[Tensor], spread: pieces.Spread) -> Tensor:
+    """``all_finite`` of a tree's leaves, of which ``spread`` tells over what they are spread."""
+    if spread:
+        broken = []
+        for axis, parts in _by_axis(leaves, spread):
+            here = (~are_finite(parts, ())).to(torch.int64)
+            broken.append(here if axis is None else axis.apply("psum", here))
+        return torch.stack(broken).sum() == 0
     # Both ends are as finite as all that lies between, and are found without writing anything.
-    ends = [end for leaf in leaves_of(tree) if leaf.numel() for end in torch.aminmax(leaf)]
-    return torch.stack([end.isfinite() for end in ends]).all() if ends else torch.tensor(True)
+    ends = [end for leaf in leaves if leaf.numel() for end in torch.aminmax(leaf)]
+    if not ends:
+        return torch.tensor(True, device=leaves[0].device if leaves else None)
+    return torch.stack([end.isfinite() for end in ends]).all()
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import Replicate, distribute_tensor
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import purestep as ps
 from proofs.processes import DeadRankError, World, values
@@ -162,6 +162,62 @@ def test_counts_and_losses_are_exact_in_any_dtype_of_gradients(
     world: World, dtype: torch.dtype
 ) -> None:
     check_counted(processes(world, counted_in, range(SIZE), [dtype] * SIZE))
+
+
+# Pieces
+
+
+def as_dtensors(axis: ps.MeshAxis) -> list[bool]:
+    """What holds of trees that go to DTensors and back: one row of pieces too few, or all alike, or along another dimension."""
+    found = []
+    for shape, dim in (((6, 2), 0), ((8,), 0), ((2, 5), 1), ((3, 2), 0)):
+        whole = torch.arange(float(torch.Size(shape).numel())).view(shape)
+        given = {"w": ps.shard(whole, axis, dim), "scale": torch.ones(())}
+        made = ps.to_dtensor(given)
+        back = ps.from_dtensor(made, axis)
+        theirs = distribute_tensor(whole, axis.mesh, [Shard(dim)])
+        taken = ps.from_dtensor({"w": theirs, "scale": torch.ones(())}, axis)
+        found += [
+            made["w"].placements == theirs.placements and made["w"].shape == theirs.shape,
+            torch.equal(made["w"].full_tensor(), whole),
+            tree.flatten(back)[1] == tree.flatten(given)[1] == tree.flatten(taken)[1],
+            back["w"].piece.data_ptr() == given["w"].piece.data_ptr(),
+            torch.equal(taken["w"].piece, given["w"].piece),
+            torch.equal(ps.unshard(taken)["w"], whole),
+        ]
+    replicated = distribute_tensor(torch.ones(3), axis.mesh, [Replicate()])
+    return [*found, type(ps.from_dtensor(replicated, axis)) is Tensor]
+
+
+def test_pieces_are_those_of_dtensors(world: World) -> None:
+    """Without a copy there and back; the last ranks of four hold less, or nothing."""
+    for found in processes(world, as_dtensors):
+        assert all(found), found
+
+
+def on_a_part(rank: int) -> list[str]:
+    """With what DTensors on another mesh, and a Shard on none, are refused."""
+    told = []
+    theirs = distribute_tensor(torch.ones(4, 4), grid(), [Shard(0), Shard(1)])
+    for call in (
+        lambda: ps.from_dtensor({"w": theirs}, ps.MeshAxis(grid(), "dp")),
+        lambda: ps.from_dtensor(theirs.redistribute(placements=[Shard(0), Replicate()]), ps.MeshAxis(mesh(), "dp")),
+        lambda: ps.to_dtensor(ps.shard(torch.ones(2), ps.LocalAxis())),
+    ):  # fmt: skip
+        try:
+            call()
+        except (TypeError, ValueError) as error:
+            told.append(str(error))
+    same_axis = ps.MeshAxis(grid(), "cp") == ps.MeshAxis(grid(), "cp") != ps.MeshAxis(grid(), "dp")
+    return [*told, str(same_axis)]
+
+
+def test_other_dtensors_are_refused(world: World) -> None:
+    for two, part, local, same_axis in values(world.run(on_a_part)):
+        assert "spread over one axis" in two
+        assert "spread over one axis" in part
+        assert "Shard over LocalAxis() cannot be a DTensor" in local
+        assert same_axis == "True"
 
 
 # What travels

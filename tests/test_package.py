@@ -72,6 +72,7 @@ def test_imports_run_downward() -> None:
     order = [
         "types",
         "torch_internals",
+        "pieces",
         "tree",
         "form",
         "skeleton",
@@ -90,8 +91,10 @@ def test_imports_run_downward() -> None:
         "privacy",
         "gradient_noise",
         "axis",
+        "shard",
         "arguments",
         "conversation",
+        "gathering",
         "optim",
         "step",
         "state",

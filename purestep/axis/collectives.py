@@ -73,6 +73,18 @@ def check_axis(axis: Axis) -> None:
     raise TypeError(f"axis must be an axis object, got {way_out}")
 
 
+def overlap(one: Axis, other: Axis) -> bool:
+    """Whether two axes join some of the same ranks, so that what is spread over one differs along the other.
+
+    >>> from purestep import VmapAxis
+    >>> dp, tp = VmapAxis(2), VmapAxis(2)
+    >>> overlap(dp, dp), overlap(dp, tp)
+    (True, False)
+    """
+    members: list[frozenset[Any]] = [getattr(axis, "members", frozenset()) for axis in (one, other)]
+    return one == other or len(members[0] & members[1]) > 1
+
+
 def psum(x: Tree, axis: Axis) -> Tree:
     """The sum over all ranks of every leaf: the same on each rank.
 

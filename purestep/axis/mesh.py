@@ -72,6 +72,8 @@ class MeshAxis(Ranks):
         part = mesh[self.dims]
         flat = part if len(self.dims) == 1 else torch_internals.flattened(part)
         self._group: Any = flat.get_group()
+        self.mesh: DeviceMesh = flat
+        self._members = frozenset(dist.get_process_group_ranks(self._group))
         self.size = flat.size()
         self._rank: int = flat.get_local_rank()
         self.device = torch.device(mesh.device_type)
@@ -91,6 +93,17 @@ class MeshAxis(Ranks):
     def rank(self) -> int:
         """The number of this process, 0 to size - 1."""
         return self._rank
+
+    @property
+    def members(self) -> frozenset[int]:
+        """The processes that it joins, by their ranks in the world."""
+        return self._members
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, MeshAxis) and self._where == other._where
+
+    def __hash__(self) -> int:
+        return hash(self._where)
 
     def launch(self, flat: Tensor) -> Wait:
         """Starts to sum ``flat`` over ranks, in its own buffer."""

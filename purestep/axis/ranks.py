@@ -70,6 +70,11 @@ class Ranks(ABC):
         """Which rank this is."""
 
     @property
+    def members(self) -> frozenset[int]:
+        """All ranks that it joins, this one included, by numbers that all axes of a world share; empty where nobody knows."""
+        return frozenset()
+
+    @property
     def index(self) -> Tensor:
         """The same as a scalar tensor."""
         return torch.tensor(self.rank)

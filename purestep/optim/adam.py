@@ -11,7 +11,7 @@ from torch import Tensor
 
 from purestep import tree
 from purestep.optim.base import Optimizer
-from purestep.optim.leafwise import Columns, leafwise
+from purestep.optim.leafwise import Columns, Norm, leafwise
 from purestep.optim.partition import Mask, masked
 from purestep.optim.schedules import LearningRate, check_rate, rate_at
 from purestep.optim.transforms import number, root, zero_step
@@ -78,7 +78,7 @@ def adamw(
     def init(params: Params) -> AdamWState:
         return AdamWState(zero_step(params), tree.zeros_like(params), tree.zeros_like(params))
 
-    def numbers(step: Tensor, _: list[Tensor], grad_scale: Tensor | None) -> _Numbers:
+    def numbers(step: Tensor, _: Norm, grad_scale: Tensor | None) -> _Numbers:
         rate = rate_at(learning_rate, step)
         rate = rate.to(torch.float64) if isinstance(rate, Tensor) else rate
         return _Numbers(rate, weight_decay, grad_scale)

@@ -23,6 +23,7 @@ from purestep.optim.base import (
     selected,
     written,
 )
+from purestep.pieces import Spread
 from purestep.torch_internals import foreach_clone
 from purestep.types import OptState, Params, Tree
 
@@ -32,13 +33,16 @@ Columns: TypeAlias = list[list[Tensor]]
 Numbers: TypeAlias = Sequence[float | Tensor | None]
 """What is the same for all leaves of a step."""
 
+Norm: TypeAlias = Callable[[], Tensor]
+"""‖g‖₂ of all gradients, asked for by those who need it."""
+
 
 def leafwise(
     kind: type[Last],
     init: Init,
     state_type: type,
     slots: Sequence[str],
-    numbers: Callable[[Any, list[Tensor], Tensor | None], Numbers],
+    numbers: Callable[[Any, Norm, Tensor | None], Numbers],
     formula: Callable[[Any, Any], Callable[..., tuple[Tensor, ...]]],
     kernel: Callable[..., list[Tensor]] | None = None,
     *,
@@ -55,8 +59,8 @@ def leafwise(
         init: makes the state.
         state_type: its type. Where it has a field ``step``, that counts the steps that are taken.
         slots: those of its fields that are trees like the params.
-        numbers: ``numbers(step, grads, grad_scale)``, from the leaves of the gradients and the steps that have been taken
-            (None where nothing counts them): what is the same for all.
+        numbers: ``numbers(step, norm, grad_scale)``: what is the same for all leaves, from the steps that have been taken
+            (None where nothing counts them). ``norm()`` is that of all gradients, on whatever ranks their pieces are.
         formula: ``formula(numbers, step)``, with the step counted from 1, gives the function of one leaf,
             ``(grad, param, *slots) -> (new, *new_slots)``, in plain arithmetic, for any transform.
         kernel: ``kernel(numbers, step, grads, params, *slots)``, with a list of leaves for each, is the same in place. To
@@ -144,7 +148,8 @@ def leafwise(
             grads = [*map(widened, grads)]
         step = None if places.step is None else state[places.step]
         columns = [grads, params, *(state[span] for span in places.slots)]
-        return columns, step, numbers(step, grads, grad_scale)
+        norm = partial(tree.norm_of, grads, places.spread)
+        return columns, step, numbers(step, norm, grad_scale)
 
     def in_place(
         places: Places,
@@ -181,11 +186,15 @@ def leafwise(
 
 
 class Places(NamedTuple):
-    """Where the step counter and the columns of a state lie among its leaves, and whether the kernel is at home there."""
+    """Where the step counter and the columns of a state lie among its leaves, and whether the kernel is at home there.
+
+    ``spread`` tells over what the params are spread.
+    """
 
     step: int | None
     slots: tuple[slice, ...]
     at_home: bool
+    spread: Spread
 
 
 @once
@@ -212,6 +221,7 @@ def _places(
         spans["step"].start if "step" in spans else None,
         tuple([spans[slot] for slot in slots]),
         at_home and not torch.compiler.is_dynamo_compiling(),
+        params.spread,
     )
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from purestep import tree
 from purestep.optim.base import Optimizer, Transform, chain
-from purestep.optim.leafwise import leafwise
+from purestep.optim.leafwise import Norm, leafwise
 from purestep.optim.partition import Mask, masked
 from purestep.optim.schedules import LearningRate, check_rate, rate_at
 from purestep.optim.transforms import (
@@ -50,7 +50,7 @@ def descend(learning_rate: LearningRate) -> Optimizer:
     def init(params: Params) -> DescentState:
         return DescentState(zero_step(params))
 
-    def numbers(step: Tensor, _: list[Tensor], grad_scale: Tensor | None) -> tuple[float | Tensor]:
+    def numbers(step: Tensor, _: Norm, grad_scale: Tensor | None) -> tuple[float | Tensor]:
         rate = rate_at(learning_rate, step)
         return (rate if grad_scale is None else rate / grad_scale.to(torch.float64),)
 
@@ -150,7 +150,7 @@ def lion(
         return LionState(zero_step(params), tree.zeros_like(params))
 
     def numbers(
-        step: Tensor, _: list[Tensor], grad_scale: Tensor | None
+        step: Tensor, _: Norm, grad_scale: Tensor | None
     ) -> tuple[float | Tensor | None, ...]:
         return rate_at(learning_rate, step), weight_decay, grad_scale
 

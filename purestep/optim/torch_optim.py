@@ -10,10 +10,26 @@ from torch import Tensor
 from purestep import tree
 from purestep.optim.base import Optimizer, foreign, refuse
 from purestep.optim.schedules import LearningRate, check_rate, rate_at
+from purestep.pieces import Spread, spread
 from purestep.types import OptState, Params, Tree
 
 PURE = {"AdamW": "adamw(lr)", "Adam": "adamw(lr, weight_decay=0)", "SGD": "sgd(lr)"}
 """Namesakes whose arithmetic is plain."""
+
+ELEMENTWISE = [
+    "Adadelta",
+    "Adagrad",
+    "Adam",
+    "AdamW",
+    "Adamax",
+    "ASGD",
+    "NAdam",
+    "RAdam",
+    "RMSprop",
+    "Rprop",
+    "SGD",
+]
+"""Those of ``torch.optim`` that look at no more of a parameter than one element."""
 
 
 class TorchState(NamedTuple):
@@ -78,9 +94,20 @@ def from_torch(
         as_tensor = settings.get("fused") or settings.get("capturable")
         return rate if rate is None or as_tensor else float(rate)
 
+    def check_whole(spread: Spread) -> None:
+        known = algorithm.__module__.startswith("torch.optim.") and name in ELEMENTWISE
+        if spread and not known:
+            axis = next(place.axis for place in spread if place)
+            raise ValueError(
+                f"{name} may look at all of a parameter, and a Shard over {axis} holds a piece of it: give it whole "
+                "parameters, and the others by ps.optim.partition to an algorithm that works on each element, such as "
+                + ", ".join(ELEMENTWISE)
+            )
+
     def init(params: Params) -> TorchState:
         # torch makes its state at the first step: one with zeros tells what there is to keep.
         leaves, structure = tree.flatten(params)
+        check_whole(spread(structure))
         own = [leaf.detach().clone() for leaf in leaves]
         step = torch.zeros((), dtype=torch.int64)
         optimizer = built(own, rate_of(step))

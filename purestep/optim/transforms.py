@@ -10,22 +10,22 @@ from torch import Tensor
 
 from purestep import tree
 from purestep.optim.base import Transform
-from purestep.optim.leafwise import leafwise
+from purestep.optim.leafwise import Norm, leafwise
 from purestep.optim.partition import Mask, masked
 from purestep.torch_internals import foreach_add_, foreach_copy_, foreach_mul_
 from purestep.types import Params, Tree
 
 
 def clip_by_global_norm(max_norm: float | Tensor) -> Transform:
-    """g · min(1, max_norm / ‖g‖₂), the norm taken over the whole tree.
+    """g · min(1, max_norm / ‖g‖₂), the norm taken over the whole tree, and of a ``Shard`` over its axis.
 
     >>> clip_by_global_norm(1.0).update({"w": torch.tensor([3.0, 4.0])}, (), None)
     ({'w': tensor([0.6000, 0.8000])}, ())
     """
 
-    def numbers(_: None, grads: list[Tensor], grad_scale: Tensor | None) -> tuple[Tensor]:
+    def numbers(_: None, norm_of: Norm, grad_scale: Tensor | None) -> tuple[Tensor]:
         scale = 1 if grad_scale is None else inverse(grad_scale)
-        norm = tree.global_norm(grads) * scale
+        norm = norm_of() * scale
         longer = norm > max_norm
         # Divided by what is not 0 also where nothing is clipped: a derivative reaches both branches.
         factor = torch.where(longer, max_norm / torch.where(longer, norm, 1), 1)
@@ -68,7 +68,7 @@ def momentum(decay: float | Tensor, *, nesterov: bool = False) -> Transform:
     def init(params: Params) -> MomentumState:
         return MomentumState(tree.zeros_like(params))
 
-    def numbers(_: None, __: list[Tensor], grad_scale: Tensor | None) -> tuple[Any, ...]:
+    def numbers(_: None, __: Norm, grad_scale: Tensor | None) -> tuple[Any, ...]:
         return decay, None if grad_scale is None else inverse(grad_scale)
 
     def formula(numbers: tuple[Any, ...], _: None) -> Callable[..., tuple[Tensor, Tensor]]:
@@ -139,7 +139,7 @@ def scale_by_adam(b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8) -> Tran
     def init(params: Params) -> AdamState:
         return AdamState(zero_step(params), tree.zeros_like(params), tree.zeros_like(params))
 
-    def numbers(_: Tensor, __: list[Tensor], grad_scale: Tensor | None) -> tuple[Any]:
+    def numbers(_: Tensor, __: Norm, grad_scale: Tensor | None) -> tuple[Any]:
         return (1.0 if grad_scale is None else inverse(grad_scale),)
 
     def formula(numbers: tuple[Any], step: Tensor) -> Callable[..., tuple[Tensor, ...]]:
@@ -173,7 +173,7 @@ def add_decayed_weights(weight_decay: float | Tensor, mask: Mask | None = None) 
         return masked(mask, add_decayed_weights(weight_decay), add_decayed_weights(0.0))
     decays = not is_zero(weight_decay)
 
-    def numbers(_: None, __: list[Tensor], grad_scale: Tensor | None) -> tuple[Any, ...]:
+    def numbers(_: None, __: Norm, grad_scale: Tensor | None) -> tuple[Any, ...]:
         return weight_decay, None if grad_scale is None else inverse(grad_scale)
 
     def formula(numbers: tuple[Any, ...], _: None) -> Callable[..., tuple[Tensor]]:

@@ -64,6 +64,12 @@ class ThreadAxis(Ranks):
         _, rank = self._world.here(self)
         return self._groups[rank].index(rank)
 
+    @property
+    def members(self) -> frozenset[int]:
+        """The threads that it joins, by their ranks in the world."""
+        _, rank = self._world.here(self)
+        return frozenset(self._groups[rank])
+
     def split(self, *sizes: int) -> tuple[ThreadAxis, ...]:
         """The ranks as a mesh of these sizes: one axis for each dimension, which meets along it.
 

@@ -1,0 +1,148 @@
+"""Whole tensors to pieces that are spread over an axis, and back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from purestep import tree
+from purestep.axis import Axis, MeshAxis, all_gather, check_axis, psum_scatter, pvary
+from purestep.pieces import Place, Shard, is_shard, own_programs
+from purestep.types import Tree
+
+
+def shard(tree_: Tree, axis: Axis, dim: int = 0) -> Tree:
+    """The tree with a ``Shard`` in the place of each leaf: this rank's piece of it, cut along ``dim``.
+
+    Takes whole tensors, the same on every rank; a derivative by them is summed over ranks. A scalar is not cut, and stays as it is.
+
+    >>> from purestep import VmapAxis
+    >>> axis = VmapAxis(2)
+    >>> pieces = lambda w: shard({"w": w, "scale": torch.tensor(1.0)}, axis)["w"].piece
+    >>> axis.map(pieces, in_dims=None)(torch.tensor([1.0, 2.0, 3.0]))  # filled up, for ranks of one program
+    tensor([[1., 2.],
+            [3., 0.]])
+    """
+    check_axis(axis)
+    leaves, structure = tree.flatten(tree_)
+    return tree.unflatten(structure, [_cut(leaf, axis, dim) for leaf in pvary(leaves, axis)])
+
+
+def _cut(whole: Tensor, axis: Axis, dim: int) -> Tensor | Shard:
+    if whole.ndim == 0:
+        return whole
+    made = Shard(None, axis, tuple(whole.shape), dim)
+    dim, place = made.dim, made.place
+    if own_programs(axis):
+        # A copy, so that nothing keeps the whole alive.
+        made.piece = whole.narrow(dim, *place.span).clone(memory_format=torch.contiguous_format)
+        return made
+    filled = _filled_up(whole, dim, place.length * axis.size)
+    blocks = filled.unflatten(dim, (axis.size, place.length))
+    made.piece = blocks.index_select(dim, axis.index.reshape(1).to(whole.device)).squeeze(dim)
+    return made
+
+
+def unshard(tree_: Tree) -> Tree:
+    """The tree with the whole tensor in the place of each ``Shard``, gathered from all ranks; other leaves as they are.
+
+    The whole is each rank's own, and a derivative sums over ranks what each computes of it: ``unshard(shard(x))`` is ``pvary(x)``.
+
+    >>> from purestep import VmapAxis
+    >>> axis = VmapAxis(2)
+    >>> def square(w):
+    ...     return unshard(tree.map(torch.square, shard(w, axis)))
+    >>> axis.map(square, in_dims=None, out_dims=None)(torch.tensor([1.0, 2.0, 3.0]))
+    tensor([1., 4., 9.])
+    """
+    nodes, structure = tree.flatten(tree_, is_leaf=is_shard)
+    wholes = [whole(node.piece, node.place) if is_shard(node) else node for node in nodes]
+    return tree.unflatten(structure, wholes)
+
+
+def whole(piece: Tensor, place: Place) -> Tensor:
+    """All ranks' pieces in one, by ``all_gather``."""
+    filled = _filled_up(piece, place.dim, place.length)
+    # Pieces are filled up behind their last entry, and all that are shorter come last.
+    gathered: Tensor = all_gather(filled, place.axis, place.dim, tiled=True)
+    return gathered.narrow(place.dim, 0, place.shape[place.dim]).contiguous()
+
+
+def scattered(terms: Tensor, place: Place) -> Tensor:
+    """This rank's piece of the sum over ranks, by ``psum_scatter``: the transpose of ``whole``."""
+    filled = _filled_up(terms, place.dim, place.length * place.axis.size)
+    piece: Tensor = psum_scatter(filled, place.axis, place.dim, tiled=True)
+    return piece.narrow(place.dim, 0, place.piece_shape[place.dim])
+
+
+def _filled_up(x: Tensor, dim: int, length: int) -> Tensor:
+    """The tensor with zeros behind it, so that it is that long."""
+    missing = length - x.shape[dim]
+    return functional.pad(x, (0, 0) * (x.ndim - 1 - dim) + (0, missing)) if missing else x
+
+
+def to_dtensor(tree_: Tree) -> Tree:
+    """The tree with a DTensor in the place of each ``Shard`` over a ``MeshAxis``, in the memory of its piece.
+
+    Other leaves stay as they are. That is what ``torch.distributed.checkpoint`` and other tools take. It is not recorded for autograd.
+
+    >>> from torch.distributed.device_mesh import init_device_mesh
+    >>> torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    >>> axis = MeshAxis(init_device_mesh("cpu", (1,), mesh_dim_names=("dp",)), "dp")
+    >>> given = shard({"w": torch.ones(2)}, axis)
+    >>> given["w"].piece.data_ptr() == from_dtensor(to_dtensor(given), axis)["w"].piece.data_ptr()
+    True
+    >>> torch.distributed.destroy_process_group()
+    """
+    from torch.distributed import tensor  # takes a second to import
+
+    def converted(node: Any) -> Any:
+        if not is_shard(node):
+            return node
+        if not isinstance(node.axis, MeshAxis):
+            raise TypeError(
+                f"a Shard over {node.axis} cannot be a DTensor, which lies on a DeviceMesh: spread it over a "
+                "ps.MeshAxis, or take ps.unshard"
+            )
+        shape = torch.Size(node.shape)
+        stride = torch.empty(shape, device="meta").stride()
+        how: Any = {"run_check": False, "shape": shape, "stride": stride}
+        placements = [tensor.Shard(node.dim)]
+        return tensor.DTensor.from_local(node.piece.detach(), node.axis.mesh, placements, **how)
+
+    nodes, structure = tree.flatten(tree_, is_leaf=is_shard)
+    return tree.unflatten(structure, [converted(node) for node in nodes])
+
+
+def from_dtensor(tree_: Tree, axis: MeshAxis) -> Tree:
+    """The tree with a ``Shard`` over the axis in the place of each DTensor that is spread there, in its memory.
+
+    A replicated DTensor becomes a tensor; other leaves stay as they are. All is detached, as state is. The inverse of ``to_dtensor``, for what ``distribute_tensor``, ``fully_shard`` and a distributed checkpoint make.
+
+    >>> from_dtensor({"w": torch.ones(2)}, axis=None)
+    {'w': tensor([1., 1.])}
+    """
+    from torch.distributed import tensor
+
+    def converted(leaf: Any) -> Any:
+        if not isinstance(leaf, tensor.DTensor):
+            return leaf
+        (placement, *others), mesh = leaf.placements, leaf.device_mesh
+        piece = leaf.to_local().detach()
+        if all(each.is_replicate() for each in leaf.placements):
+            return piece
+        if (
+            others
+            or type(placement) is not tensor.Shard
+            or mesh.get_group().group_name != axis.where.name
+        ):
+            raise ValueError(
+                f"a DTensor of shape {tuple(leaf.shape)} has the placements {leaf.placements} on {mesh}, and a Shard is spread "
+                f"over one axis, here {axis}: redistribute it to [Shard(dim)] on that axis's mesh"
+            )
+        return Shard(piece, axis, tuple(leaf.shape), placement.dim)
+
+    return tree.map(converted, tree_)
