@@ -900,12 +900,14 @@ def theorems() -> dict[str, list[Theorem]]:
 
 def killers(mutant: Mutant) -> list[str]:
     """The theorems that reject this mutant."""
-    system = build(mutant.patches)
-    return [
-        name
-        for name, claims in theorems().items()
-        if any(claim.rejects(system) for claim in claims)
-    ]
+    system, names = build(mutant.patches), []
+    for examples in (20, 300):  # The many only for a mutant that survives the few.
+        names = names or [
+            name
+            for name, claims in theorems().items()
+            if any(claim.rejects(system, examples) for claim in claims)
+        ]
+    return names
 
 
 def row(mutant: Mutant, killed_by: list[str]) -> str:
