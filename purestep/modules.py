@@ -16,7 +16,14 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 
 from purestep import skeleton, tree
-from purestep.torch_internals import adds_its_masks, never_compiled_alone, version
+from purestep.torch_internals import (
+    adds_its_masks,
+    asked_once,
+    never_compiled_alone,
+    traced_versions,
+    traced_writes,
+    version,
+)
 
 
 def from_module(
@@ -95,18 +102,31 @@ class Apply:
 
     def __init__(self, module: Module, params: Mapping[str, Tensor], training: bool = True) -> None:
         self._names, self._buffers = dict.fromkeys(params), dict(module.named_buffers())
-        held = [*self._buffers.values()]
-        self._plan = skeleton.plan(module, [*params.values(), *held], training)
+        own, held = skeleton.own_tensors(module), [*self._buffers.values()]
+        self._own = {name: each.detach() for name, each in own.items()}
+        inputs = [*params.values(), *held, *own.values()]
+        self._plan = skeleton.plan(module, inputs, training)
+        self._tried = False
         # A compiler makes no objects: one skeleton is there before it begins, and has places for tensors, but none.
         self._blank = [*[torch.empty_like(p, device="meta") for p in params.values()], *held]
-        values = skeleton.values(self._plan, self._blank)
+        values = skeleton.values(self._plan, [*self._blank, *self._own.values()])
         self._traced = values[self._plan.root]
         self._places = [
             (values[container], key, part)
             for container, key, part in self._plan.places
             if part < len(self._blank)
         ]
-        never_compiled_alone(Apply.__call__)
+        modules = [each for each in values if isinstance(each, Module)]
+        states = {id(vars(each)) for each in modules}
+        first = len(inputs) + len(self._plan.constants)
+        containers = values[first : first + len(self._plan.containers)]
+        containers = [each for each in containers if id(each) not in states]
+        self._begun = [
+            *[(each, dict(vars(each))) for each in modules],
+            *[(each, each.copy()) for each in containers],
+        ]
+        for function in (Apply.__call__, Apply._call, _versions, _check_cache):
+            never_compiled_alone(function)
         self._written = [
             f"{name}.{buffer}".removeprefix(".")
             for name, each in self._traced.named_modules()
@@ -128,25 +148,52 @@ class Apply:
         _check_names("params", params, self._names, self._names)
         _check_names("buffers", given, self._buffers, self._written)
         _check_masks(self._traced, kwargs)
-        held = {**self._buffers, **given}
+        held = {**self._buffers, **given, **self._own}
         inputs = [*[params[name] for name in self._names], *held.values()]
         if torch.compiler.is_dynamo_compiling():
-            self._fill(inputs)
-            output, given = self._traced(*args, **kwargs), _buffers(self._traced, given)
-            self._fill(self._blank)
+            output, given = self._trace(inputs, given, args, kwargs)
         else:
             output, given = self._call(inputs, given, args, kwargs)
         _check_cache(output, kwargs)
         return output if buffers is None else (output, given)
+
+    def _trace(
+        self, inputs: Sequence[Tensor], given: Mapping[str, Tensor], args: Any, kwargs: Any
+    ) -> tuple[Any, dict[str, Tensor]]:
+        self._fill(inputs)
+        before = _versions_in_trace(self)
+        output = self._traced(*args, **kwargs)
+        self._check_written(before, _versions_in_trace(self))
+        carried = _buffers(self._traced, given)
+        # What a call has left behind must not be there in the next one.
+        for position, attributes in _left_behind(self):
+            thing, begun = self._begun[position]
+            if isinstance(thing, Module):
+                for name, was_there in attributes:
+                    if was_there:
+                        object.__setattr__(thing, name, begun[name])
+                    else:
+                        delattr(thing, name)
+            else:
+                thing.clear()
+                thing.extend(begun) if isinstance(thing, list) else thing.update(begun)
+        self._fill(self._blank)
+        return output, carried
 
     def _fill(self, inputs: Sequence[Tensor]) -> None:
         for container, key, part in self._places:
             container[key] = inputs[part]
 
     def _call(
-        self, inputs: Sequence[Tensor], given: Iterable[str], args: Any, kwargs: Any
+        self, inputs: list[Tensor], given: Mapping[str, Tensor], args: Any, kwargs: Any
     ) -> tuple[Any, dict[str, Tensor]]:
-        before = self._versions()
+        kept = [*self._buffers.values(), *self._own.values()]
+        if not self._tried:
+            # The first call shows whether the module writes to its own tensors, and has copies of them.
+            kept = [each.clone() for each in kept]
+            own = zip([*self._buffers, *self._own], kept, strict=True)
+            inputs[len(self._names) :] = [given.get(name, each) for name, each in own]
+        before = _versions(kept)
         module = skeleton.values(self._plan, inputs)[self._plan.root]
         try:
             output = module(*args, **kwargs)
@@ -155,14 +202,39 @@ class Apply:
                 if words in str(error):
                     raise ValueError(way_out) from error
             raise
-        for name, was, now in zip(self._buffers, before, self._versions(), strict=True):
-            if was != now:
-                raise ValueError(f"the module has written to its buffer {name}: {_BUFFERS}")
+        self._check_written(before, _versions(kept))
+        self._tried = True
         return output, _buffers(module, given)
 
-    def _versions(self) -> list[int]:
-        """How often each buffer was written to, where that is counted."""
-        return [0 if each.is_inference() else version(each) for each in self._buffers.values()]
+    def _check_written(self, before: Sequence[int], after: Sequence[int]) -> None:
+        if before == after:
+            return
+        pairs = zip(before, after, strict=True)
+        changed = [was != now for was, now in pairs]
+        for name, now in zip([*self._buffers, *self._own], changed, strict=True):
+            if now and name in self._own:
+                raise ValueError(f"the module has written to its tensor {name}: {_OWN}")
+            if now:
+                raise ValueError(f"the module has written to its buffer {name}: {_BUFFERS}")
+
+
+def _versions(tensors: Sequence[Tensor]) -> list[int]:
+    """How often each was written to, where that is counted."""
+    return [0 if each.is_inference() else version(each) for each in tensors]
+
+
+@asked_once
+def _versions_in_trace(apply: Apply) -> tuple[int, ...]:
+    return traced_versions([*apply._buffers.values(), *apply._own.values()])
+
+
+@asked_once
+def _left_behind(apply: Apply) -> tuple[tuple[int, tuple[tuple[str, bool], ...]], ...]:
+    """Which of the skeleton's modules and containers the traced call has changed, and which attributes, each with whether it was there."""
+    return tuple(
+        (position, tuple((name, name in apply._begun[position][1]) for name in names))
+        for position, names in traced_writes([thing for thing, _ in apply._begun]).items()
+    )
 
 
 def _buffers(module: Module, names: Iterable[str]) -> dict[str, Tensor]:
@@ -172,6 +244,11 @@ def _buffers(module: Module, names: Iterable[str]) -> dict[str, Tensor]:
 _BUFFERS = (
     "buffers are constants, but for those that are given: with buffers=dict(module.named_buffers()), apply returns "
     "(output, buffers). Or take apply.eval, or call .eval() of what writes to them before from_module"
+)
+
+_OWN = (
+    "apply would write to the module itself. Compute a new tensor and assign it, which each call forgets; or make it a buffer "
+    "(register_buffer), and pass buffers=dict(module.named_buffers())"
 )
 
 _TRANSFORMS_REFUSE = {

@@ -40,16 +40,23 @@ def plan(module: Module, inputs: Sequence[Tensor], training: bool) -> Plan:
     True
     """
     holders = _reached(module)
-    todo = [*module.modules(), *module.parameters(), *inputs]
-    for each in module.modules():
-        # What a call adds to a list of its module's does not stay there.
-        todo += [held for held in vars(each).values() if type(held) in _CONTAINERS]
     anew: dict[int, Any] = {}
+    todo: list[Any] = [*module.modules(), *module.parameters(), *module.buffers()]
     while todo:
         thing = todo.pop()
         if id(thing) not in anew:
             anew[id(thing)] = thing
             todo += [holder for holder, _ in holders.get(id(thing), ())]
+    # What a call does to the module's own containers and tensors does not stay there. What cannot be made anew goes on
+    # seeing the old ones, which is no harm: it does not lead to the module.
+    todo = [*_kept(module).values()]
+    while todo:
+        thing = todo.pop()
+        if id(thing) not in anew:
+            anew[id(thing)] = thing
+            for holder, _ in holders.get(id(thing), ()):
+                if type(holder) in _CONTAINERS or _maker(holder) is not None:
+                    todo.append(holder)
 
     def refuse(thing: Any) -> NoReturn:
         path, here = "", thing
@@ -113,6 +120,37 @@ def values(plan: Plan, inputs: Sequence[Tensor]) -> list[Any]:
     for container, key, part in plan.places:
         values[container][key] = values[part]
     return values
+
+
+def own_tensors(module: Module) -> dict[str, Tensor]:
+    """Tensors in a module's attributes, and in containers there, that are neither parameters nor buffers: by their paths.
+
+    >>> module = torch.nn.Linear(2, 2)
+    >>> module.seen = {"last": [torch.zeros(3)]}
+    >>> [*own_tensors(module)]
+    ['seen[last][0]']
+    """
+    known = {*map(id, module.parameters()), *map(id, module.buffers())}
+    kept = _kept(module).items()
+    return {name: t for name, t in kept if isinstance(t, Tensor) and id(t) not in known}
+
+
+def _kept(module: Module) -> dict[str, Any]:
+    """Containers and tensors in a module's attributes, and in containers there: each once, by the first of its paths."""
+    kept: dict[str, Any] = {}
+    todo = [
+        (f"{name}.{key}".removeprefix("."), held)
+        for name, each in module.named_modules()
+        for key, held in vars(each).items()
+    ]
+    seen: set[int] = set()
+    for path, thing in todo:
+        if type(thing) in (*_CONTAINERS, tuple) and id(thing) not in seen:
+            seen.add(id(thing))
+            todo += [(f"{path}[{key}]", part) for key, part in _parts(thing) if key is not _NO_KEY]
+        if type(thing) in _CONTAINERS or isinstance(thing, Tensor):
+            kept.setdefault(path, thing)
+    return kept
 
 
 _CONTAINERS = (dict, OrderedDict, list, set)

@@ -213,6 +213,44 @@ def never_compiled_alone(function: Callable[..., Any]) -> None:
         pass
 
 
+def asked_once(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that a compiler calls while it traces; the result, a constant, is part of what it traces."""
+    # By torch.compiler.assume_constant_result, which imports the compiler.
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
+def traced_versions(tensors: Sequence[Tensor]) -> tuple[int, ...]:
+    """How often the function that is being traced has written to each tensor by now. Where unknown, never."""
+    try:
+        from torch._dynamo.symbolic_convert import InstructionTranslator
+
+        mode: Any = InstructionTranslator.current_tx().fake_mode
+        there = [mode.fake_tensor_converter._get_memo(tensor) for tensor in tensors]
+    except (ImportError, AttributeError):
+        return (0,) * len(tensors)
+    return tuple(0 if each is None else version(each) for each in there)
+
+
+def traced_writes(things: Sequence[Any]) -> dict[int, tuple[str, ...]]:
+    """The things that the function that is being traced has changed by now, by position, and which of their attributes.
+
+    Where unknown, none.
+    """
+    try:
+        from torch._dynamo.symbolic_convert import InstructionTranslator
+
+        effects = InstructionTranslator.current_tx().output.side_effects
+        there = {i: effects.id_to_variable.get(id(thing)) for i, thing in enumerate(things)}
+        return {
+            i: (*effects.store_attr_mutations.get(each, ()),)
+            for i, each in there.items()
+            if each is not None and effects.is_modified(each)
+        }
+    except (ImportError, AttributeError):
+        return {}
+
+
 def is_switched_off() -> bool:
     """Whether ``TORCH_COMPILE_DISABLE`` keeps the compiler from everything."""
     config = getattr(sys.modules.get("torch._dynamo"), "config", None)

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.nn.utils import parametrizations, parametrize
 from torch.utils.checkpoint import checkpoint
 
@@ -543,6 +544,72 @@ def test_hooks_that_a_call_registers_do_not_stay() -> None:
     params, apply = ps.from_module(module)
     assert [apply(params, data())[1] for _ in range(3)] == [1, 1, 1]
     assert module.calls == forward_hooks(module) == 0
+
+
+class Counting(nn.Module):
+    """What it gives depends on how often it has been called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.calls, self.log = nn.Linear(D, D), 0, [1]
+        self.nested, self.tensor = {"a": [1]}, torch.ones(())
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.log.append(1)
+        self.nested["a"].append(1)
+        self.tensor = self.tensor + 1
+        self.seen = getattr(self, "seen", 0) + 1
+        times = self.calls * len(self.log) * len(self.nested["a"]) * self.tensor * self.seen
+        output: Tensor = self.a(x) * times
+        return output
+
+
+@pytest.mark.parametrize("settings", [{}, {"compile": True}, {"whole": True}], ids=str)
+def test_what_a_call_leaves_behind_is_not_there_in_the_next(settings: Any) -> None:
+    torch.compiler.reset()
+    module = Counting().double()
+    params, apply = ps.from_module(module)
+    x = data()
+
+    def four(p: Params, x: Tensor) -> Tensor:
+        return functional.linear(x, p["a.weight"], p["a.bias"]) * 8
+
+    assert close(train(apply, params, **settings), train(four, params))
+    assert torch.equal(apply(params, x), apply(params, x))
+    assert (module.calls, module.log, module.nested) == (0, [1], {"a": [1]})
+    assert module.tensor == 1
+    assert not hasattr(module, "seen")
+
+
+class Writing(nn.Module):
+    def __init__(self, registered: bool) -> None:
+        super().__init__()
+        self.a = nn.Linear(D, D)
+        count = torch.ones(())
+        if registered:
+            self.register_buffer("count", count)
+        else:
+            self.count = count
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.a(x) * self.count.add_(1)
+        return output
+
+
+@pytest.mark.parametrize("settings", [{}, {"compile": True}], ids=str)
+@pytest.mark.parametrize(("registered", "kind"), [(True, "buffer"), (False, "tensor")])
+def test_a_module_that_writes_to_its_tensors(registered: bool, kind: str, settings: Any) -> None:
+    """Is refused before it has done so."""
+    torch.compiler.reset()
+    module = Writing(registered).double()
+    params, apply = ps.from_module(module)
+    for _ in range(2):
+        with pytest.raises(ValueError, match=f"written to its {kind} count: "):
+            train(apply, params, **settings)
+    with pytest.raises(ValueError, match=f"written to its {kind} count"):
+        torch.func.grad(lambda p: apply(p, data()).sum())(params)
+    assert module.count == 1
 
 
 def test_evaluation() -> None:
