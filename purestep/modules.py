@@ -9,16 +9,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
+from torch.nn.parameter import is_lazy
 
 from purestep import skeleton, tree
 from purestep.torch_internals import (
+    accumulate_hooks,
     adds_its_masks,
     asked_once,
+    gradient_hooks,
+    holds_tensors,
+    hooks_backward,
     never_compiled_alone,
     traced_versions,
     traced_writes,
@@ -60,11 +66,16 @@ def from_module(
     """
     _check_module(module)
     named = [*module.named_parameters(remove_duplicate=False)]
+    if not (trainable is None or isinstance(trainable, str) or callable(trainable)):
+        raise TypeError(
+            f"{trainable=} must be a pattern of names, such as '*.bias', a function of name and parameter, or None"
+        )
     if isinstance(trainable, str):
         chosen = {id(p) for name, p in named if fnmatchcase(name, trainable)}
     else:
         chosen = {id(p) for name, p in named if (trainable or _requires_grad)(name, p)}
     params = {name: p for name, p in module.named_parameters() if id(p) in chosen}
+    _check_params(module, params)
     if not params:
         raise ValueError(
             f"{trainable=} leaves nothing to train of {type(module).__name__}, whose parameters are "
@@ -107,6 +118,7 @@ class Apply:
         inputs = [*params.values(), *held, *own.values()]
         self._plan = skeleton.plan(module, inputs, training)
         self._tried = False
+        self._hooks_backward = hooks_backward(module)
         # A compiler makes no objects: one skeleton is there before it begins, and has places for tensors, but none.
         self._blank = [*[torch.empty_like(p, device="meta") for p in params.values()], *held]
         values = skeleton.values(self._plan, [*self._blank, *self._own.values()])
@@ -127,6 +139,7 @@ class Apply:
         ]
         for function in (Apply.__call__, Apply._call, _versions, _check_cache):
             never_compiled_alone(function)
+        never_compiled_alone(_uncompiled, callees=False)
         self._written = [
             f"{name}.{buffer}".removeprefix(".")
             for name, each in self._traced.named_modules()
@@ -160,6 +173,8 @@ class Apply:
     def _trace(
         self, inputs: Sequence[Tensor], given: Mapping[str, Tensor], args: Any, kwargs: Any
     ) -> tuple[Any, dict[str, Tensor]]:
+        if self._hooks_backward:
+            raise ValueError("a compiler leaves hooks on a module's backward pass out")
         self._fill(inputs)
         before = _versions_in_trace(self)
         output = self._traced(*args, **kwargs)
@@ -196,7 +211,8 @@ class Apply:
         before = _versions(kept)
         module = skeleton.values(self._plan, inputs)[self._plan.root]
         try:
-            output = module(*args, **kwargs)
+            run = partial(_uncompiled, module) if self._hooks_backward else module
+            output = run(*args, **kwargs)
         except RuntimeError as error:
             for words, way_out in _TRANSFORMS_REFUSE.items():
                 if words in str(error):
@@ -216,6 +232,10 @@ class Apply:
                 raise ValueError(f"the module has written to its tensor {name}: {_OWN}")
             if now:
                 raise ValueError(f"the module has written to its buffer {name}: {_BUFFERS}")
+
+
+def _uncompiled(module: Module, *args: Any, **kwargs: Any) -> Any:
+    return module(*args, **kwargs)
 
 
 def _versions(tensors: Sequence[Tensor]) -> list[int]:
@@ -260,6 +280,10 @@ _TRANSFORMS_REFUSE = {
         "the module lets a tensor require grad, which torch.func refuses: remove the hook that does so before "
         "from_module, or take a step that is not transformed. A Hugging Face model has it where it checkpoints activations: "
         "activation_checkpointing_disable() and disable_input_require_grads()"
+    ),
+    "setup_context": (
+        "the module has hooks on its backward pass (register_full_backward_hook), or an autograd.Function without setup_context, "
+        "which torch.func does not run: remove them, or take a step that is not transformed"
     ),
     "data-dependent control flow": (
         "the module looks at values, which vmap hides. Those of Hugging Face look at masks of two dimensions and at "
@@ -339,3 +363,55 @@ def _check_module(module: Module) -> None:
         for wrapper in {base.__name__ for base in type(each).__mro__} & _WRAPPERS.keys():
             path = f"{type(module).__name__}.{name}".removesuffix(".")
             raise TypeError(f"{path} is a {wrapper}, no plain module: {_WRAPPERS[wrapper]}")
+    for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
+        if is_lazy(tensor):
+            raise ValueError(f"{name} has no shape yet: call the module once before from_module")
+        if tensor.is_meta:
+            raise ValueError(
+                f"{name} is on the device meta, without values: load or initialise it before from_module"
+            )
+    found = skeleton.global_name(module)
+    if found is not None:
+        function, name = found
+        raise TypeError(
+            f"{function}, which {type(module).__name__} runs, refers to it or a part of it by the global name {name}, and so "
+            "would go on using the module's own parameters: take it from the hook's own arguments, close over it, or "
+            "hold it in an attribute"
+        )
+
+
+def _check_params(module: Module, params: Mapping[str, Parameter]) -> None:
+    for name, p in params.items():
+        if not (p.is_floating_point() or p.is_complex()):
+            raise TypeError(
+                f"trainable= chooses {name}, which is {tree.kind(p)} and has no gradient: leave it out, with trainable=lambda "
+                "name, p: p.is_floating_point(), say"
+            )
+        if gradient_hooks(p) or accumulate_hooks(p):
+            raise TypeError(
+                f"{name} has a hook on its gradient, which apply would leave out: remove it, and do the same to the "
+                "sum of the gradients, with a Transform before the optimizer (ps.optim.chain)"
+            )
+    names = {id(p): name for name, p in params.items()}
+    others = {id(each): name for name, each in skeleton.own_tensors(module).items()}
+    others |= {id(each): name for name, each in module.named_buffers()}
+    others |= {id(each): name for name, each in module.named_parameters()}
+    spans = sorted(
+        (*tree.span(thing)[0], key)
+        for key, (thing, _) in skeleton.reached(module).items()
+        if isinstance(thing, Tensor) and not holds_tensors(thing) and tree.span(thing)
+    )
+    # Of those that begin before, the one that reaches farthest: of all tensors, and of those that train.
+    last, last_trained = (0, 0), (0, 0)
+    for start, stop, key in spans:
+        before, other = last if key in names else last_trained
+        if start < before:
+            one, two = (key, other) if key in names else (other, key)
+            raise ValueError(
+                f"{names[one]}, which trains, shares memory with {others.get(two, 'a tensor that the module holds')}, which "
+                "would not see what it becomes: let both be one Parameter (a.weight = b.weight), or compute the one of "
+                "the other in forward"
+            )
+        last = max(last, (stop, key))
+        if key in names:
+            last_trained = max(last_trained, (stop, key))

@@ -121,6 +121,9 @@ saved_tensors_hooks: Callable[[bool], Any] = _private(
 accumulate_hooks = _attribute("Tensor._post_accumulate_grad_hooks")
 """Those that ``register_post_accumulate_grad_hook`` has put on a leaf."""
 
+gradient_hooks = _attribute("Tensor._backward_hooks")
+"""Those that ``register_hook`` has put on a tensor."""
+
 version = _attribute("Tensor._version")
 """How often a tensor was written to."""
 
@@ -200,13 +203,17 @@ def something_is_compiled() -> bool:
     return "torch._functorch.aot_autograd" in sys.modules
 
 
-def never_compiled_alone(function: Callable[..., Any]) -> None:
-    """Where a compiler does not take a function into the graph of its caller, Python runs it. Where unknown, that is compiled, too."""
+def never_compiled_alone(function: Callable[..., Any], callees: bool = True) -> None:
+    """Where a compiler does not take a function into the graph of its caller, Python runs it. Where unknown, that is compiled, too.
+
+    What it calls is compiled, unless ``callees`` is False.
+    """
     try:
         from torch._C._dynamo import eval_frame
 
         skip = eval_frame._FrameExecStrategy(
-            eval_frame._FrameAction.SKIP, eval_frame._FrameAction.DEFAULT
+            eval_frame._FrameAction.SKIP,
+            eval_frame._FrameAction.DEFAULT if callees else eval_frame._FrameAction.SKIP,
         )
         eval_frame.set_code_exec_strategy(function.__code__, skip)
     except (ImportError, AttributeError):
@@ -347,6 +354,15 @@ def lies_in_rows(tensor: Tensor) -> bool:
     except ImportError:
         return False
     return is_contiguous_or_false(tensor)
+
+
+def hooks_backward(module: torch.nn.Module) -> bool:
+    """Whether a module or one of its parts has hooks on its backward pass. Where unknown, no."""
+    return any(
+        getattr(each, name, None)
+        for each in module.modules()
+        for name in ("_backward_hooks", "_backward_pre_hooks")
+    )
 
 
 def adds_its_masks(module: Any) -> bool:

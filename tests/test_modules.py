@@ -712,6 +712,148 @@ def test_refused_modules(make: Callable[[], nn.Module], message: str) -> None:
         ps.from_module(make())
 
 
+def by_global_name(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
+    return by_way_of_a_function(output)
+
+
+def by_way_of_a_function(output: Tensor) -> Tensor:
+    return (lambda: output * GLOBAL[1].weight.sum())()
+
+
+GLOBAL = nn.Sequential(nn.Linear(D, D), nn.Linear(D, D))
+
+
+class Namesake(nn.Module):
+    """An attribute has the name of a global."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.GLOBAL = nn.Linear(D, D)
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.GLOBAL(x)
+        return output
+
+
+def test_global_names_of_the_module_are_refused() -> None:
+    ps.from_module(GLOBAL)
+    handle = GLOBAL[0].register_forward_hook(by_global_name)
+    for module in (GLOBAL, GLOBAL[0]):
+        with pytest.raises(TypeError, match=r"^by_way_of_a_function.* by the global name GLOBAL"):
+            ps.from_module(module)
+    handle.remove()
+    module = Namesake()
+    GLOBAL.append(module)
+    ps.from_module(module)
+    del GLOBAL[2]
+
+
+def masked() -> nn.Module:
+    module = nn.Linear(D, D)
+    module.weight.register_hook(lambda grad: grad * 0)
+    return module
+
+
+def accumulating() -> nn.Module:
+    module = nn.Linear(D, D)
+    module.weight.register_post_accumulate_grad_hook(lambda p: None)
+    return module
+
+
+def aliased() -> nn.Module:
+    module = nn.Sequential(nn.Linear(D, D), nn.Linear(D, D))
+    module[1].weight.data = module[0].weight.data[:D]
+    return module
+
+
+class Viewed(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(D, D)
+        self.kept = [self.weight.t()[2:]]
+
+
+class Indexed(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(D, D)
+        self.at = nn.Parameter(torch.arange(3), requires_grad=False)
+
+
+@pytest.mark.parametrize(
+    ("make", "trainable", "error", "message"),
+    [
+        (masked, None, TypeError, r"^weight has a hook on its gradient, .* Transform"),
+        (accumulating, None, TypeError, r"^weight has a hook on its gradient, .* Transform"),
+        (aliased, None, ValueError, r"^[01]\.weight, which trains, shares memory with [01]\.weight, .* one Parameter"),
+        (aliased, "0.weight", ValueError, r"^0\.weight, which trains, shares memory with 1\.weight, .* one Parameter"),
+        (Viewed, None, ValueError, r"^weight, which trains, shares memory with kept\[0\], .* in forward"),
+        (Indexed, "*", TypeError, r"chooses at, which is torch\.int64 .* p\.is_floating_point\(\)"),
+        (lambda: nn.LazyLinear(D), None, ValueError, r"^weight has no shape yet: call the module once"),
+        (lambda: nn.Linear(D, D, device="meta"), None, ValueError, r"^weight is on the device meta"),
+        (lambda: nn.Linear(D, D), ["weight"], TypeError, r"^trainable=\['weight'\] must be a pattern"),
+    ],
+)  # fmt: skip
+def test_refused_params(
+    make: Callable[[], nn.Module], trainable: Any, error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        ps.from_module(make(), trainable=trainable)
+
+
+def test_what_shares_memory_and_does_not_train() -> None:
+    """Or lies beside what trains, as the weights of an RNN do on a GPU."""
+    assert [*ps.from_module(aliased(), trainable="*.bias")[0]] == ["0.bias", "1.bias"]
+    module, both = nn.Linear(D, D), torch.randn(D + 1, D)
+    module.weight.data, module.bias.data = both[:D], both[D]
+    params, apply = ps.from_module(module)
+    assert torch.equal(apply(params, both), module(both))
+
+
+class Config:
+    def __init__(self) -> None:
+        self.widths = [D, D]
+
+
+class Configured(nn.Module):
+    """Shares a list with an object that is not the module's, and has hooks that no call runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.config = Config()
+        self.widths = self.config.widths
+        self.a = nn.Linear(*self.widths)
+        self.register_load_state_dict_pre_hook(self.hook)
+        self.register_load_state_dict_post_hook(self.hook)
+        self.register_state_dict_pre_hook(self.hook)
+
+    def hook(self, *_: Any) -> None: ...
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.widths.append(1)
+        output: Tensor = self.a(x) * len(self.widths)
+        return output
+
+
+def test_containers_that_others_hold_too() -> None:
+    module = Configured().double()
+    params, apply = ps.from_module(module)
+    first = apply(params, data())
+    assert torch.equal(apply(params, data()), first)
+    assert module.widths == [D, D]
+    assert torch.equal(module(data()), first)
+
+
+def test_hooks_on_the_backward_pass_are_not_compiled() -> None:
+    torch.compiler.reset()
+    module = made("hooked")
+    params, apply = ps.from_module(module)
+    plain = train(apply, params)
+    with pytest.warns(UserWarning, match="leaves hooks on a module's backward pass out"):
+        compiled = train(apply, params, compile=True)
+    assert close(compiled, plain)
+    with pytest.raises(ValueError, match="register_full_backward_hook"):
+        torch.func.grad(lambda p: apply(p, data()).sum())(params)
+
+
 def test_refused_calls() -> None:
     params, apply = ps.from_module(normed().eval())
     bias = {"0.bias": params["0.bias"]}
