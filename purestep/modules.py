@@ -7,6 +7,7 @@ backward pass finds the parameters of its call.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import partial
@@ -25,6 +26,7 @@ from purestep.torch_internals import (
     gradient_hooks,
     holds_tensors,
     hooks_backward,
+    is_of_transformers,
     never_compiled_alone,
     traced_versions,
     traced_writes,
@@ -133,11 +135,17 @@ class Apply:
         first = len(inputs) + len(self._plan.constants)
         containers = values[first : first + len(self._plan.containers)]
         containers = [each for each in containers if id(each) not in states]
+        self._models = [
+            (position, (*inspect.signature(type(each).forward).parameters,)[1:])
+            for position, each in enumerate(values)
+            if isinstance(each, Module) and is_of_transformers(each)
+        ]
+        _check_calls([(values[position], names) for position, names in self._models])
         self._begun = [
             *[(each, dict(vars(each))) for each in modules],
             *[(each, each.copy()) for each in containers],
         ]
-        for function in (Apply.__call__, Apply._call, _versions, _check_cache):
+        for function in (Apply.__call__, Apply._call, _versions):
             never_compiled_alone(function)
         never_compiled_alone(_uncompiled, callees=False)
         self._written = [
@@ -160,14 +168,12 @@ class Apply:
         given = {} if buffers is None else {name: value.clone() for name, value in buffers.items()}
         _check_names("params", params, self._names, self._names)
         _check_names("buffers", given, self._buffers, self._written)
-        _check_masks(self._traced, kwargs)
         held = {**self._buffers, **given, **self._own}
         inputs = [*[params[name] for name in self._names], *held.values()]
         if torch.compiler.is_dynamo_compiling():
             output, given = self._trace(inputs, given, args, kwargs)
         else:
             output, given = self._call(inputs, given, args, kwargs)
-        _check_cache(output, kwargs)
         return output if buffers is None else (output, given)
 
     def _trace(
@@ -209,7 +215,10 @@ class Apply:
             own = zip([*self._buffers, *self._own], kept, strict=True)
             inputs[len(self._names) :] = [given.get(name, each) for name, each in own]
         before = _versions(kept)
-        module = skeleton.values(self._plan, inputs)[self._plan.root]
+        values = skeleton.values(self._plan, inputs)
+        module = values[self._plan.root]
+        if self._models:
+            _check_calls([(values[position], names) for position, names in self._models])
         try:
             run = partial(_uncompiled, module) if self._hooks_backward else module
             output = run(*args, **kwargs)
@@ -292,31 +301,63 @@ _TRANSFORMS_REFUSE = {
 }
 
 
-def _check_masks(module: Module, kwargs: Mapping[str, Any]) -> None:
+def _check_calls(models: Iterable[tuple[Module, tuple[str, ...]]]) -> None:
+    """Lets each Hugging Face model look at what it is given, by the names of its arguments, and at what it returns."""
+    depth = 0
+
+    def before(module: Module, args: Any, kwargs: Any, names: tuple[str, ...]) -> None:
+        nonlocal depth
+        depth += 1
+        _check_masks(module, {**dict(zip(names, args, strict=False)), **kwargs})
+
+    def after(args: Any, kwargs: Any, output: Any, names: tuple[str, ...]) -> None:
+        nonlocal depth
+        depth -= 1
+        # What a model gives to its own parts is its own business.
+        if depth == 0:
+            _check_cache(output, {**dict(zip(names, args, strict=False)), **kwargs})
+
+    for model, names in models:
+        model.register_forward_pre_hook(
+            lambda module, args, kwargs, names=names: before(module, args, kwargs, names),
+            with_kwargs=True,
+        )
+        model.register_forward_hook(
+            lambda module, args, kwargs, output, names=names: after(args, kwargs, output, names),
+            with_kwargs=True,
+        )
+
+
+def _check_masks(module: Module, given: Mapping[str, Any]) -> None:
     """Refuses a mask of bools where a Hugging Face model would add it to its scores, True for 1."""
     if not adds_its_masks(module):
         return
-    for name, mask in kwargs.items():
-        # Masks of two dimensions say what is padding, and the model itself makes of them what it adds.
-        is_mask = name.endswith("attention_mask") and isinstance(mask, Tensor) and mask.ndim > 2
-        if is_mask and mask.dtype == torch.bool:
-            raise ValueError(
-                f"{name} is {tree.kind(mask)}, which eager attention would add to its scores, True for 1: give one to "
-                'be added, as ps.segment_mask(segments, dtype) makes it, or set_attn_implementation("sdpa")'
-            )
+    for name, masks in given.items():
+        if not name.endswith("attention_mask"):
+            continue
+        # One for each kind of layer, where there are several.
+        for mask in masks.values() if isinstance(masks, dict) else [masks]:
+            # Masks of two dimensions say what is padding, and the model itself makes of them what it adds.
+            if isinstance(mask, Tensor) and mask.ndim > 2 and mask.dtype == torch.bool:
+                raise ValueError(
+                    f"{name} is {tree.kind(mask)}, which eager attention would add to its scores, True for 1: give one "
+                    'to be added, as ps.segment_mask(segments, dtype) makes it, or set_attn_implementation("sdpa")'
+                )
 
 
-def _check_cache(output: Any, kwargs: Mapping[str, Any]) -> None:
+def _check_cache(output: Any, given: Mapping[str, Any]) -> None:
     """Refuses a cache that nobody asked for where a Hugging Face model is given positions.
 
     With a cache it no longer reads from positions where documents begin, and each attends to those before it.
     """
-    if kwargs.get("position_ids") is None or kwargs.get("use_cache"):
+    if given.get("position_ids") is None or given.get("use_cache"):
         return
-    if (
-        kwargs.get("past_key_values") is None
-        and getattr(output, "past_key_values", None) is not None
-    ):
+    if given.get("past_key_values") is not None:
+        return
+    filled = getattr(output, "past_key_values", None) is not None
+    if isinstance(output, tuple):
+        filled = any(hasattr(each, "get_seq_length") for each in output)
+    if filled:
         raise ValueError(
             "the model has filled a cache, and so takes packed documents for one text whatever position_ids say: pass "
             "use_cache=False, or set model.config.use_cache = False before from_module"

@@ -365,6 +365,11 @@ def hooks_backward(module: torch.nn.Module) -> bool:
     )
 
 
+def is_of_transformers(module: Any) -> bool:
+    """Whether it is a model of Hugging Face's. Where transformers' models no longer look so, what they are given is not checked."""
+    return hasattr(type(module), "base_model_prefix") and "config" in vars(module)
+
+
 def adds_its_masks(module: Any) -> bool:
     """Whether it is a Hugging Face model whose attention adds masks to scores.
 
