@@ -7,7 +7,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Mapping
 from itertools import chain, pairwise
 from operator import add
-from typing import Any, NoReturn, TypeAlias
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -15,11 +15,8 @@ from torch import Tensor
 from purestep import tree
 from purestep.form import Flat, Form, once
 from purestep.tokens import Group
-from purestep.torch_internals import values_inside
+from purestep.tree import Span, span
 from purestep.types import Microbatch
-
-Span: TypeAlias = tuple[int, int]
-"""From which byte to which a leaf reaches."""
 
 
 def apart(group: Group, params: Flat, state: Flat) -> Group:
@@ -40,7 +37,7 @@ def apart(group: Group, params: Flat, state: Flat) -> Group:
             microbatch = tree.plain(microbatch)
             data = tree.leaves_of(microbatch)
         for position, leaf in enumerate(data):
-            for start, stop in _span(leaf):
+            for start, stop in span(leaf):
                 place = bisect_right(edges, start)
                 if place % 2 or place != bisect_left(edges, stop):
                     path = tree.paths(microbatch, f"microbatches[{number}]")[position]
@@ -59,8 +56,8 @@ def _named(params: Flat, state: Flat) -> Iterator[tuple[Span, str]]:
     for leaf, name in zip(
         tree.leaves_of(given), tree.paths(given, "(params, opt_state)"), strict=True
     ):
-        for span in _span(leaf):
-            yield span, name
+        for each in span(leaf):
+            yield each, name
 
 
 def _explain(named: list[tuple[Span, str]]) -> NoReturn:
@@ -86,7 +83,7 @@ def _spans(given: Flat) -> Iterator[Span]:
         starts = [*map(Tensor.data_ptr, leaves)]
         if 0 not in starts:
             return zip(starts, map(add, starts, sizes), strict=True)
-    return chain.from_iterable(map(_span, leaves))
+    return chain.from_iterable(map(span, leaves))
 
 
 @once
@@ -97,28 +94,3 @@ def _sizes(form: Form) -> tuple[int, ...] | None:
         return None
     sizes = tuple([math.prod(shape) * dtype.itemsize for _, dtype, *_, shape in kinds])
     return None if 0 in sizes else sizes
-
-
-def _span(leaf: Any) -> list[Span]:
-    """From where to where a leaf reaches in memory, twice where its elements overlap each other.
-
-    A leaf without memory that could be told lies nowhere. Where there are no addresses, a storage counts as one byte: whatever lies in it overlaps.
-    """
-    if not isinstance(leaf, Tensor):
-        return []
-    if leaf.layout is not torch.strided or leaf.is_nested:
-        return _span(values_inside(leaf))
-    if not tree.has_address(leaf):
-        storage = tree.address(leaf)
-        return [(storage, storage + 1)]
-    start, size = leaf.data_ptr(), leaf.nbytes
-    if not (start and size):
-        return []
-    if leaf.is_contiguous():
-        return [(start, start + size)]
-    reach, folded = 0, False
-    for stride, length in sorted(zip(leaf.stride(), leaf.shape, strict=True)):
-        # Rows that are as far apart as they reach cannot meet. Others may, and then an element is written twice.
-        folded = folded or (length > 1 and stride <= reach)
-        reach += (length - 1) * stride
-    return [(start, start + (1 + reach) * leaf.element_size())] * (1 + folded)

@@ -7,16 +7,31 @@ backward pass finds the parameters of its call.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
+from torch.nn.parameter import is_lazy
 
 from purestep import skeleton, tree
-from purestep.torch_internals import adds_its_masks, never_compiled_alone, version
+from purestep.torch_internals import (
+    accumulate_hooks,
+    adds_its_masks,
+    asked_once,
+    gradient_hooks,
+    holds_tensors,
+    hooks_backward,
+    is_of_transformers,
+    never_compiled_alone,
+    traced_versions,
+    traced_writes,
+    version,
+)
 
 
 def from_module(
@@ -53,11 +68,16 @@ def from_module(
     """
     _check_module(module)
     named = [*module.named_parameters(remove_duplicate=False)]
+    if not (trainable is None or isinstance(trainable, str) or callable(trainable)):
+        raise TypeError(
+            f"{trainable=} must be a pattern of names, such as '*.bias', a function of name and parameter, or None"
+        )
     if isinstance(trainable, str):
         chosen = {id(p) for name, p in named if fnmatchcase(name, trainable)}
     else:
         chosen = {id(p) for name, p in named if (trainable or _requires_grad)(name, p)}
     params = {name: p for name, p in module.named_parameters() if id(p) in chosen}
+    _check_params(module, params)
     if not params:
         raise ValueError(
             f"{trainable=} leaves nothing to train of {type(module).__name__}, whose parameters are "
@@ -95,18 +115,39 @@ class Apply:
 
     def __init__(self, module: Module, params: Mapping[str, Tensor], training: bool = True) -> None:
         self._names, self._buffers = dict.fromkeys(params), dict(module.named_buffers())
-        held = [*self._buffers.values()]
-        self._plan = skeleton.plan(module, [*params.values(), *held], training)
+        own, held = skeleton.own_tensors(module), [*self._buffers.values()]
+        self._own = {name: each.detach() for name, each in own.items()}
+        inputs = [*params.values(), *held, *own.values()]
+        self._plan = skeleton.plan(module, inputs, training)
+        self._tried = False
+        self._hooks_backward = hooks_backward(module)
         # A compiler makes no objects: one skeleton is there before it begins, and has places for tensors, but none.
         self._blank = [*[torch.empty_like(p, device="meta") for p in params.values()], *held]
-        values = skeleton.values(self._plan, self._blank)
+        values = skeleton.values(self._plan, [*self._blank, *self._own.values()])
         self._traced = values[self._plan.root]
         self._places = [
             (values[container], key, part)
             for container, key, part in self._plan.places
             if part < len(self._blank)
         ]
-        never_compiled_alone(Apply.__call__)
+        modules = [each for each in values if isinstance(each, Module)]
+        states = {id(vars(each)) for each in modules}
+        first = len(inputs) + len(self._plan.constants)
+        containers = values[first : first + len(self._plan.containers)]
+        containers = [each for each in containers if id(each) not in states]
+        self._models = [
+            (position, (*inspect.signature(type(each).forward).parameters,)[1:])
+            for position, each in enumerate(values)
+            if isinstance(each, Module) and is_of_transformers(each)
+        ]
+        _check_calls([(values[position], names) for position, names in self._models])
+        self._begun = [
+            *[(each, dict(vars(each))) for each in modules],
+            *[(each, each.copy()) for each in containers],
+        ]
+        for function in (Apply.__call__, Apply._call, _versions):
+            never_compiled_alone(function)
+        never_compiled_alone(_uncompiled, callees=False)
         self._written = [
             f"{name}.{buffer}".removeprefix(".")
             for name, each in self._traced.named_modules()
@@ -127,42 +168,102 @@ class Apply:
         given = {} if buffers is None else {name: value.clone() for name, value in buffers.items()}
         _check_names("params", params, self._names, self._names)
         _check_names("buffers", given, self._buffers, self._written)
-        _check_masks(self._traced, kwargs)
-        held = {**self._buffers, **given}
+        held = {**self._buffers, **given, **self._own}
         inputs = [*[params[name] for name in self._names], *held.values()]
         if torch.compiler.is_dynamo_compiling():
-            self._fill(inputs)
-            output, given = self._traced(*args, **kwargs), _buffers(self._traced, given)
-            self._fill(self._blank)
+            output, given = self._trace(inputs, given, args, kwargs)
         else:
             output, given = self._call(inputs, given, args, kwargs)
-        _check_cache(output, kwargs)
         return output if buffers is None else (output, given)
+
+    def _trace(
+        self, inputs: Sequence[Tensor], given: Mapping[str, Tensor], args: Any, kwargs: Any
+    ) -> tuple[Any, dict[str, Tensor]]:
+        if self._hooks_backward:
+            raise ValueError("a compiler leaves hooks on a module's backward pass out")
+        self._fill(inputs)
+        before = _versions_in_trace(self)
+        output = self._traced(*args, **kwargs)
+        self._check_written(before, _versions_in_trace(self))
+        carried = _buffers(self._traced, given)
+        # What a call has left behind must not be there in the next one.
+        for position, attributes in _left_behind(self):
+            thing, begun = self._begun[position]
+            if isinstance(thing, Module):
+                for name, was_there in attributes:
+                    if was_there:
+                        object.__setattr__(thing, name, begun[name])
+                    else:
+                        delattr(thing, name)
+            else:
+                thing.clear()
+                thing.extend(begun) if isinstance(thing, list) else thing.update(begun)
+        self._fill(self._blank)
+        return output, carried
 
     def _fill(self, inputs: Sequence[Tensor]) -> None:
         for container, key, part in self._places:
             container[key] = inputs[part]
 
     def _call(
-        self, inputs: Sequence[Tensor], given: Iterable[str], args: Any, kwargs: Any
+        self, inputs: list[Tensor], given: Mapping[str, Tensor], args: Any, kwargs: Any
     ) -> tuple[Any, dict[str, Tensor]]:
-        before = self._versions()
-        module = skeleton.values(self._plan, inputs)[self._plan.root]
+        kept = [*self._buffers.values(), *self._own.values()]
+        if not self._tried:
+            # The first call shows whether the module writes to its own tensors, and has copies of them.
+            kept = [each.clone() for each in kept]
+            own = zip([*self._buffers, *self._own], kept, strict=True)
+            inputs[len(self._names) :] = [given.get(name, each) for name, each in own]
+        before = _versions(kept)
+        values = skeleton.values(self._plan, inputs)
+        module = values[self._plan.root]
+        if self._models:
+            _check_calls([(values[position], names) for position, names in self._models])
         try:
-            output = module(*args, **kwargs)
+            run = partial(_uncompiled, module) if self._hooks_backward else module
+            output = run(*args, **kwargs)
         except RuntimeError as error:
             for words, way_out in _TRANSFORMS_REFUSE.items():
                 if words in str(error):
                     raise ValueError(way_out) from error
             raise
-        for name, was, now in zip(self._buffers, before, self._versions(), strict=True):
-            if was != now:
-                raise ValueError(f"the module has written to its buffer {name}: {_BUFFERS}")
+        self._check_written(before, _versions(kept))
+        self._tried = True
         return output, _buffers(module, given)
 
-    def _versions(self) -> list[int]:
-        """How often each buffer was written to, where that is counted."""
-        return [0 if each.is_inference() else version(each) for each in self._buffers.values()]
+    def _check_written(self, before: Sequence[int], after: Sequence[int]) -> None:
+        if before == after:
+            return
+        pairs = zip(before, after, strict=True)
+        changed = [was != now for was, now in pairs]
+        for name, now in zip([*self._buffers, *self._own], changed, strict=True):
+            if now and name in self._own:
+                raise ValueError(f"the module has written to its tensor {name}: {_OWN}")
+            if now:
+                raise ValueError(f"the module has written to its buffer {name}: {_BUFFERS}")
+
+
+def _uncompiled(module: Module, *args: Any, **kwargs: Any) -> Any:
+    return module(*args, **kwargs)
+
+
+def _versions(tensors: Sequence[Tensor]) -> list[int]:
+    """How often each was written to, where that is counted."""
+    return [0 if each.is_inference() else version(each) for each in tensors]
+
+
+@asked_once
+def _versions_in_trace(apply: Apply) -> tuple[int, ...]:
+    return traced_versions([*apply._buffers.values(), *apply._own.values()])
+
+
+@asked_once
+def _left_behind(apply: Apply) -> tuple[tuple[int, tuple[tuple[str, bool], ...]], ...]:
+    """Which of the skeleton's modules and containers the traced call has changed, and which attributes, each with whether it was there."""
+    return tuple(
+        (position, tuple((name, name in apply._begun[position][1]) for name in names))
+        for position, names in traced_writes([thing for thing, _ in apply._begun]).items()
+    )
 
 
 def _buffers(module: Module, names: Iterable[str]) -> dict[str, Tensor]:
@@ -172,6 +273,11 @@ def _buffers(module: Module, names: Iterable[str]) -> dict[str, Tensor]:
 _BUFFERS = (
     "buffers are constants, but for those that are given: with buffers=dict(module.named_buffers()), apply returns "
     "(output, buffers). Or take apply.eval, or call .eval() of what writes to them before from_module"
+)
+
+_OWN = (
+    "apply would write to the module itself. Compute a new tensor and assign it, which each call forgets; or make it a buffer "
+    "(register_buffer), and pass buffers=dict(module.named_buffers())"
 )
 
 _TRANSFORMS_REFUSE = {
@@ -184,6 +290,10 @@ _TRANSFORMS_REFUSE = {
         "from_module, or take a step that is not transformed. A Hugging Face model has it where it checkpoints activations: "
         "activation_checkpointing_disable() and disable_input_require_grads()"
     ),
+    "setup_context": (
+        "the module has hooks on its backward pass (register_full_backward_hook), or an autograd.Function without setup_context, "
+        "which torch.func does not run: remove them, or take a step that is not transformed"
+    ),
     "data-dependent control flow": (
         "the module looks at values, which vmap hides. Those of Hugging Face look at masks of two dimensions and at "
         "position_ids without a mask: pass attention_mask=ps.segment_mask(attention_mask), or that of segments"
@@ -191,31 +301,63 @@ _TRANSFORMS_REFUSE = {
 }
 
 
-def _check_masks(module: Module, kwargs: Mapping[str, Any]) -> None:
+def _check_calls(models: Iterable[tuple[Module, tuple[str, ...]]]) -> None:
+    """Lets each Hugging Face model look at what it is given, by the names of its arguments, and at what it returns."""
+    depth = 0
+
+    def before(module: Module, args: Any, kwargs: Any, names: tuple[str, ...]) -> None:
+        nonlocal depth
+        depth += 1
+        _check_masks(module, {**dict(zip(names, args, strict=False)), **kwargs})
+
+    def after(args: Any, kwargs: Any, output: Any, names: tuple[str, ...]) -> None:
+        nonlocal depth
+        depth -= 1
+        # What a model gives to its own parts is its own business.
+        if depth == 0:
+            _check_cache(output, {**dict(zip(names, args, strict=False)), **kwargs})
+
+    for model, names in models:
+        model.register_forward_pre_hook(
+            lambda module, args, kwargs, names=names: before(module, args, kwargs, names),
+            with_kwargs=True,
+        )
+        model.register_forward_hook(
+            lambda module, args, kwargs, output, names=names: after(args, kwargs, output, names),
+            with_kwargs=True,
+        )
+
+
+def _check_masks(module: Module, given: Mapping[str, Any]) -> None:
     """Refuses a mask of bools where a Hugging Face model would add it to its scores, True for 1."""
     if not adds_its_masks(module):
         return
-    for name, mask in kwargs.items():
-        # Masks of two dimensions say what is padding, and the model itself makes of them what it adds.
-        is_mask = name.endswith("attention_mask") and isinstance(mask, Tensor) and mask.ndim > 2
-        if is_mask and mask.dtype == torch.bool:
-            raise ValueError(
-                f"{name} is {tree.kind(mask)}, which eager attention would add to its scores, True for 1: give one to "
-                'be added, as ps.segment_mask(segments, dtype) makes it, or set_attn_implementation("sdpa")'
-            )
+    for name, masks in given.items():
+        if not name.endswith("attention_mask"):
+            continue
+        # One for each kind of layer, where there are several.
+        for mask in masks.values() if isinstance(masks, dict) else [masks]:
+            # Masks of two dimensions say what is padding, and the model itself makes of them what it adds.
+            if isinstance(mask, Tensor) and mask.ndim > 2 and mask.dtype == torch.bool:
+                raise ValueError(
+                    f"{name} is {tree.kind(mask)}, which eager attention would add to its scores, True for 1: give one "
+                    'to be added, as ps.segment_mask(segments, dtype) makes it, or set_attn_implementation("sdpa")'
+                )
 
 
-def _check_cache(output: Any, kwargs: Mapping[str, Any]) -> None:
+def _check_cache(output: Any, given: Mapping[str, Any]) -> None:
     """Refuses a cache that nobody asked for where a Hugging Face model is given positions.
 
     With a cache it no longer reads from positions where documents begin, and each attends to those before it.
     """
-    if kwargs.get("position_ids") is None or kwargs.get("use_cache"):
+    if given.get("position_ids") is None or given.get("use_cache"):
         return
-    if (
-        kwargs.get("past_key_values") is None
-        and getattr(output, "past_key_values", None) is not None
-    ):
+    if given.get("past_key_values") is not None:
+        return
+    filled = getattr(output, "past_key_values", None) is not None
+    if isinstance(output, tuple):
+        filled = any(hasattr(each, "get_seq_length") for each in output)
+    if filled:
         raise ValueError(
             "the model has filled a cache, and so takes packed documents for one text whatever position_ids say: pass "
             "use_cache=False, or set model.config.use_cache = False before from_module"
@@ -262,3 +404,55 @@ def _check_module(module: Module) -> None:
         for wrapper in {base.__name__ for base in type(each).__mro__} & _WRAPPERS.keys():
             path = f"{type(module).__name__}.{name}".removesuffix(".")
             raise TypeError(f"{path} is a {wrapper}, no plain module: {_WRAPPERS[wrapper]}")
+    for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
+        if is_lazy(tensor):
+            raise ValueError(f"{name} has no shape yet: call the module once before from_module")
+        if tensor.is_meta:
+            raise ValueError(
+                f"{name} is on the device meta, without values: load or initialise it before from_module"
+            )
+    found = skeleton.global_name(module)
+    if found is not None:
+        function, name = found
+        raise TypeError(
+            f"{function}, which {type(module).__name__} runs, refers to it or a part of it by the global name {name}, and so "
+            "would go on using the module's own parameters: take it from the hook's own arguments, close over it, or "
+            "hold it in an attribute"
+        )
+
+
+def _check_params(module: Module, params: Mapping[str, Parameter]) -> None:
+    for name, p in params.items():
+        if not (p.is_floating_point() or p.is_complex()):
+            raise TypeError(
+                f"trainable= chooses {name}, which is {tree.kind(p)} and has no gradient: leave it out, with trainable=lambda "
+                "name, p: p.is_floating_point(), say"
+            )
+        if gradient_hooks(p) or accumulate_hooks(p):
+            raise TypeError(
+                f"{name} has a hook on its gradient, which apply would leave out: remove it, and do the same to the "
+                "sum of the gradients, with a Transform before the optimizer (ps.optim.chain)"
+            )
+    names = {id(p): name for name, p in params.items()}
+    others = {id(each): name for name, each in skeleton.own_tensors(module).items()}
+    others |= {id(each): name for name, each in module.named_buffers()}
+    others |= {id(each): name for name, each in module.named_parameters()}
+    spans = sorted(
+        (*tree.span(thing)[0], key)
+        for key, (thing, _) in skeleton.reached(module).items()
+        if isinstance(thing, Tensor) and not holds_tensors(thing) and tree.span(thing)
+    )
+    # Of those that begin before, the one that reaches farthest: of all tensors, and of those that train.
+    last, last_trained = (0, 0), (0, 0)
+    for start, stop, key in spans:
+        before, other = last if key in names else last_trained
+        if start < before:
+            one, two = (key, other) if key in names else (other, key)
+            raise ValueError(
+                f"{names[one]}, which trains, shares memory with {others.get(two, 'a tensor that the module holds')}, which "
+                "would not see what it becomes: let both be one Parameter (a.weight = b.weight), or compute the one of "
+                "the other in forward"
+            )
+        last = max(last, (stop, key))
+        if key in names:
+            last_trained = max(last_trained, (stop, key))

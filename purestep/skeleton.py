@@ -6,6 +6,7 @@ over them. All other things are shared.
 
 from __future__ import annotations
 
+import dis
 import gc
 import weakref
 from collections import OrderedDict
@@ -39,17 +40,24 @@ def plan(module: Module, inputs: Sequence[Tensor], training: bool) -> Plan:
     >>> torch.equal(doubled(torch.ones(2)), 2 * module(torch.ones(2)))
     True
     """
-    holders = _reached(module)
-    todo = [*module.modules(), *module.parameters(), *inputs]
-    for each in module.modules():
-        # What a call adds to a list of its module's does not stay there.
-        todo += [held for held in vars(each).values() if type(held) in _CONTAINERS]
+    holders = {key: held_by for key, (_, held_by) in reached(module).items()}
     anew: dict[int, Any] = {}
+    todo: list[Any] = [*module.modules(), *module.parameters(), *module.buffers()]
     while todo:
         thing = todo.pop()
         if id(thing) not in anew:
             anew[id(thing)] = thing
             todo += [holder for holder, _ in holders.get(id(thing), ())]
+    # What a call does to the module's own containers and tensors does not stay there. What cannot be made anew goes on
+    # seeing the old ones, which is no harm: it does not lead to the module.
+    todo = [*_kept(module).values()]
+    while todo:
+        thing = todo.pop()
+        if id(thing) not in anew:
+            anew[id(thing)] = thing
+            for holder, _ in holders.get(id(thing), ()):
+                if type(holder) in _CONTAINERS or _maker(holder) is not None:
+                    todo.append(holder)
 
     def refuse(thing: Any) -> NoReturn:
         path, here = "", thing
@@ -95,6 +103,7 @@ def plan(module: Module, inputs: Sequence[Tensor], training: bool) -> Plan:
         copies.append(thing.copy())
         if id(thing) in states:
             copies[-1]["training"] = training and thing["training"]
+            copies[-1] |= {name: OrderedDict() for name in _NEVER_RUN & thing.keys()}
         for key, part in _parts(thing):
             if id(part) in anew:
                 if key is _NO_KEY:
@@ -115,6 +124,37 @@ def values(plan: Plan, inputs: Sequence[Tensor]) -> list[Any]:
     return values
 
 
+def own_tensors(module: Module) -> dict[str, Tensor]:
+    """Tensors in a module's attributes, and in containers there, that are neither parameters nor buffers: by their paths.
+
+    >>> module = torch.nn.Linear(2, 2)
+    >>> module.seen = {"last": [torch.zeros(3)]}
+    >>> [*own_tensors(module)]
+    ['seen[last][0]']
+    """
+    known = {*map(id, module.parameters()), *map(id, module.buffers())}
+    kept = _kept(module).items()
+    return {name: t for name, t in kept if isinstance(t, Tensor) and id(t) not in known}
+
+
+def _kept(module: Module) -> dict[str, Any]:
+    """Containers and tensors in a module's attributes, and in containers there: each once, by the first of its paths."""
+    kept: dict[str, Any] = {}
+    todo = [
+        (f"{name}.{key}".removeprefix("."), held)
+        for name, each in module.named_modules()
+        for key, held in vars(each).items()
+    ]
+    seen: set[int] = set()
+    for path, thing in todo:
+        if type(thing) in (*_CONTAINERS, tuple) and id(thing) not in seen:
+            seen.add(id(thing))
+            todo += [(f"{path}[{key}]", part) for key, part in _parts(thing) if key is not _NO_KEY]
+        if type(thing) in _CONTAINERS or isinstance(thing, Tensor):
+            kept.setdefault(path, thing)
+    return kept
+
+
 _CONTAINERS = (dict, OrderedDict, list, set)
 """Made first and filled last, so that things may refer to each other in circles through them."""
 
@@ -123,20 +163,65 @@ _ATOMS = (
     *(Tensor, torch.dtype, torch.device, RemovableHandle),
 )
 _NO_KEY = object()
+_NEVER_RUN = {
+    *("_state_dict_hooks", "_state_dict_pre_hooks"),
+    *("_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"),
+}
+"""Hooks of a module that no call runs."""
 
 
-def _reached(module: Module) -> dict[int, list[tuple[Any, Any]]]:
-    """Of each thing that the module leads to: what holds it, and under which key."""
-    holders: dict[int, list[tuple[Any, Any]]] = {id(module): []}
+def reached(module: Module) -> dict[int, tuple[Any, list[tuple[Any, Any]]]]:
+    """Each thing that the module leads to, by its identity, with what holds it and under which key."""
+    found: dict[int, tuple[Any, list[tuple[Any, Any]]]] = {id(module): (module, [])}
     todo: list[Any] = [module]
     while todo:
         thing = todo.pop()
         for key, part in _parts(thing):
-            if id(part) not in holders:
-                holders[id(part)] = []
+            if id(part) not in found:
+                found[id(part)] = (part, [])
                 todo.append(part)
-            holders[id(part)].append((thing, key))
-    return holders
+            found[id(part)][1].append((thing, key))
+    return found
+
+
+def global_name(module: Module) -> tuple[str, str] | None:
+    """A function that the module runs and the global name by which it refers to the module, a part, or a tensor of it.
+
+    >>> global_name(torch.nn.Linear(2, 2))
+    """
+    own = {*map(id, [*module.modules(), *module.parameters(), *module.buffers()])}
+
+    def leads_there(value: Any) -> bool:
+        if isinstance(value, Module):
+            return any(id(each) in own for each in value.modules())
+        if type(value) in (*_CONTAINERS, tuple):
+            return any(id(part) in own for _, part in _parts(value))
+        return id(value) in own
+
+    todo = [thing for thing, _ in reached(module).values() if isinstance(thing, FunctionType)]
+    classes = {base for each in module.modules() for base in type(each).__mro__}
+    for each in classes - {*Module.__mro__}:
+        todo += [held for held in vars(each).values() if isinstance(held, FunctionType)]
+    seen: set[int] = set()
+    for function in todo:
+        codes = [function.__code__]
+        for code in codes:
+            if id(code) in seen:
+                continue
+            seen.add(id(code))
+            codes += [part for part in code.co_consts if isinstance(part, CodeType)]
+            for name in code.co_names:
+                value = function.__globals__.get(name)
+                if isinstance(value, FunctionType) and value.__globals__ is function.__globals__:
+                    todo.append(value)
+                # Names of attributes stand beside those of globals.
+                elif leads_there(value) and name in {
+                    each.argval
+                    for each in dis.get_instructions(code)
+                    if each.opname == "LOAD_GLOBAL"
+                }:
+                    return function.__qualname__, name
+    return None
 
 
 def _parts(thing: Any) -> list[tuple[Any, Any]]:
@@ -146,6 +231,7 @@ def _parts(thing: Any) -> list[tuple[Any, Any]]:
     if isinstance(thing, Module):
         return [("__dict__", vars(thing))]
     if type(thing) in (dict, OrderedDict):
+        thing = {key: part for key, part in thing.items() if key not in _NEVER_RUN}
         return [*thing.items(), *((_NO_KEY, key) for key in thing if not isinstance(key, str))]
     if type(thing) in (list, tuple):
         return [*enumerate(thing)]

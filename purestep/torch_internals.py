@@ -121,6 +121,9 @@ saved_tensors_hooks: Callable[[bool], Any] = _private(
 accumulate_hooks = _attribute("Tensor._post_accumulate_grad_hooks")
 """Those that ``register_post_accumulate_grad_hook`` has put on a leaf."""
 
+gradient_hooks = _attribute("Tensor._backward_hooks")
+"""Those that ``register_hook`` has put on a tensor."""
+
 version = _attribute("Tensor._version")
 """How often a tensor was written to."""
 
@@ -200,17 +203,59 @@ def something_is_compiled() -> bool:
     return "torch._functorch.aot_autograd" in sys.modules
 
 
-def never_compiled_alone(function: Callable[..., Any]) -> None:
-    """Where a compiler does not take a function into the graph of its caller, Python runs it. Where unknown, that is compiled, too."""
+def never_compiled_alone(function: Callable[..., Any], callees: bool = True) -> None:
+    """Where a compiler does not take a function into the graph of its caller, Python runs it. Where unknown, that is compiled, too.
+
+    What it calls is compiled, unless ``callees`` is False.
+    """
     try:
         from torch._C._dynamo import eval_frame
 
         skip = eval_frame._FrameExecStrategy(
-            eval_frame._FrameAction.SKIP, eval_frame._FrameAction.DEFAULT
+            eval_frame._FrameAction.SKIP,
+            eval_frame._FrameAction.DEFAULT if callees else eval_frame._FrameAction.SKIP,
         )
         eval_frame.set_code_exec_strategy(function.__code__, skip)
     except (ImportError, AttributeError):
         pass
+
+
+def asked_once(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that a compiler calls while it traces; the result, a constant, is part of what it traces."""
+    # By torch.compiler.assume_constant_result, which imports the compiler.
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
+def traced_versions(tensors: Sequence[Tensor]) -> tuple[int, ...]:
+    """How often the function that is being traced has written to each tensor by now. Where unknown, never."""
+    try:
+        from torch._dynamo.symbolic_convert import InstructionTranslator
+
+        mode: Any = InstructionTranslator.current_tx().fake_mode
+        there = [mode.fake_tensor_converter._get_memo(tensor) for tensor in tensors]
+    except (ImportError, AttributeError):
+        return (0,) * len(tensors)
+    return tuple(0 if each is None else version(each) for each in there)
+
+
+def traced_writes(things: Sequence[Any]) -> dict[int, tuple[str, ...]]:
+    """The things that the function that is being traced has changed by now, by position, and which of their attributes.
+
+    Where unknown, none.
+    """
+    try:
+        from torch._dynamo.symbolic_convert import InstructionTranslator
+
+        effects = InstructionTranslator.current_tx().output.side_effects
+        there = {i: effects.id_to_variable.get(id(thing)) for i, thing in enumerate(things)}
+        return {
+            i: (*effects.store_attr_mutations.get(each, ()),)
+            for i, each in there.items()
+            if each is not None and effects.is_modified(each)
+        }
+    except (ImportError, AttributeError):
+        return {}
 
 
 def is_switched_off() -> bool:
@@ -316,6 +361,20 @@ def lies_in_rows(tensor: Tensor) -> bool:
     except ImportError:
         return False
     return is_contiguous_or_false(tensor)
+
+
+def hooks_backward(module: torch.nn.Module) -> bool:
+    """Whether a module or one of its parts has hooks on its backward pass. Where unknown, no."""
+    return any(
+        getattr(each, name, None)
+        for each in module.modules()
+        for name in ("_backward_hooks", "_backward_pre_hooks")
+    )
+
+
+def is_of_transformers(module: Any) -> bool:
+    """Whether it is a model of Hugging Face's. Where transformers' models no longer look so, what they are given is not checked."""
+    return hasattr(type(module), "base_model_prefix") and "config" in vars(module)
 
 
 def adds_its_masks(module: Any) -> bool:

@@ -503,6 +503,35 @@ def address(tensor: Tensor) -> int:
     return torch_internals.storage_address(tensor.untyped_storage())
 
 
+Span: TypeAlias = tuple[int, int]
+"""From which byte to which a leaf reaches."""
+
+
+def span(leaf: Any) -> list[Span]:
+    """From where to where a leaf reaches in memory, twice where its elements overlap each other.
+
+    A leaf without memory that could be told lies nowhere. Where there are no addresses, a storage counts as one byte: whatever lies in it overlaps.
+    """
+    if not isinstance(leaf, Tensor):
+        return []
+    if leaf.layout is not torch.strided or leaf.is_nested:
+        return span(torch_internals.values_inside(leaf))
+    if not has_address(leaf):
+        storage = address(leaf)
+        return [(storage, storage + 1)]
+    start, size = leaf.data_ptr(), leaf.nbytes
+    if not (start and size):
+        return []
+    if leaf.is_contiguous():
+        return [(start, start + size)]
+    reach, folded = 0, False
+    for stride, length in sorted(zip(leaf.stride(), leaf.shape, strict=True)):
+        # Rows that are as far apart as they reach cannot meet. Others may, and then an element is written twice.
+        folded = folded or (length > 1 and stride <= reach)
+        reach += (length - 1) * stride
+    return [(start, start + (1 + reach) * leaf.element_size())] * (1 + folded)
+
+
 def global_norm(tree: Tree) -> Tensor:
     """‖tree‖₂ over all its leaves, with a zero gradient at zero; of a ``Shard`` over its axis, too.
 

@@ -99,6 +99,55 @@ def test_a_cache_joins_packed_documents_and_is_refused(family: str) -> None:
     assert off(family, packed(family), functools.partial(inputs, use_cache=True)) > WRONG
 
 
+class Wrapper(nn.Module):
+    """Calls a model in its own way."""
+
+    def __init__(self, inner: nn.Module, call: Callable[..., Any]) -> None:
+        super().__init__()
+        self.inner, self.call = inner, call
+
+    def forward(self, *args: Any) -> Any:
+        return self.call(self.inner, *args)
+
+
+WAYS: dict[str, Callable[..., Any]] = {
+    "by name": lambda own, ids, at, mask, cache: own(
+        input_ids=ids, position_ids=at, attention_mask=mask, use_cache=cache
+    ),
+    "by position": lambda own, ids, at, mask, cache: own(ids, mask, at, use_cache=cache),
+    "a tuple": lambda own, ids, at, mask, cache: own(
+        ids, mask, at, use_cache=cache, return_dict=False
+    ),
+    "without the head": lambda own, ids, at, mask, cache: own.model(ids, mask, at, use_cache=cache),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_what_a_model_is_given_by_its_wrapper_is_looked_at(way: str) -> None:
+    own = model("Llama")
+    for wrapped in (Wrapper(own, WAYS[way]), Wrapper(Wrapper(own, WAYS[way]), lambda m, *a: m(*a))):
+        params, apply = ps.from_module(wrapped)
+        m = packed()[0]
+        ids, at = m["input_ids"], m["positions"]
+        for f in (apply, torch.compile(apply, backend="eager")):
+            with pytest.raises(ValueError, match="filled a cache"):
+                f(params, ids, at, None, None)
+            f(params, ids, at, None, False)
+    assert forward_hooks(own) == 0
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_masks_of_bools_by_a_wrapper(way: str) -> None:
+    own = model("Llama", "eager")
+    params, apply = ps.from_module(Wrapper(own, WAYS[way]))
+    m = packed()[0]
+    ids, at, mask = m["input_ids"], m["positions"], ps.segment_mask(m["segments"])
+    for given in (mask, {"full_attention": mask}):
+        with pytest.raises(ValueError, match=r"^attention_mask .* eager attention would add"):
+            apply(params, ids, at, given, False)
+    apply(params, ids, at, ps.segment_mask(m["segments"], torch.float64), False)
+
+
 def test_a_cache_that_the_config_leaves_out() -> None:
     own = model("Llama")
     own.config.use_cache = False

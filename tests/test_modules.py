@@ -8,11 +8,12 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.nn.utils import parametrizations, parametrize
 from torch.utils.checkpoint import checkpoint
 
@@ -545,6 +546,72 @@ def test_hooks_that_a_call_registers_do_not_stay() -> None:
     assert module.calls == forward_hooks(module) == 0
 
 
+class Counting(nn.Module):
+    """What it gives depends on how often it has been called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.calls, self.log = nn.Linear(D, D), 0, [1]
+        self.nested, self.tensor = {"a": [1]}, torch.ones(())
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.log.append(1)
+        self.nested["a"].append(1)
+        self.tensor = self.tensor + 1
+        self.seen = getattr(self, "seen", 0) + 1
+        times = self.calls * len(self.log) * len(self.nested["a"]) * self.tensor * self.seen
+        output: Tensor = self.a(x) * times
+        return output
+
+
+@pytest.mark.parametrize("settings", [{}, {"compile": True}, {"whole": True}], ids=str)
+def test_what_a_call_leaves_behind_is_not_there_in_the_next(settings: Any) -> None:
+    torch.compiler.reset()
+    module = Counting().double()
+    params, apply = ps.from_module(module)
+    x = data()
+
+    def four(p: Params, x: Tensor) -> Tensor:
+        return functional.linear(x, p["a.weight"], p["a.bias"]) * 8
+
+    assert close(train(apply, params, **settings), train(four, params))
+    assert torch.equal(apply(params, x), apply(params, x))
+    assert (module.calls, module.log, module.nested) == (0, [1], {"a": [1]})
+    assert module.tensor == 1
+    assert not hasattr(module, "seen")
+
+
+class Writing(nn.Module):
+    def __init__(self, registered: bool) -> None:
+        super().__init__()
+        self.a = nn.Linear(D, D)
+        count = torch.ones(())
+        if registered:
+            self.register_buffer("count", count)
+        else:
+            self.count = count
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.a(x) * self.count.add_(1)
+        return output
+
+
+@pytest.mark.parametrize("settings", [{}, {"compile": True}], ids=str)
+@pytest.mark.parametrize(("registered", "kind"), [(True, "buffer"), (False, "tensor")])
+def test_a_module_that_writes_to_its_tensors(registered: bool, kind: str, settings: Any) -> None:
+    """Is refused before it has done so."""
+    torch.compiler.reset()
+    module = Writing(registered).double()
+    params, apply = ps.from_module(module)
+    for _ in range(2):
+        with pytest.raises(ValueError, match=f"written to its {kind} count: "):
+            train(apply, params, **settings)
+    with pytest.raises(ValueError, match=f"written to its {kind} count"):
+        torch.func.grad(lambda p: apply(p, data()).sum())(params)
+    assert module.count == 1
+
+
 def test_evaluation() -> None:
     module = nn.Sequential(nn.Linear(D, D), nn.BatchNorm1d(D), nn.Dropout(0.5)).double()
     params, apply = ps.from_module(module)
@@ -643,6 +710,149 @@ class Sharded(FSDPModule, nn.Linear):
 def test_refused_modules(make: Callable[[], nn.Module], message: str) -> None:
     with pytest.raises(TypeError, match=message):
         ps.from_module(make())
+
+
+def by_global_name(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
+    return by_way_of_a_function(output)
+
+
+def by_way_of_a_function(output: Tensor) -> Tensor:
+    double: Callable[[], Tensor] = lambda: output * cast("Tensor", GLOBAL[1].weight).sum()  # noqa: E731
+    return double()
+
+
+GLOBAL = nn.Sequential(nn.Linear(D, D), nn.Linear(D, D))
+
+
+class Namesake(nn.Module):
+    """An attribute has the name of a global."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.GLOBAL = nn.Linear(D, D)
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.GLOBAL(x)
+        return output
+
+
+def test_global_names_of_the_module_are_refused() -> None:
+    ps.from_module(GLOBAL)
+    handle = GLOBAL[0].register_forward_hook(by_global_name)
+    for module in (GLOBAL, GLOBAL[0]):
+        with pytest.raises(TypeError, match=r"^by_way_of_a_function.* by the global name GLOBAL"):
+            ps.from_module(module)
+    handle.remove()
+    module = Namesake()
+    GLOBAL.append(module)
+    ps.from_module(module)
+    del GLOBAL[2]
+
+
+def masked() -> nn.Module:
+    module = nn.Linear(D, D)
+    module.weight.register_hook(lambda grad: grad * 0)
+    return module
+
+
+def accumulating() -> nn.Module:
+    module = nn.Linear(D, D)
+    module.weight.register_post_accumulate_grad_hook(lambda p: None)
+    return module
+
+
+def aliased() -> nn.Module:
+    first, second = nn.Linear(D, D), nn.Linear(D, D)
+    second.weight.data = first.weight.data[:D]
+    return nn.Sequential(first, second)
+
+
+class Viewed(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(D, D)
+        self.kept = [self.weight.t()[2:]]
+
+
+class Indexed(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(D, D)
+        self.at = nn.Parameter(torch.arange(3), requires_grad=False)
+
+
+@pytest.mark.parametrize(
+    ("make", "trainable", "error", "message"),
+    [
+        (masked, None, TypeError, r"^weight has a hook on its gradient, .* Transform"),
+        (accumulating, None, TypeError, r"^weight has a hook on its gradient, .* Transform"),
+        (aliased, None, ValueError, r"^[01]\.weight, which trains, shares memory with [01]\.weight, .* one Parameter"),
+        (aliased, "0.weight", ValueError, r"^0\.weight, which trains, shares memory with 1\.weight, .* one Parameter"),
+        (Viewed, None, ValueError, r"^weight, which trains, shares memory with kept\[0\], .* in forward"),
+        (Indexed, "*", TypeError, r"chooses at, which is torch\.int64 .* p\.is_floating_point\(\)"),
+        (lambda: nn.LazyLinear(D), None, ValueError, r"^weight has no shape yet: call the module once"),
+        (lambda: nn.Linear(D, D, device="meta"), None, ValueError, r"^weight is on the device meta"),
+        (lambda: nn.Linear(D, D), ["weight"], TypeError, r"^trainable=\['weight'\] must be a pattern"),
+    ],
+)  # fmt: skip
+def test_refused_params(
+    make: Callable[[], nn.Module], trainable: Any, error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        ps.from_module(make(), trainable=trainable)
+
+
+def test_what_shares_memory_and_does_not_train() -> None:
+    """Or lies beside what trains, as the weights of an RNN do on a GPU."""
+    assert [*ps.from_module(aliased(), trainable="*.bias")[0]] == ["0.bias", "1.bias"]
+    module, both = nn.Linear(D, D), torch.randn(D + 1, D)
+    module.weight.data, module.bias.data = both[:D], both[D]
+    params, apply = ps.from_module(module)
+    assert torch.equal(apply(params, both), module(both))
+
+
+class Config:
+    def __init__(self) -> None:
+        self.widths = [D, D]
+
+
+class Configured(nn.Module):
+    """Shares a list with an object that is not the module's, and has hooks that no call runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.config = Config()
+        self.widths = self.config.widths
+        self.a = nn.Linear(self.widths[0], self.widths[1])
+        self.register_load_state_dict_pre_hook(self.hook)
+        self.register_load_state_dict_post_hook(self.hook)
+        self.register_state_dict_pre_hook(self.hook)
+
+    def hook(self, *_: Any) -> None: ...
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.widths.append(1)
+        output: Tensor = self.a(x) * len(self.widths)
+        return output
+
+
+def test_containers_that_others_hold_too() -> None:
+    module = Configured().double()
+    params, apply = ps.from_module(module)
+    first = apply(params, data())
+    assert torch.equal(apply(params, data()), first)
+    assert module.widths == [D, D]
+    assert torch.equal(module(data()), first)
+
+
+def test_hooks_on_the_backward_pass_are_not_compiled() -> None:
+    torch.compiler.reset()
+    module = made("hooked")
+    params, apply = ps.from_module(module)
+    plain = train(apply, params)
+    with pytest.warns(UserWarning, match="leaves hooks on a module's backward pass out"):
+        compiled = train(apply, params, compile=True)
+    assert close(compiled, plain)
+    with pytest.raises(ValueError, match="register_full_backward_hook"):
+        torch.func.grad(lambda p: apply(p, data()).sum())(params)
 
 
 def test_refused_calls() -> None:
