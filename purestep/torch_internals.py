@@ -70,8 +70,13 @@ is_differentiated: Callable[[Tensor], bool] = _private("_C._functorch.is_gradtra
 unwrapped: Callable[[Tensor], Tensor] = _private("_C._functorch.get_unwrapped")
 """The tensor inside of one that ``torch.func`` made."""
 
-is_watched: Callable[[], bool] = _private("utils._python_dispatch.is_in_torch_dispatch_mode")
-"""Whether a mode sees every operation, so that tensors may have no values."""
+_modes: Callable[[], int] = _private("_C._len_torch_dispatch_stack")
+
+
+def is_watched() -> bool:
+    """Whether a mode of this thread sees every operation, so that tensors may have no values."""
+    return _modes() > 0
+
 
 holds_tensors: Callable[[Tensor], bool] = _private(
     "utils._python_dispatch.is_traceable_wrapper_subclass"
