@@ -139,9 +139,7 @@ def backward(
     roots = [pair for pair in zip(terms, cotangents, strict=True) if pair[0].requires_grad]
     if not roots:
         return False
-    # To look at a graph takes time, which only those pay who compile something.
-    if something_is_compiled():
-        _check_twice_differentiable([term.grad_fn for term, _ in roots if term.grad_fn])
+    check_twice_differentiable([term for term, _ in roots])
     announced: set[int] = set()
 
     def arrived(index: int, direct: bool, leaf: Tensor) -> None:
@@ -202,19 +200,28 @@ def backward(
     return bool(announced) if announce else any(value is not None for value in sums.values)
 
 
-def _check_twice_differentiable(ends: Sequence[Any]) -> None:
-    """Refuses a loss that needs a second derivative which nobody can give.
-
-    Its graph holds a node that would say so. But such a node does not lead to the leaves, and the engine, which is told
-    for which leaves it runs, leaves out whatever does not: the gradient would be wrong without a word.
-    """
-    seen, todo = {*ends}, [*ends]
+def graph_below(tensors: Sequence[Tensor]) -> set[Any]:
+    """The nodes of what autograd has recorded of these."""
+    seen: set[Any] = {each.grad_fn for each in tensors if each.grad_fn is not None}
+    todo = [*seen]
     while todo:
         for node, _ in todo.pop().next_functions:
             if node is not None and node not in seen:
                 seen.add(node)
                 todo.append(node)
-    if TWICE_COMPILED in {type(node).__name__ for node in seen}:
+    return seen
+
+
+def check_twice_differentiable(ends: Sequence[Tensor]) -> None:
+    """Refuses a loss that needs a second derivative which nobody can give.
+
+    Its graph holds a node that would say so. But such a node does not lead to the leaves, and the engine, which is told
+    for which leaves it runs, leaves out whatever does not: the gradient would be wrong without a word.
+    """
+    # To look at a graph takes time, which only those pay who compile something.
+    if not something_is_compiled():
+        return
+    if TWICE_COMPILED in {type(node).__name__ for node in graph_below(ends)}:
         raise ValueError(
             "loss_fn differentiates, with create_graph=True, what torch.compile has compiled, which cannot be "
             "differentiated a second time: leave torch.compile, and compile=, out of it"

@@ -70,6 +70,15 @@ is_differentiated: Callable[[Tensor], bool] = _private("_C._functorch.is_gradtra
 unwrapped: Callable[[Tensor], Tensor] = _private("_C._functorch.get_unwrapped")
 """The tensor inside of one that ``torch.func`` made."""
 
+_level_of: Callable[[Tensor], int] = _private("_C._functorch.maybe_get_level")
+_level: Callable[[], int | None] = _private("_C._functorch.maybe_current_level")
+
+
+def is_active(tensor: Tensor) -> bool:
+    """Whether a tensor that ``torch.func`` made belongs to a transform that has not ended, nor stepped aside."""
+    return 0 < _level_of(tensor) <= (_level() or 0)
+
+
 is_watched: Callable[[], bool] = _private("utils._python_dispatch.is_in_torch_dispatch_mode")
 """Whether a mode sees every operation, so that tensors may have no values."""
 
@@ -211,6 +220,32 @@ def never_compiled_alone(function: Callable[..., Any]) -> None:
         eval_frame.set_code_exec_strategy(function.__code__, skip)
     except (ImportError, AttributeError):
         pass
+
+
+def operation_on_graphs(
+    name: str, run: Callable[..., Any]
+) -> Callable[..., Any]:
+    """``run(function, *args, **kwargs)``, which a compiler calls with the graph of the function, and its tensors.
+
+    What the function closes over is among the tensors then. Where unknown, the function is called.
+    """
+    try:
+        from torch._dynamo.variables import higher_order_ops
+        from torch._ops import HigherOrderOperator
+
+        as_one_node = higher_order_ops._hop_name_to_variable_class
+        as_one_node[name] = higher_order_ops.WrapHigherOrderVariable
+    except (ImportError, AttributeError):
+        return lambda function, *args, **kwargs: function(*args, **kwargs)
+
+    class Operation(HigherOrderOperator):
+        def __init__(self) -> None:
+            super().__init__(name)
+
+        def __call__(self, function: Any, *args: Any, **kwargs: Any) -> Any:
+            return run(function, *args, **kwargs)
+
+    return Operation()
 
 
 def is_switched_off() -> bool:

@@ -1,0 +1,42 @@
+"""What a compiler sees of ``remat``: one operation, imported by the compiler itself, when it gets there.
+
+It traces the function into a graph, and what the function closes over becomes an argument. When the graph's own operations are recorded, the
+same ``autograd.Function`` runs it as everywhere else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from purestep.remat import called, remat
+from purestep.torch_internals import operation_on_graphs
+
+
+class _Drawn(Exception):  # noqa: N818
+    """Random numbers are drawn."""
+
+
+class _NothingDrawn(TorchDispatchMode):
+    """Within it, an operation that would draw random numbers raises ``_Drawn`` instead: a compiler would draw others when it computes again."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            raise _Drawn
+        return func(*args, **(kwargs or {}))
+
+
+def _run(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    if not isinstance(function, torch.fx.GraphModule):
+        return remat(function)(*args, **kwargs)  # The compiler has left this to Python.
+    try:
+        with _NothingDrawn():  # type: ignore[no-untyped-call]
+            return called(function, args, kwargs, traced=True)
+    except _Drawn:
+        return function(*args, **kwargs)
+
+
+rematerialised: Callable[..., Any] = operation_on_graphs("purestep_remat", _run)
