@@ -8,6 +8,7 @@ or a backward pass of its own, end with it and never see the sums.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from operator import attrgetter
 from typing import Any
@@ -19,12 +20,14 @@ from torch.overrides import TorchFunctionMode
 from purestep import tree
 from purestep.torch_internals import (
     accumulate_hooks,
+    function_mode,
     holds_tensors,
     run_backward,
     saved_tensors_hooks,
     something_is_compiled,
     storage_address,
     storage_use_count,
+    without_function_mode,
 )
 
 
@@ -260,6 +263,12 @@ class _Recomputation(TorchFunctionMode):
 
     def _is_ours(self, value: Tensor) -> bool:
         return any(tree.address(value) == tree.address(leaf) for leaf in self._leaves)
+
+
+def recomputing() -> AbstractContextManager[object]:
+    """Within it, what is computed again was given all that it depends on, and need not be looked at; a compiler may see to it."""
+    watched = isinstance(function_mode(), _Recomputation)
+    return without_function_mode() if watched else nullcontext()
 
 
 def _unshared(grad: Tensor) -> Tensor:

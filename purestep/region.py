@@ -10,30 +10,26 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from purestep.remat import called, remat
-from purestep.torch_internals import operation_on_graphs
+from purestep.torch_internals import operation_on_graphs, watching
 
 
 class _Drawn(Exception):  # noqa: N818
     """Random numbers are drawn."""
 
 
-class _NothingDrawn(TorchDispatchMode):
-    """Within it, an operation that would draw random numbers raises ``_Drawn`` instead: a compiler would draw others when it computes again."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if torch.Tag.nondeterministic_seeded in func.tags:
-            raise _Drawn
-        return func(*args, **(kwargs or {}))
+def _refuse_drawn(operation: Any) -> None:
+    """A compiler would draw other numbers when it computes again."""
+    if torch.Tag.nondeterministic_seeded in operation.tags:
+        raise _Drawn
 
 
 def _run(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     if not isinstance(function, torch.fx.GraphModule):
         return remat(function)(*args, **kwargs)  # The compiler has left this to Python.
     try:
-        with _NothingDrawn():  # type: ignore[no-untyped-call]
+        with watching(_refuse_drawn):
             return called(function, args, kwargs, traced=True)
     except _Drawn:
         return function(*args, **kwargs)

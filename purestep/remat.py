@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 
 from purestep import tree
 from purestep.axis.vmap import bound_as, mapping
-from purestep.backward import check_twice_differentiable, graph_below
+from purestep.backward import check_twice_differentiable, graph_below, recomputing
 from purestep.torch_internals import (
     in_forward_mode,
     is_active,
@@ -165,7 +165,7 @@ def _by_engine(
     inputs = list(given) if recorded else tree.cut_off(given)
     for index in wanted:
         inputs[index].requires_grad_()
-    with torch.enable_grad():
+    with recomputing(), torch.enable_grad():
         made = call.again(inputs)
         pairs = [(made[index], seed) for index, seed in zip(arrived, seeds, strict=True)]
         pairs = [(each, seed) for each, seed in pairs if each.requires_grad]

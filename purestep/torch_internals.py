@@ -127,6 +127,12 @@ saved_tensors_hooks: Callable[[bool], Any] = _private(
 )
 """The innermost hooks on what is saved for the backward pass: a checkpoint has its own."""
 
+function_mode: Callable[[], Any] = _private("overrides._get_current_function_mode")
+"""The innermost mode that sees what calls torch; None where there is none."""
+
+without_function_mode: Callable[[], Any] = _private("overrides._pop_mode_temporarily")
+"""Within it, the innermost of these modes sees nothing."""
+
 accumulate_hooks = _attribute("Tensor._post_accumulate_grad_hooks")
 """Those that ``register_post_accumulate_grad_hook`` has put on a leaf."""
 
@@ -222,9 +228,7 @@ def never_compiled_alone(function: Callable[..., Any]) -> None:
         pass
 
 
-def operation_on_graphs(
-    name: str, run: Callable[..., Any]
-) -> Callable[..., Any]:
+def operation_on_graphs(name: str, run: Callable[..., Any]) -> Callable[..., Any]:
     """``run(function, *args, **kwargs)``, which a compiler calls with the graph of the function, and its tensors.
 
     What the function closes over is among the tensors then. Where unknown, the function is called.
@@ -240,12 +244,26 @@ def operation_on_graphs(
 
     class Operation(HigherOrderOperator):
         def __init__(self) -> None:
-            super().__init__(name)
+            super().__init__(name)  # type: ignore[no-untyped-call]
 
         def __call__(self, function: Any, *args: Any, **kwargs: Any) -> Any:
             return run(function, *args, **kwargs)
 
     return Operation()
+
+
+def watching(look: Callable[[Any], None]) -> Any:
+    """Within it, ``look`` is shown each operation before it is carried out, or recorded by a compiler."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            look(func)
+            return func(*args, **(kwargs or {}))
+
+    return Watch()  # type: ignore[no-untyped-call]
 
 
 def is_switched_off() -> bool:

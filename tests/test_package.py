@@ -32,7 +32,7 @@ assert before[:-1] == after, "importing purestep changed global state"
 new = set(sys.modules) - before[-1]
 # What takes a second to import (compilers, most of torch.distributed) is in none of these.
 assert {name.split(".")[0] for name in new} == {"purestep", "einops"}, new
-late = {"purestep.products", "purestep.axis.opaque"}
+late = {"purestep.products", "purestep.axis.opaque", "purestep.region"}
 assert not late & new, late & new
 """
 
@@ -90,6 +90,8 @@ def test_imports_run_downward() -> None:
         "privacy",
         "gradient_noise",
         "axis",
+        "remat",
+        "region",
         "arguments",
         "conversation",
         "optim",
