@@ -420,7 +420,7 @@ def test_derivatives_at_rest() -> None:
 @pytest.mark.parametrize(
     ("how", "backend"),
     [*((how, "aot_eager") for how in [*SETTINGS, REMAT]), (SETTINGS[1], COMPILER)],
-    ids=str,
+    ids=lambda value: "remat" if value is REMAT else str(value),
 )
 def test_compile(how: dict[str, Any], backend: str) -> None:
     """``torch.compile(fullgraph=True)``: one graph, the same step."""

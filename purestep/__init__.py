@@ -35,7 +35,7 @@ from purestep.gradient_noise import NoiseScale, SquaredNorms, noise_scale, with_
 from purestep.grads import accumulate, grad_and_value
 from purestep.modules import from_module, to_module
 from purestep.privacy import per_example
-from purestep.remat import remat
+from purestep.rematerialisation import remat
 from purestep.state import load_state_dict, state_dict
 from purestep.step import make_eval_step, make_update_step
 from purestep.tokens import count, count_tokens, label_weights

@@ -11,17 +11,17 @@ from typing import Any
 
 import torch
 
-from purestep.remat import called, remat
-from purestep.torch_internals import operation_on_graphs, watching
+from purestep.rematerialisation import called, remat
+from purestep.torch_internals import may_draw, operation_on_graphs, watching
 
 
 class _Drawn(Exception):  # noqa: N818
     """Random numbers are drawn."""
 
 
-def _refuse_drawn(operation: Any) -> None:
+def _refuse_drawn(operation: Any, args: Any, kwargs: Any) -> None:
     """A compiler would draw other numbers when it computes again."""
-    if torch.Tag.nondeterministic_seeded in operation.tags:
+    if may_draw(operation, args, kwargs):
         raise _Drawn
 
 

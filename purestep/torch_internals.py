@@ -252,18 +252,27 @@ def operation_on_graphs(name: str, run: Callable[..., Any]) -> Callable[..., Any
     return Operation()
 
 
-def watching(look: Callable[[Any], None]) -> Any:
-    """Within it, ``look`` is shown each operation before it is carried out, or recorded by a compiler."""
+def watching(look: Callable[[Any, Any, Any], None]) -> Any:
+    """Within it, ``look`` is shown each operation, and its arguments, before it is carried out, or recorded by a compiler."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
     class Watch(TorchDispatchMode):
         def __torch_dispatch__(
             self, func: Any, types: Any, args: Any = (), kwargs: Any = None
         ) -> Any:
-            look(func)
+            look(func, args, kwargs or {})
             return func(*args, **(kwargs or {}))
 
     return Watch()  # type: ignore[no-untyped-call]
+
+
+def may_draw(operation: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    """Whether an operation draws random numbers. Attention does where it drops something."""
+    if torch.Tag.nondeterministic_seeded not in operation.tags:
+        return False
+    names = [argument.name for argument in operation._schema.arguments]
+    given = dict(zip(names, args, strict=False)) | kwargs
+    return "dropout_p" not in names or given.get("dropout_p", 0.0) != 0.0
 
 
 def is_switched_off() -> bool:

@@ -90,7 +90,7 @@ def test_imports_run_downward() -> None:
         "privacy",
         "gradient_noise",
         "axis",
-        "remat",
+        "rematerialisation",
         "region",
         "arguments",
         "conversation",

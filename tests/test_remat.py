@@ -7,6 +7,8 @@ import os
 import re
 import subprocess
 import sys
+import threading
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 import purestep as ps
 from proofs.strategies import assert_same
+from proofs.test_t10_transforms import COMPILER
 from purestep import tree
 from tests.memory import LiveBytes
 
@@ -320,19 +323,23 @@ def test_a_generator_that_is_given() -> None:
 
 
 def test_who_draws_nothing_leaves_the_generator_alone() -> None:
-    """Another thread may draw from it meanwhile."""
+    """Another thread may draw from it while blocks are computed again."""
+    calls: list[Tensor] = []
 
-    def loss(params: Any, x: Tensor) -> Tensor:
-        value: Tensor = chain(ps.remat(block))(params, x)
-        torch.rand(1)
-        value.register_hook(lambda grad: torch.rand(1) and None)
-        return value
+    def meanwhile(x: Tensor) -> Tensor:
+        if calls:
+            thread = threading.Thread(target=torch.rand, args=(1,))
+            thread.start()
+            thread.join()
+        calls.append(x)
+        return x * x
 
     torch.manual_seed(0)
-    torch.rand(2)
+    torch.rand(1)
     wanted = torch.get_rng_state()
     torch.manual_seed(0)
-    ps.grad_and_value(loss)(PARAMS, X)
+    ps.grad_and_value(lambda w: ps.remat(meanwhile)(w).sum())(W)
+    assert len(calls) == 2
     assert torch.equal(torch.get_rng_state(), wanted)
 
 
@@ -341,11 +348,13 @@ def test_who_draws_nothing_leaves_the_generator_alone() -> None:
 def test_autocast(around: bool, transform: Any) -> None:
     """What was cast in the forward pass is cast in the backward pass, be autocast still on or not; nothing stays in its cache."""
     params, x = tree.map(Tensor.float, (PARAMS, X))
-    held = []
+    held, dtypes = [], set()
 
     def cast(p: Any, x: Tensor) -> Tensor:
-        held.append(torch.tanh(x @ p["w"] / 8) @ p["w"])
-        return held[-1]
+        y = torch.tanh(x @ p["w"] / 8) @ p["w"]
+        held.append(weakref.ref(p["w"]))
+        dtypes.add(y.dtype)
+        return y
 
     def run(block: Function) -> Any:
         def loss(params: Any) -> Tensor:
@@ -356,10 +365,13 @@ def test_autocast(around: bool, transform: Any) -> None:
             return y.float().square().sum()
 
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=around):
-            return transform(loss)(params)
+            result = transform(loss)(params)
+            if block is not cast and transform is ps.grad_and_value:
+                assert not any(each() is not None for each in held)
+            return result
 
     both(run, cast)
-    assert {each.dtype for each in held} == {torch.bfloat16}
+    assert dtypes == {torch.bfloat16}
 
 
 def test_modules_and_checkpoints() -> None:
@@ -612,7 +624,8 @@ def test_what_is_kept_under_the_compiler(kind: str) -> None:
     """Whether reverse mode is in the graph, or the compiler's own, which would compute as it likes."""
 
     def peak(how: str) -> float:
-        backend = "aot_eager_decomp_partition"
+        # Only the compiler's own partition of a joint graph takes what is computed twice for one and the same.
+        backend = COMPILER if kind == "joint" else "aot_eager"
         run = subprocess.run(
             [sys.executable, "-c", PEAK, kind, how, backend], capture_output=True, text=True,
             env={**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"}, timeout=240,
@@ -621,7 +634,7 @@ def test_what_is_kept_under_the_compiler(kind: str) -> None:
         assert run.returncode == 0, run.stderr
         return float(re.findall(r"[\d.]+", run.stdout)[-1])
 
-    assert peak("plain") >= 5 * 12
+    assert peak("plain") >= 4 * 12
     assert peak("remat") <= 12 + 5 + 5
 
 

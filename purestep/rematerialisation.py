@@ -106,7 +106,6 @@ class _Remat(Function):
         ctx.call, *given = inputs
         ctx.save_for_backward(*given)
         ctx.save_for_forward(*given)
-        ctx.mark_non_differentiable(*[each for each in output if not _is_smooth(each)])
         # A zero where no cotangent comes could turn into a NaN on its way back.
         ctx.set_materialize_grads(False)
 
