@@ -104,8 +104,8 @@ def draw(path: Path, table: dict[str, dict[str, float]]) -> None:
 
 def main() -> None:
     """Measures each way in fresh processes, prints, draws."""
-    parser = timing.arguments(__doc__, repeats=5, launches=3)
-    parser.add_argument("--rows", type=int, default=16, help="of 256 bytes in the microbatch")
+    parser = timing.arguments(__doc__, repeats=3, launches=3)
+    parser.add_argument("--rows", type=int, default=4, help="of 256 bytes in the microbatch")
     parser.add_argument("--way", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.report:

@@ -23,7 +23,9 @@ import purestep as ps
 from proofs.strategies import assert_same
 from proofs.test_t10_transforms import COMPILER
 from purestep import tree
+from purestep.torch_internals import may_draw
 from tests.memory import LiveBytes
+from tests.torch_internals import attention
 
 Function = Callable[..., Any]
 
@@ -34,7 +36,9 @@ def integers(*shape: int, seed: int = 0) -> Tensor:
     return torch.randint(-2, 3, shape, generator=generator).double()
 
 
-PARAMS = [{"w": integers(3, 3, seed=seed), "b": integers(3, seed=seed)} for seed in (1, 2)]
+PARAMS = [
+    {"w": integers(3, 3, seed=seed), "b": torch.tensor([1, -seed, 2]).double()} for seed in (1, 2)
+]
 X = integers(4, 3)
 MANY = tree.map(lambda leaf: torch.stack([leaf, leaf + 1, -leaf]), PARAMS)
 ONE = torch.tensor(1.0, dtype=torch.float64)
@@ -113,6 +117,12 @@ TRANSFORMS: dict[str, Callable[[Function], Any]] = {
     "jacrev of jacfwd": lambda f: jacrev(jacfwd(f))(PARAMS, X),
     "vmap of hessian": lambda f: vmap(hessian(f), (0, None))(MANY, X),
 }
+
+
+def test_no_gradient_is_zero() -> None:
+    """Which would say nothing."""
+    for name in ("autograd", "autograd twice"):
+        assert all(leaf.any() for leaf in TRANSFORMS[name](chain(block)))
 
 
 @pytest.mark.parametrize("name", TRANSFORMS)
@@ -636,6 +646,19 @@ def test_what_is_kept_under_the_compiler(kind: str) -> None:
 
     assert peak("plain") >= 4 * 12
     assert peak("remat") <= 12 + 5 + 5
+
+
+def test_attention_draws_where_it_drops() -> None:
+    """All of it has the mark of what draws random numbers, and would be kept."""
+    aten = torch.ops.aten
+    given = [torch.ones(1, 1, 2, 4)] * 3
+    assert torch.Tag.nondeterministic_seeded in attention.tags
+    assert not may_draw(attention, given, {})
+    assert not may_draw(attention, [*given, 0.0, True], {"scale": None})
+    assert may_draw(attention, [*given, 0.1], {})
+    assert may_draw(attention, given, {"dropout_p": 0.1})
+    assert may_draw(aten.native_dropout.default, [given[0], 0.0, True], {})
+    assert not may_draw(aten.mm.default, given[:2], {})
 
 
 @pytest.mark.parametrize(
