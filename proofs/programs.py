@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+import purestep as ps
 from proofs.models import Batch, integer_loss
 
 Loss = Callable[[Any, Batch], Tensor]
@@ -130,6 +131,11 @@ def checkpointed() -> Loss:
     return loss
 
 
+def rematerialised() -> Loss:
+    """All of it is computed again, by ``ps.remat``."""
+    return ps.remat(integer_loss)
+
+
 PROGRAMS = {
     "plain": Program(lambda: integer_loss, integer_loss),
     "hooked": Program(hooked, twice_out),
@@ -140,6 +146,7 @@ PROGRAMS = {
     "closed over": Program(closed_over, integer_loss),
     "differentiating": Program(differentiating, forces),
     "checkpointed": Program(checkpointed, integer_loss),
+    "rematerialised": Program(rematerialised, integer_loss),
 }
 
 

@@ -27,6 +27,14 @@ def test_first_derivative(case: RealCase) -> None:
     assert_same(ours, torch.func.grad_and_value(loss)(case.params, case.batch))
 
 
+@given(real_cases(DTYPES))
+def test_rematerialised(case: RealCase) -> None:
+    """The transformer under ``ps.remat``, by either: the gradients of the transformer itself."""
+    expected = torch.func.grad_and_value(loss)(case.params, case.batch)
+    for transform in (ps.grad_and_value, torch.func.grad_and_value):
+        assert_same(transform(ps.remat(loss))(case.params, case.batch), expected)
+
+
 @given(real_cases([torch.float64]), st.booleans())
 def test_aux(case: RealCase, both: bool) -> None:
     """Aux as a tree, and any positions; keywords go along."""

@@ -81,6 +81,8 @@ SETTINGS: list[dict[str, Any]] = [
     {"on_nonfinite": "skip"},
     {"donate": True},
 ]
+REMAT = {"loss_fn": ps.remat(models.transformer_loss)}
+"""All that the loss computes is computed again."""
 # An inductor needs a C++ compiler; where there is none, the same graphs run uncompiled.
 COMPILER = "inductor" if shutil.which("g++") or shutil.which("clang++") else "aot_eager"
 
@@ -103,11 +105,17 @@ def start(seed: int) -> Any:
 
 
 def train(
-    rate: Tensor, recipe: str, params: Any, group: list[Batch], steps: int, **how: Any
+    rate: Tensor,
+    recipe: str,
+    params: Any,
+    group: list[Batch],
+    steps: int,
+    loss_fn: Any = models.transformer_loss,
+    **how: Any,
 ) -> tuple[Any, Any]:
     """A few steps at this learning rate: the parameters, and the losses on the way."""
     optimizer = RECIPES[recipe](rate)
-    step = ps.make_update_step(models.transformer_loss, optimizer, **how)
+    step = ps.make_update_step(loss_fn, optimizer, **how)
     opt_state, losses = optimizer.init(params), []
     for _ in range(steps):
         params, opt_state, metrics = step(params, opt_state, group)
@@ -116,7 +124,7 @@ def train(
 
 
 @settings(max_examples=10)
-@given(st.sampled_from(list(RECIPES)), st.sampled_from(SETTINGS), st.integers(0, 99))
+@given(st.sampled_from(list(RECIPES)), st.sampled_from([*SETTINGS, REMAT]), st.integers(0, 99))
 def test_ensemble(recipe: str, how: dict[str, Any], seed: int) -> None:
     """An ensemble under vmap, each with its own learning rate, is its members one by one."""
     group = cut(text(seed), [[0], [1, 2, 3]])
@@ -155,7 +163,7 @@ def finite_difference(f: Callable[[Tensor], Tensor], x: Tensor) -> tuple[Tensor,
 
 
 @settings(max_examples=10)
-@given(st.sampled_from(list(RECIPES)), st.sampled_from(SETTINGS), st.integers(0, 99))
+@given(st.sampled_from(list(RECIPES)), st.sampled_from([*SETTINGS, REMAT]), st.integers(0, 99))
 def test_hypergradient(recipe: str, how: dict[str, Any], seed: int) -> None:
     """d(loss after three steps) / d(learning rate), backward and forward, is the finite difference."""
     group, held_out = cut(text(seed), [[0], [1, 2]]), text(seed + 1)
@@ -411,8 +419,8 @@ def test_derivatives_at_rest() -> None:
 
 @pytest.mark.parametrize(
     ("how", "backend"),
-    [*((how, "aot_eager") for how in SETTINGS), (SETTINGS[1], COMPILER)],
-    ids=str,
+    [*((how, "aot_eager") for how in [*SETTINGS, REMAT]), (SETTINGS[1], COMPILER)],
+    ids=lambda value: "remat" if value is REMAT else str(value),
 )
 def test_compile(how: dict[str, Any], backend: str) -> None:
     """``torch.compile(fullgraph=True)``: one graph, the same step."""
@@ -426,7 +434,7 @@ def test_compile(how: dict[str, Any], backend: str) -> None:
             mask=lambda params: tree.map(lambda leaf: leaf.ndim > 1, params),
         ),
     )
-    step = ps.make_update_step(models.transformer_loss, optimizer, **how)
+    step = ps.make_update_step(**{"loss_fn": models.transformer_loss, **how}, optimizer=optimizer)
     compiled = torch.compile(step, fullgraph=True, backend=backend)
     params, group = start(0), cut(text(0), [[0, 1], [2, 3]])
     expected = step(tree.map(torch.clone, params), optimizer.init(params), group)

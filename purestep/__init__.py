@@ -36,6 +36,7 @@ from purestep.grads import accumulate, grad_and_value
 from purestep.modules import from_module, to_module
 from purestep.pieces import Shard
 from purestep.privacy import per_example
+from purestep.rematerialisation import remat
 from purestep.shard import from_dtensor, shard, to_dtensor, unshard
 from purestep.state import load_state_dict, state_dict
 from purestep.step import make_eval_step, make_update_step
@@ -79,6 +80,7 @@ __all__ = [
     "losses",
     "GradAndValue",
     "grad_and_value",
+    "remat",
     "Tally",
     "ReverseMode",
     "per_example",

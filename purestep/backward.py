@@ -8,6 +8,7 @@ or a backward pass of its own, end with it and never see the sums.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from operator import attrgetter
 from typing import Any
@@ -19,12 +20,14 @@ from torch.overrides import TorchFunctionMode
 from purestep import tree
 from purestep.torch_internals import (
     accumulate_hooks,
+    function_mode,
     holds_tensors,
     run_backward,
     saved_tensors_hooks,
     something_is_compiled,
     storage_address,
     storage_use_count,
+    without_function_mode,
 )
 
 
@@ -139,9 +142,7 @@ def backward(
     roots = [pair for pair in zip(terms, cotangents, strict=True) if pair[0].requires_grad]
     if not roots:
         return False
-    # To look at a graph takes time, which only those pay who compile something.
-    if something_is_compiled():
-        _check_twice_differentiable([term.grad_fn for term, _ in roots if term.grad_fn])
+    check_twice_differentiable([term for term, _ in roots])
     announced: set[int] = set()
 
     def arrived(index: int, direct: bool, leaf: Tensor) -> None:
@@ -202,19 +203,28 @@ def backward(
     return bool(announced) if announce else any(value is not None for value in sums.values)
 
 
-def _check_twice_differentiable(ends: Sequence[Any]) -> None:
-    """Refuses a loss that needs a second derivative which nobody can give.
-
-    Its graph holds a node that would say so. But such a node does not lead to the leaves, and the engine, which is told
-    for which leaves it runs, leaves out whatever does not: the gradient would be wrong without a word.
-    """
-    seen, todo = {*ends}, [*ends]
+def graph_below(tensors: Sequence[Tensor]) -> set[Any]:
+    """The nodes of what autograd has recorded of these."""
+    seen: set[Any] = {each.grad_fn for each in tensors if each.grad_fn is not None}
+    todo = [*seen]
     while todo:
         for node, _ in todo.pop().next_functions:
             if node is not None and node not in seen:
                 seen.add(node)
                 todo.append(node)
-    if TWICE_COMPILED in {type(node).__name__ for node in seen}:
+    return seen
+
+
+def check_twice_differentiable(ends: Sequence[Tensor]) -> None:
+    """Refuses a loss that needs a second derivative which nobody can give.
+
+    Its graph holds a node that would say so. But such a node does not lead to the leaves, and the engine, which is told
+    for which leaves it runs, leaves out whatever does not: the gradient would be wrong without a word.
+    """
+    # To look at a graph takes time, which only those pay who compile something.
+    if not something_is_compiled():
+        return
+    if TWICE_COMPILED in {type(node).__name__ for node in graph_below(ends)}:
         raise ValueError(
             "loss_fn differentiates, with create_graph=True, what torch.compile has compiled, which cannot be "
             "differentiated a second time: leave torch.compile, and compile=, out of it"
@@ -253,6 +263,12 @@ class _Recomputation(TorchFunctionMode):
 
     def _is_ours(self, value: Tensor) -> bool:
         return any(tree.address(value) == tree.address(leaf) for leaf in self._leaves)
+
+
+def recomputing() -> AbstractContextManager[object]:
+    """Within it, what is computed again was given all that it depends on, and need not be looked at; a compiler may see to it."""
+    watched = isinstance(function_mode(), _Recomputation)
+    return without_function_mode() if watched else nullcontext()
 
 
 def _unshared(grad: Tensor) -> Tensor:

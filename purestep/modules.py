@@ -52,8 +52,9 @@ def from_module(
 
     **Buffers.** ``apply(params, *args, buffers=buffers)`` returns ``(output, buffers)``, the latter as the call has left
     them. A module that writes to its buffers needs that, as BatchNorm does in training mode; ``dict(module.named_buffers())``
-    is the start. In a step, put them into each microbatch and return the new ones as ``LossTerms.aux``: their mean is
-    ``metrics.aux`` over ``metrics.num_microbatches``.
+    is the start. In a step, put them into each microbatch and return the new ones, and a 1, as
+    ``LossTerms(aux=(buffers, torch.tensor(1)))``: the quotient of both sums is the mean over microbatches, those of padding alone
+    included.
 
     **Checkpoints** (``use_reentrant=False``) compute again with the params of their call, whatever ``apply`` is called with
     before the backward pass. ``torch.func`` knows no checkpoints, and a step refuses reentrant ones.

@@ -78,6 +78,15 @@ def is_watched() -> bool:
     return _modes() > 0
 
 
+_level_of: Callable[[Tensor], int] = _private("_C._functorch.maybe_get_level")
+_level: Callable[[], int | None] = _private("_C._functorch.maybe_current_level")
+
+
+def is_active(tensor: Tensor) -> bool:
+    """Whether a tensor that ``torch.func`` made belongs to a transform that has not ended, nor stepped aside."""
+    return 0 < _level_of(tensor) <= (_level() or 0)
+
+
 holds_tensors: Callable[[Tensor], bool] = _private(
     "utils._python_dispatch.is_traceable_wrapper_subclass"
 )
@@ -122,6 +131,12 @@ saved_tensors_hooks: Callable[[bool], Any] = _private(
     "_C._autograd._top_saved_tensors_default_hooks"
 )
 """The innermost hooks on what is saved for the backward pass: a checkpoint has its own."""
+
+function_mode: Callable[[], Any] = _private("overrides._get_current_function_mode")
+"""The innermost mode that sees what calls torch; None where there is none."""
+
+without_function_mode: Callable[[], Any] = _private("overrides._pop_mode_temporarily")
+"""Within it, the innermost of these modes sees nothing."""
 
 accumulate_hooks = _attribute("Tensor._post_accumulate_grad_hooks")
 """Those that ``register_post_accumulate_grad_hook`` has put on a leaf."""
@@ -261,6 +276,53 @@ def traced_writes(things: Sequence[Any]) -> dict[int, tuple[str, ...]]:
         }
     except (ImportError, AttributeError):
         return {}
+
+
+def operation_on_graphs(name: str, run: Callable[..., Any]) -> Callable[..., Any]:
+    """``run(function, *args, **kwargs)``, which a compiler calls with the graph of the function, and its tensors.
+
+    What the function closes over is among the tensors then. Where unknown, the function is called.
+    """
+    try:
+        from torch._dynamo.variables import higher_order_ops
+        from torch._ops import HigherOrderOperator
+
+        as_one_node = higher_order_ops._hop_name_to_variable_class
+        as_one_node[name] = higher_order_ops.WrapHigherOrderVariable
+    except (ImportError, AttributeError):
+        return lambda function, *args, **kwargs: function(*args, **kwargs)
+
+    class Operation(HigherOrderOperator):
+        def __init__(self) -> None:
+            super().__init__(name)  # type: ignore[no-untyped-call]
+
+        def __call__(self, function: Any, *args: Any, **kwargs: Any) -> Any:
+            return run(function, *args, **kwargs)
+
+    return Operation()
+
+
+def watching(look: Callable[[Any, Any, Any], None]) -> Any:
+    """Within it, ``look`` is shown each operation, and its arguments, before it is carried out, or recorded by a compiler."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            look(func, args, kwargs or {})
+            return func(*args, **(kwargs or {}))
+
+    return Watch()  # type: ignore[no-untyped-call]
+
+
+def may_draw(operation: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    """Whether an operation draws random numbers. Attention does where it drops something."""
+    if torch.Tag.nondeterministic_seeded not in operation.tags:
+        return False
+    names = [argument.name for argument in operation._schema.arguments]
+    given = dict(zip(names, args, strict=False)) | kwargs
+    return "dropout_p" not in names or given.get("dropout_p", 0.0) != 0.0
 
 
 def is_switched_off() -> bool:

@@ -32,7 +32,7 @@ assert before[:-1] == after, "importing purestep changed global state"
 new = set(sys.modules) - before[-1]
 # What takes a second to import (compilers, most of torch.distributed) is in none of these.
 assert {name.split(".")[0] for name in new} == {"purestep", "einops"}, new
-late = {"purestep.products", "purestep.axis.opaque"}
+late = {"purestep.products", "purestep.axis.opaque", "purestep.region"}
 assert not late & new, late & new
 """
 
@@ -92,6 +92,8 @@ def test_imports_run_downward() -> None:
         "gradient_noise",
         "axis",
         "shard",
+        "rematerialisation",
+        "region",
         "arguments",
         "conversation",
         "gathering",

@@ -14,7 +14,9 @@ import torch._lazy.ts_backend as lazy_backend
 from torch._subclasses import FakeTensorMode as FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
-__all__ = ["FakeTensorMode", "TorchDispatchMode", "lazy_backend", "lazy_metrics"]
+attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+
+__all__ = ["FakeTensorMode", "TorchDispatchMode", "attention", "lazy_backend", "lazy_metrics"]
 
 
 def graphs_compiled() -> int:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Literal, TypeAlias
 
 import optree
@@ -37,7 +38,6 @@ class VmapAxis:
                 f"VmapAxis(size={size!r}): an axis has a whole number of ranks, at least one"
             )
         self.size = size
-        self._bound = threading.local()
 
     def map(
         self,
@@ -62,9 +62,7 @@ class VmapAxis:
 
             def rank(token: Tensor, *leaves: Any) -> list[Tensor]:
                 nonlocal outputs
-                outer = getattr(self._bound, "token", None)
-                self._bound.token = token
-                try:
+                with bound_as([self], [token]):
                     output = fn(*tree.unflatten(structure, leaves))
                     output_leaves, output_structure = tree.flatten(output)
                     output_dims = _spread(out_dims, output, "out_dims")
@@ -73,8 +71,6 @@ class VmapAxis:
                         leaf if dim is not None else self.apply("invariant", leaf)
                         for leaf, dim in zip(output_leaves, output_dims, strict=True)
                     ]
-                finally:
-                    self._bound.token = outer
 
             ranks = torch.arange(self.size)
             results = torch.vmap(rank, (0, *dims), 0, randomness=randomness)(ranks, *leaves)
@@ -93,7 +89,7 @@ class VmapAxis:
     @property
     def index(self) -> Tensor:
         """This rank's number, 0 to size - 1: a different one on every rank of ``map``."""
-        token: Tensor | None = getattr(self._bound, "token", None)
+        token = _tokens().get(self)
         if token is None:
             raise RuntimeError(
                 f"{self} has ranks only while it maps: run the function that uses it through "
@@ -107,6 +103,31 @@ class VmapAxis:
 
     def __repr__(self) -> str:
         return f"VmapAxis({self.size})"
+
+
+_here = threading.local()
+
+
+def _tokens() -> dict[VmapAxis, Tensor]:
+    """Of each axis that maps in this thread, what says which rank this is."""
+    tokens: dict[VmapAxis, Tensor] = getattr(_here, "tokens", {})
+    return tokens
+
+
+def mapping() -> list[VmapAxis]:
+    """The axes that map in this thread."""
+    return [*_tokens()]
+
+
+@contextmanager
+def bound_as(axes: Sequence[VmapAxis], tokens: Sequence[Tensor]) -> Iterator[None]:
+    """Within it, these say of each axis which rank this is: of one that maps, or that is to do again what it did."""
+    outer = _tokens()
+    _here.tokens = outer | dict(zip(axes, tokens, strict=True))
+    try:
+        yield
+    finally:
+        _here.tokens = outer
 
 
 def _spread(dims: Any, args: Tree, name: str) -> list[int | None]:

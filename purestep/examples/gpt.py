@@ -10,6 +10,8 @@ from einops import rearrange
 from torch import Tensor
 from torch.nn import functional
 
+import purestep as ps
+
 
 @dataclass(frozen=True)
 class Config:
@@ -48,19 +50,26 @@ def init(
     }
 
 
-def apply(config: Config, params: dict[str, Any], tokens: Tensor) -> Tensor:
-    """Logits for the token after each of ``tokens``, which is ``(batch, time)``."""
+def apply(config: Config, params: dict[str, Any], tokens: Tensor, *, remat: bool = False) -> Tensor:
+    """Logits for the token after each of ``tokens``, which is ``(batch, time)``; ``remat``: with less memory, in more time."""
     x = functional.embedding(tokens, params["embedding"]) + params["position"][: tokens.shape[1]]
-    for layer in params["layers"]:
-        qkv = _norm(x, layer["norms"][0]) @ layer["qkv"]
-        query, key, value = rearrange(
-            qkv, "batch time (three head d) -> three batch head time d", three=3, head=config.heads
-        )
-        mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
-        x = x + rearrange(mixed, "batch head time d -> batch time (head d)") @ layer["out"]
-        x = x + functional.gelu(_norm(x, layer["norms"][1]) @ layer["up"]) @ layer["down"]
+    layer = ps.remat(block) if remat else block
+    for layer_params in params["layers"]:
+        x = layer(config, layer_params, x)
     embedding: Tensor = params["embedding"]
     return _norm(x, params["norm"]) @ embedding.T
+
+
+def block(config: Config, params: dict[str, Any], x: Tensor) -> Tensor:
+    """Attention and a network of two layers, each added to what it was given."""
+    qkv = _norm(x, params["norms"][0]) @ params["qkv"]
+    query, key, value = rearrange(
+        qkv, "batch time (three head d) -> three batch head time d", three=3, head=config.heads
+    )
+    mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+    x = x + rearrange(mixed, "batch head time d -> batch time (head d)") @ params["out"]
+    made: Tensor = x + functional.gelu(_norm(x, params["norms"][1]) @ params["up"]) @ params["down"]
+    return made
 
 
 def _norm(x: Tensor, scale: Tensor) -> Tensor:
