@@ -848,7 +848,10 @@ def test_hooks_on_the_backward_pass_are_not_compiled() -> None:
     module = made("hooked")
     params, apply = ps.from_module(module)
     plain = train(apply, params)
-    with pytest.warns(UserWarning, match="leaves hooks on a module's backward pass out"):
+    whole = torch.compile(lambda p, x: apply(p, x), backend="eager", fullgraph=True)
+    with pytest.raises(Exception, match="leaves hooks on a module's backward pass out"):
+        whole(params, data())
+    with warnings.catch_warnings(action="ignore", category=UserWarning):
         compiled = train(apply, params, compile=True)
     assert close(compiled, plain)
     with pytest.raises(ValueError, match="register_full_backward_hook"):
