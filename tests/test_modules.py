@@ -641,11 +641,14 @@ def test_buffers_are_carried() -> None:
 
     def loss_fn(p: Params, m: Any) -> ps.LossTerms:
         output, buffers = apply(p, m["x"], buffers=m["buffers"])
-        return ps.LossTerms(losses(output), aux=buffers)
+        return ps.LossTerms(losses(output), aux=(buffers, torch.tensor(1)))
 
-    group = [{"x": data(4, seed), "buffers": start} for seed in (1, 2)]
+    # The last one holds padding alone.
+    group = [
+        {"x": data(4, seed), "w": torch.tensor(seed < 3), "buffers": start} for seed in (1, 2, 3)
+    ]
     sgd = ps.optim.sgd(0.1)
-    step = ps.make_update_step(loss_fn, sgd, weight_fn=lambda m: ones(m["x"]))
+    step = ps.make_update_step(loss_fn, sgd, weight_fn=lambda m: ones(m["x"]) * m["w"])
     _, _, metrics = step(params, sgd.init(params), group)
     assert_equal(dict(module.named_buffers()), kept)
     torch.compiler.reset()
@@ -658,9 +661,11 @@ def test_buffers_are_carried() -> None:
         module.load_state_dict(kept, strict=False)
         module(m["x"])
         after.append({name: buffer.clone() for name, buffer in module.named_buffers()})
-    for name, total in metrics.aux.items():
-        assert torch.equal(total, after[0][name] + after[1][name])
-    assert metrics.aux["1.num_batches_tracked"] / metrics.num_microbatches == 1
+    totals, microbatches = metrics.aux
+    for name, total in totals.items():
+        assert torch.equal(total, torch.stack([each[name] for each in after]).sum(0))
+    assert totals["1.num_batches_tracked"] / microbatches == 1
+    assert metrics.num_microbatches == 2
 
 
 def test_buffers_that_are_replaced_are_carried_too() -> None:
