@@ -29,7 +29,7 @@ bench: .venv/installed
 	OMP_NUM_THREADS=2 $(BIN)/python -m benchmarks.peers
 	OMP_NUM_THREADS=2 $(BIN)/python -m benchmarks.step
 	OMP_NUM_THREADS=2 $(BIN)/python -m benchmarks.memory
-	OMP_NUM_THREADS=2 $(BIN)/python -m benchmarks.remat
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.remat
 	OMP_NUM_THREADS=2 $(BIN)/python -m benchmarks.normalize
 	OMP_NUM_THREADS=2 $(BIN)/python -m benchmarks.compile
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.overhead

@@ -1,8 +1,9 @@
 """How much memory does ``ps.remat`` save, and what time does it take?
 
 A GPT of twelve layers on one microbatch of many tokens, so that activations outweigh parameters. For each way, in a fresh process: the
-peak of memory during one update less what parameters, moments and data take, measured as in `benchmarks/memory.py`; and the
-time of an update. Every way arrives at the same parameters as the first, to rounding, which is checked.
+peak of memory during one update less what parameters, moments and data take, measured as in `benchmarks/memory.py`. The
+time of an update is measured in other processes, in which all ways take turns. Every way arrives at the same parameters, to
+rounding, which is checked.
 
     python -m benchmarks.remat        writes benchmarks/results/remat.{json,png}
 """
@@ -15,6 +16,7 @@ import json
 import statistics
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -71,9 +73,16 @@ def worker(options: argparse.Namespace) -> dict[str, float]:
     gc.collect()
     measure = peak_on_gpu if torch.cuda.is_available() else peak_on_host
     peak = measure(lambda: way.update(group))
-    seconds = [timing.seconds_of(lambda: way.update(group)) for _ in range(options.repeats)]
     arrived = torch.stack([leaf.double().norm() for leaf in tree.leaves_of(way.params())]).norm()
-    return {"bytes": peak, "seconds": statistics.median(seconds), "norm": arrived.item()}
+    return {"bytes": peak, "norm": arrived.item()}
+
+
+def seconds_in_turn(options: argparse.Namespace) -> dict[str, list[float]]:
+    """Of all ways, in one process."""
+    group = peers.group_of(1, options.rows, [CONFIG.context])
+    ways = {name: make() for name, make in WAYS.items()}
+    calls = {name: partial(way.update, group) for name, way in ways.items()}
+    return timing.in_turn(calls, options.repeats, warmup=2)
 
 
 def draw(path: Path, table: dict[str, dict[str, float]]) -> None:
@@ -104,12 +113,13 @@ def draw(path: Path, table: dict[str, dict[str, float]]) -> None:
 
 def main() -> None:
     """Measures each way in fresh processes, prints, draws."""
-    parser = timing.arguments(__doc__, repeats=3, launches=3)
+    parser = timing.arguments(__doc__, repeats=12, launches=3)
     parser.add_argument("--rows", type=int, default=4, help="of 256 bytes in the microbatch")
     parser.add_argument("--way", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.report:
-        options.report.write_text(json.dumps(worker(options)))
+        measured = worker(options) if options.way else seconds_in_turn(options)
+        options.report.write_text(json.dumps(measured))
         return
 
     launches: dict[str, list[dict[str, float]]] = {way: [] for way in WAYS}
@@ -120,14 +130,16 @@ def main() -> None:
         way: {key: statistics.median(each[key] for each in seen) for key in seen[0]}
         for way, seen in launches.items()
     }
+    in_turn = [timing.launch("benchmarks.remat") for _ in range(options.launches)]
+    times = timing.joined(in_turn, ["purestep"])
+    timing.show("time of an update", times)
     for way, row in table.items():
         base = table["purestep"]
         assert abs(row["norm"] / base["norm"] - 1) < 1e-3, f"{way} arrives elsewhere"
-        print(
-            f"{way:>28}: {row['bytes'] / 1e6:7.1f} MB ({row['bytes'] / base['bytes']:.2f}), "
-            f"{row['seconds']:.3f} s ({row['seconds'] / base['seconds']:.2f})"
-        )
-    draw(timing.write(options.results, "remat", {"table": table, "launches": launches}), table)
+        print(f"{way:>28}: {row['bytes'] / 1e6:7.1f} MB ({row['bytes'] / base['bytes']:.2f})")
+        row["seconds"] = times["seconds"][way]
+    report = {"table": table, "launches": launches, "times": times}
+    draw(timing.write(options.results, "remat", report), table)
 
 
 if __name__ == "__main__":
