@@ -722,8 +722,10 @@ def by_global_name(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
 
 
 def by_way_of_a_function(output: Tensor) -> Tensor:
-    double: Callable[[], Tensor] = lambda: output * cast("Tensor", GLOBAL[1].weight).sum()  # noqa: E731
-    return double()
+    def inside() -> Tensor:
+        return output * cast("Tensor", GLOBAL[1].weight).sum()
+
+    return inside()
 
 
 GLOBAL = nn.Sequential(nn.Linear(D, D), nn.Linear(D, D))
