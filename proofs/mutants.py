@@ -27,7 +27,9 @@ MODULES = [
     "purestep.pieces",
     "purestep.tree",
     "purestep.form",
+    "purestep.axis.queue",
     "purestep.axis.buckets",
+    "purestep.axis.packets",
     "purestep.shard",
     "purestep.tokens",
     "purestep.batching.cut",
@@ -37,9 +39,9 @@ MODULES = [
     "purestep.objective",
     "purestep.backward",
     "purestep.passes",
+    "purestep.gathering",
     "purestep.grads",
     "purestep.conversation",
-    "purestep.gathering",
     "purestep.donation",
     "purestep.optim.schedules",
     "purestep.optim.base",
@@ -54,13 +56,23 @@ MODULES = [
     "purestep.optim",
     "purestep.optim.transition",
     "purestep.step",
+    "purestep.evaluation",
     "proofs.parallel",
 ]
 OWN_TYPES = {
     name
     for name in MODULES
     if any(
-        part in name for part in ("batching", "backward", "buckets", "conversation", "gathering")
+        part in name
+        for part in (
+            "batching",
+            "backward",
+            "queue",
+            "buckets",
+            "packets",
+            "conversation",
+            "gathering",
+        )
     )
 }
 """Modules whose classes are part of what is mutated."""
@@ -173,6 +185,16 @@ def buckets(old: str, new: str) -> Patch:
     return Patch("purestep.axis.buckets", old, new)
 
 
+def packets(old: str, new: str) -> Patch:
+    """A patch of the packets in which pieces travel."""
+    return Patch("purestep.axis.packets", old, new)
+
+
+def evaluation(old: str, new: str) -> Patch:
+    """A patch of the step without gradients."""
+    return Patch("purestep.evaluation", old, new)
+
+
 def batching(module: str, old: str, new: str) -> Patch:
     """A patch of the way from examples to groups."""
     return Patch(f"purestep.batching.{module}", old, new)
@@ -182,22 +204,18 @@ SHARES = "shares = weights if total is None else weights.to(torch.float64) / tot
 LOCAL_MEAN = SHARES.replace("total.num_tokens", "divisor(weights.sum())")
 SHARE = "share = 1 / divisor(total.num_microbatches).to(losses)"
 COUNTED = "tokens_of(each) for each in weights"
-EACH = "            data, kind = tree.flatten(microbatch)\n"
-KNOWN = "group, known, dtypes"
-PARAMS = "gathered(flat_params, axis)"
-RUN = (
-    "            here = accumulate(\n"
-    f"                {PARAMS}, group, known, dtypes, ranks.out, ranks.ready\n"
-    "            )\n"
-)
+SEEN = "            with gathering as (seen, sums):\n"
+KNOWN = "group, known)"
+RUN = "            here = accumulate(ranks.gathering, group, known)\n"
 SUMMED = "            sums = ranks.sum(here)\n"
 HELD = step(
     "if donate else group\n",
-    "if donate else group\n            group = group._replace(weighed=[*group.weighed])\n",
+    "if donate else group\n            group = group._replace(weighed=[*group.weighed])\n"
+    "            from purestep.gathering import Gathering\n",
 )
-ALONE = f"accumulate({PARAMS}, group._replace(weighed=group.weighed[{{0}}]), known, dtypes)"
+ALONE = "accumulate(Gathering(flat_params, None, 'step', dtypes), group._replace(weighed=group.weighed[{0}]), known)"
 OWN_LOSS = "here._replace(loss=here.loss * (known.num_tokens / {0} / axis.size).to(here.loss)) if known else here"
-STEP_LOSS = "loss=_over(sums.loss, grad_scale)"
+STEP_LOSS = "loss=over(sums.loss, grad_scale)"
 STEP_TOKENS = "num_tokens=total.num_tokens,\n            num_microbatches=total.num_microbatches,\n            grad_norm"
 NORM = "tree.norm_of(sums.grads, spread)"
 SKIP = "applied = applied & tree.are_finite(sums.grads, spread)"
@@ -214,7 +232,7 @@ MUTANTS = [
     Mutant(
         "2",
         "count summed over microbatches, not over ranks",
-        [step(KNOWN, "group, group.counted, dtypes")],
+        [step(KNOWN, "group, group.counted)")],
     ),
     Mutant(
         "3",
@@ -256,7 +274,7 @@ MUTANTS = [
         "count carried over from the last step",
         [
             step(PER_STEP, PER_STEP + "    last = []\n"),
-            step(KNOWN, "group, (last.append(known) or last[-2:])[0], dtypes"),
+            step(KNOWN, "group, (last.append(known) or last[-2:])[0])"),
         ],
     ),
     Mutant(
@@ -308,9 +326,9 @@ MUTANTS = [
         "15",
         "a training-only factor leaks into evaluation",
         [
-            step(
-                "loss=_over(sums.loss, None if",
-                "loss=_over(sums.loss / max(1, group.length), None if",
+            evaluation(
+                "loss=over(sums.loss, None if",
+                "loss=over(sums.loss / max(1, group.length), None if",
             )
         ],
     ),
@@ -327,8 +345,8 @@ MUTANTS = [
         "gradients rescaled at every microbatch: a decaying average",
         [
             grads(
-                EACH,
-                f"{EACH}            [value is None or value.div_(2) for value in sums.values]\n",
+                SEEN,
+                f"{SEEN}                [value is None or value.div_(2) for value in sums.values]\n",
             )
         ],
     ),
@@ -341,7 +359,7 @@ MUTANTS = [
     Mutant(
         "20",
         "skip scaling when K = 1, with the local count",
-        [step(KNOWN, "group, group.counted if group.length == 1 else known, dtypes")],
+        [step(KNOWN, "group, group.counted if group.length == 1 else known)")],
     ),
     Mutant(
         "21",
@@ -354,7 +372,7 @@ MUTANTS = [
         [
             step(
                 KNOWN,
-                "group, known and known._replace(num_microbatches=known[1] * axis.size), dtypes",
+                "group, known and known._replace(num_microbatches=known[1] * axis.size))",
             )
         ],
     ),
@@ -427,7 +445,7 @@ MUTANTS = [
         "30",
         "zeroing inside the loop: only the last microbatch survives",
         [
-            grads(EACH, f"{EACH}            sums.values[:] = [None] * len(leaves)\n"),
+            grads(SEEN, f"{SEEN}                sums.values[:] = [None] * len(seen.leaves)\n"),
         ],
     ),
     Mutant(
@@ -436,8 +454,8 @@ MUTANTS = [
         [
             backward("else so_far + grad", "else so_far"),
             grads(
-                "total), sums, last)",
-                "total), sums if position == 1 else GradientSums(leaves, dtypes), last)",
+                "in_place(task, sums, ",
+                "in_place(task, sums if position == 1 else GradientSums(seen.leaves, sums.dtypes), ",
             ),
         ],
     ),
@@ -798,25 +816,45 @@ MUTANTS = [
         "gradients summed over ranks twice: before they are scattered, and while they are",
         [
             gathering(
-                "piece = scattered(grads[at], place)",
-                'piece = scattered(place.axis.apply("psum", grads[at]), place)',
-            )
+                "return scattered(grad.to", 'return scattered(self._axis.apply("psum", grad).to'
+            ),
+            packets("together.contiguous()", "axis.size * together.contiguous()"),
         ],
     ),
     Mutant(
         "52g",
         "pieces swapped: each rank's gradient is that of the next rank's piece",
-        [
-            gathering(
-                "scattered(grads[at], place)",
-                "scattered(grads[at].roll(place.length, place.dim), place)",
-            )
-        ],
+        [packets("together.contiguous()", "together.roll(1, 0).contiguous()")],
     ),
     Mutant(
         "52h",
         "what a piece is filled up with reaches the loss",
         [forms("[pieces.own(leaf, place) for", "[leaf for")],
+    ),
+    Mutant(
+        "52i",
+        "a rank with fewer microbatches does not join the gathers of the others",
+        [gathering("while self._done < rounds:", "while False:")],
+    ),
+    Mutant(
+        "52j",
+        "pieces summed over the ranks that share them, and not over those that hold the same",
+        [gathering("if inner == self._axis:", "if True:")],
+    ),
+    Mutant(
+        "52k",
+        "each microbatch's piece replaces that of the one before",
+        [gathering("else (), self._totals.add_", "else (), self._totals.values.__setitem__")],
+    ),
+    Mutant(
+        "52l",
+        "what was scattered for each microbatch is scattered once more at the end",
+        [
+            gathering(
+                "grad = here.grads[at] if self.each_microbatch else self._scattered(at, here.grads[at])",
+                "grad = self._scattered(at, here.grads[at])",
+            )
+        ],
     ),
     Mutant(
         "54f",
@@ -860,10 +898,9 @@ def build(patches: list[Patch]) -> System:
             sys.modules[name] = mutated[name] = module
             if name in ATTRIBUTES:
                 setattr(purestep, name.removeprefix("purestep."), module)
-    flow = mutated["purestep.step"]
     return System(
-        flow.make_update_step,
-        flow.make_eval_step,
+        mutated["purestep.step"].make_update_step,
+        mutated["purestep.evaluation"].make_eval_step,
         mutated["purestep.batching.group"].group,
         mutated["purestep.batching.pack"].pack,
         mutated["purestep.batching.pack"].balance,

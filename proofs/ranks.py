@@ -59,10 +59,11 @@ def one_step(
     microbatches: list[Batch],
     recipe: str,
     settings: dict[str, Any],
+    loss_fn: Callable[..., Any] = loss_with_aux,
 ) -> Any:
     """One step of a rank, on the microbatches that it holds."""
     step = make_update_step(
-        loss_with_aux, OPTIMIZERS[recipe], weight_fn=weights_of, axis=axis, **settings
+        loss_fn, OPTIMIZERS[recipe], weight_fn=weights_of, axis=axis, **settings
     )
     return step(params, opt_state, microbatches)
 
@@ -90,6 +91,8 @@ def check_ranks(
     bucket_bytes: int,
     settings: dict[str, Any],
     program: Callable[..., Any] = one_step,
+    *,
+    grid: bool = False,
 ) -> list[Any]:
     """Every rank has the state of the one big batch, and the metrics of one rank that holds it all."""
     state, _, _ = spec(
@@ -102,7 +105,7 @@ def check_ranks(
     generator, donate = case.generator, "donate" in settings
     states = [in_any_order(_own(case), generator, overlapping=not donate) for _ in groups]
     results = run(
-        Ranks(size, bucket_bytes),
+        Ranks(size, bucket_bytes, grid),
         partial(program, system.make_update_step),
         [params for params, _ in states],
         [opt_state for _, opt_state in states],

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import purestep as ps
 from proofs import models
-from proofs.ranks import SETTINGS, Run, one_step
+from proofs.ranks import SETTINGS, Run, check_ranks, loss_with_aux, one_step, share_cases
 from proofs.strategies import (
     OPTIMIZERS,
     Batch,
@@ -102,8 +102,40 @@ def sharded_step(
     return sharding.unshard(tuple(new)), metrics
 
 
+class Gathering(NamedTuple):
+    """Where the gather stands, and a loss to which that makes no difference."""
+
+    gather: str
+    sharding: Sharding
+    recomputed: bool = False
+
+    @property
+    def loss_fn(self) -> Callable[..., Any]:
+        """It gathers what it needs, once more in the backward pass if it is computed again there."""
+        if self.gather != "loss":
+            return loss_with_aux
+
+        def loss_fn(params: Any, batch: Batch) -> ps.LossTerms:
+            return loss_with_aux(self.sharding.unshard(params), batch)
+
+        return ps.remat(loss_fn) if self.recomputed else loss_fn
+
+
+def gathered_by(system: System, gather: str) -> Gathering:
+    """That of this system."""
+    recomputed = gather == "loss, twice"
+    return Gathering("loss" if recomputed else gather, sharding(system), recomputed)
+
+
+def evened(groups: list[list[Batch]], case: Case) -> list[list[Batch]]:
+    """As many microbatches on each rank, with weights of zero where there were none."""
+    ignored = {**case.batch, "w": torch.zeros_like(case.batch["w"])}
+    most = max(map(len, groups))
+    return [[*group, *[ignored] * (most - len(group))] for group in groups]
+
+
 def sharded_params_step(
-    sharding: Sharding,
+    gathering: Gathering,
     make_update_step: Callable[..., Any],
     axis: Any,
     params: Any,
@@ -112,10 +144,46 @@ def sharded_params_step(
     recipe: str,
     settings: dict[str, Any],
 ) -> Any:
-    """One step of a rank whose params and state are spread over the very axis that splits tokens."""
-    mine, kept = sharding.shard((params, opt_state), axis)
-    *new, metrics = one_step(make_update_step, axis, mine, kept, microbatches, recipe, settings)
-    return *sharding.unshard(tuple(new)), metrics
+    """One step of a rank whose params and state are spread over the axis that splits tokens, or over one dimension of it."""
+    inner, whole = (axis.second, axis.both) if isinstance(axis, Grid) else (axis, axis)
+    shard, unshard = gathering.sharding
+    mine, kept = shard((params, opt_state), inner)
+    settings = {**settings, "gather": gathering.gather}
+    how = make_update_step, whole, mine, kept, microbatches, recipe, settings
+    *new, metrics = one_step(*how, gathering.loss_fn)
+    return *unshard(tuple(new)), metrics
+
+
+class HeldCase(NamedTuple):
+    """A case, what each rank holds of it, the size of buckets, settings, and where the gather stands."""
+
+    case: Case
+    share: list[Cut]
+    bucket_bytes: int
+    settings: dict[str, Any]
+    gather: str
+
+
+@st.composite
+def held_cases(draw: st.DrawFn) -> HeldCase:
+    """Ranks that hold what they hold, or nothing."""
+    gather = draw(st.sampled_from(["step", "microbatch", "loss", "loss, twice"]))
+    return HeldCase(*draw(share_cases()), gather)
+
+
+def check_sharded_params(
+    run: Run, system: System, drawn: HeldCase, *, grid: bool = False, size: int = 0
+) -> list[Any]:
+    """Every rank has the state of the one big batch; on a grid with two rows too, of ``size`` ranks if that is given."""
+    case, share, bucket_bytes, settings, gather = drawn
+    gathering = gathered_by(system, gather)
+    if grid:
+        share = share + [[]] * (size - len(share) if size else len(share) % 2)
+    groups = [cut(case.batch, rank) for rank in share]
+    groups = evened(groups, case) if gathering.gather == "loss" else groups
+    program = partial(sharded_params_step, gathering)
+    how = case, groups, bucket_bytes, settings, program
+    return check_ranks(run, system, *how, grid=grid)
 
 
 def check_sharded(run: Run, system: System, drawn: ShardCase) -> None:

@@ -26,11 +26,12 @@ from proofs.ranks import (
     shuffled,
 )
 from proofs.sharded import (
+    HeldCase,
     ShardCase,
     check_sharded,
+    check_sharded_params,
+    held_cases,
     shard_cases,
-    sharded_params_step,
-    sharding,
 )
 from proofs.strategies import assert_same, cut
 from proofs.test_t11_collectives import LAWS, check_separate_ranks, ranks, ways
@@ -76,13 +77,16 @@ def test_t11_collectives(run: Run, name: str, x: Tensor, way: int) -> None:
     check_separate_ranks(run, name, x, way)
 
 
-@given(drawn=share_cases())
-def test_t12_params_in_pieces(run: Run, drawn: ShareCase) -> None:
-    """Params and state spread over the ranks that split the tokens."""
-    case, share, bucket_bytes, settings = drawn
-    groups = [cut(case.batch, rank) for rank in share]
-    program = partial(sharded_params_step, sharding(PURESTEP))
-    check_ranks(run, PURESTEP, case, groups, bucket_bytes, settings, program)
+@given(drawn=held_cases())
+def test_t12_params_in_pieces(run: Run, drawn: HeldCase) -> None:
+    """Params and state spread over the ranks that split the tokens, wherever the gather stands."""
+    check_sharded_params(run, PURESTEP, drawn)
+
+
+@given(drawn=held_cases())
+def test_t12_replicated_pieces(run: Run, drawn: HeldCase) -> None:
+    """Spread over one of two dimensions that split the tokens."""
+    check_sharded_params(run, PURESTEP, drawn, grid=True, size=LARGEST)
 
 
 @given(drawn=shard_cases(columns=(2,)))

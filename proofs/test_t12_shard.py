@@ -17,11 +17,15 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import purestep as ps
-from proofs.ranks import ShareCase, check_ranks, one_step, share_cases
+from proofs.ranks import one_step
 from proofs.sharded import (
+    HeldCase,
     ShardCase,
     check_sharded,
     check_sharded_on_one_program,
+    check_sharded_params,
+    gathered_by,
+    held_cases,
     infinite_cases,
     infinite_step,
     shard_cases,
@@ -29,7 +33,7 @@ from proofs.sharded import (
     sharding,
     simulated,
 )
-from proofs.strategies import Batch, assert_same, cut, simulate
+from proofs.strategies import Batch, assert_same, simulate
 from proofs.theorem import System, theorem
 from proofs.worlds import Ranks, on_threads
 
@@ -46,23 +50,27 @@ def simulated_pieces(system: System, drawn: ShardCase) -> None:
     check_sharded_on_one_program(system, drawn)
 
 
-@theorem("T12", share_cases())
-def separate_params(system: System, drawn: ShareCase) -> None:
+@theorem("T12", held_cases())
+def separate_params(system: System, drawn: HeldCase) -> None:
     """Params and state spread over the step's own axis, whose ranks hold what they hold: uneven, or nothing."""
-    case, share, bucket_bytes, settings = drawn
-    groups = [cut(case.batch, rank) for rank in share]
-    program = partial(sharded_params_step, sharding(system))
-    check_ranks(on_threads, system, case, groups, bucket_bytes, settings, program)
+    check_sharded_params(on_threads, system, drawn)
 
 
-@theorem("T12", share_cases())
-def simulated_params(system: System, drawn: ShareCase) -> None:
-    """The same, where a batch of uneven pieces runs through one program."""
-    case, share, _, settings = drawn
+@theorem("T12", held_cases())
+def replicated_pieces(system: System, drawn: HeldCase) -> None:
+    """Spread over one of two dimensions of the step's axis: each piece is held twice."""
+    check_sharded_params(on_threads, system, drawn, grid=True)
+
+
+@theorem("T12", held_cases())
+def simulated_params(system: System, drawn: HeldCase) -> None:
+    """Where a batch of uneven pieces runs through one program."""
+    case, share, _, settings, gather = drawn
     axis = ps.VmapAxis(len(share))
+    gathering = gathered_by(system, gather)
 
     def rank(params: Any, opt_state: Any, group: list[Batch]) -> Any:
-        how = sharding(system), system.make_update_step, axis
+        how = gathering, system.make_update_step, axis
         return sharded_params_step(*how, params, opt_state, group, case.recipe, settings)
 
     on_ranks = simulated(axis, rank, in_dims=(None, None, 0), out_dims=None)
@@ -169,6 +177,7 @@ def filled_up(system: System, drawn: tuple[tuple[Tensor, int, int], float]) -> N
 test_separate_pieces = separate_pieces.test()
 test_simulated_pieces = simulated_pieces.test()
 test_separate_params = separate_params.test()
+test_replicated_pieces = replicated_pieces.test()
 test_simulated_params = simulated_params.test()
 test_skipped_pieces = skipped_pieces.test()
 test_pieces_of_one_tensor = pieces_of_one_tensor.test()

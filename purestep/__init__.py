@@ -31,6 +31,7 @@ from purestep.batching import (
     split,
 )
 from purestep.compiler import compile
+from purestep.evaluation import make_eval_step
 from purestep.gradient_noise import NoiseScale, SquaredNorms, noise_scale, with_squared_norms
 from purestep.grads import accumulate, grad_and_value
 from purestep.modules import from_module, to_module
@@ -39,7 +40,7 @@ from purestep.privacy import per_example
 from purestep.rematerialisation import remat
 from purestep.shard import from_dtensor, shard, to_dtensor, unshard
 from purestep.state import load_state_dict, state_dict
-from purestep.step import make_eval_step, make_update_step
+from purestep.step import make_update_step
 from purestep.tokens import count, count_tokens, label_weights
 from purestep.types import (
     Count,

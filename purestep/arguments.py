@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from purestep import tree
-from purestep.axis import Axis, check_axis, overlap
+from purestep.axis import Axis, check_axis, overlap, within
 from purestep.form import Flat, Form, flat, once
 from purestep.torch_internals import holds_tensors
 from purestep.types import LossFn, Microbatch, Params, WeightFn
@@ -48,9 +48,9 @@ def checked_params(params: Params, axis: Axis) -> Flat:
 
 
 def _check_pieces(params: Params, given: Flat, axis: Axis) -> None:
-    """Refuses pieces over the step's own axis, and those that are not what they say."""
-    others = {place.axis for place in given.form.spread if place and place.axis != axis}
-    mixed = [other for other in others if overlap(other, axis)]
+    """Refuses pieces over an axis that shares some ranks with the step's own, and those that are not what they say."""
+    others = {place.axis for place in given.form.spread if place}
+    mixed = [other for other in others if overlap(other, axis) and not within(other, axis)]
     for position, (leaf, place) in enumerate(zip(given.leaves, given.form.spread, strict=True)):
         if place is None:
             continue
@@ -58,7 +58,7 @@ def _check_pieces(params: Params, given: Flat, axis: Axis) -> None:
             path = tree.paths(params, "params")[position]
             raise ValueError(
                 f"{path} is spread over {place.axis}, some of whose ranks are of {axis}, over which this step is: spread it over "
-                "that axis itself, or over one whose ranks hold the same tokens, as in tensor parallelism"
+                "that axis itself, over some of its dimensions, or over an axis whose ranks hold the same tokens, as in tensor parallelism"
             )
         if leaf.shape != place.piece_shape:
             path = tree.paths(params, "params")[position]

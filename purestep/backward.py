@@ -32,7 +32,7 @@ from purestep.torch_internals import (
 
 
 class GradientSums:
-    """The sum of each leaf's gradients, None where none has come yet; in the buffers ``out``, where there are any.
+    """The sum of each leaf's gradients, None where none has come yet; in the leaf's buffer of ``out``, where it has one.
 
     ``direct`` says of each whether autograd itself may add to it: one of the leaf's dtype and memory order.
     """
@@ -41,14 +41,15 @@ class GradientSums:
         self,
         leaves: Sequence[Tensor],
         dtypes: Sequence[torch.dtype],
-        out: Sequence[Tensor] | None = None,
+        out: Sequence[Tensor | None] | None = None,
     ) -> None:
         self.values: list[Tensor | None] = [None] * len(leaves)
         self._leaves, self.dtypes, self.out = leaves, dtypes, out
         self.direct = [leaf.dtype == dtype for leaf, dtype in zip(leaves, dtypes, strict=True)]
         if out is not None:
             for index, (leaf, place) in enumerate(zip(leaves, out, strict=True)):
-                self.direct[index] &= place.is_contiguous() and leaf.is_contiguous()
+                if place is not None:
+                    self.direct[index] &= place.is_contiguous() and leaf.is_contiguous()
         self.all_direct = all(self.direct)
 
     def add_(self, index: int, grad: Tensor, *, copy: bool = False) -> Tensor:
@@ -56,8 +57,8 @@ class GradientSums:
         so_far = self.values[index]
         if so_far is None:
             grad = grad.to_dense() if grad.is_sparse else grad
-            if self.out is not None:
-                so_far = self.out[index].copy_(grad)
+            if (place := self.buffer(index)) is not None:
+                so_far = place.copy_(grad)
             elif copy or grad.dtype != self.dtypes[index]:
                 so_far = grad.to(self.dtypes[index], copy=True)
             else:
@@ -66,6 +67,10 @@ class GradientSums:
         elif so_far is not grad:
             so_far.add_(grad)
         return so_far
+
+    def buffer(self, index: int) -> Tensor | None:
+        """The one that this leaf has."""
+        return None if self.out is None else self.out[index]
 
     def begun(self) -> list[Tensor] | None:
         """All sums so far, to be written to; None where nothing has been added yet, and no buffer is given."""
@@ -87,33 +92,46 @@ class GradientSums:
         ]
 
     def _zeros(self, index: int) -> Tensor:
-        if self.out is not None:
-            return self.out[index].zero_()
+        if (place := self.buffer(index)) is not None:
+            return place.zero_()
         return torch.zeros_like(self._leaves[index], dtype=self.dtypes[index])
 
     def add(self, grads: list[Tensor], *, copy: bool) -> None:
         """Adds gradients that a reverse mode has returned, and lets go of each at once."""
         while grads:
-            grad, index = grads.pop(), len(grads)
-            so_far = self.values[index]
-            # What a reverse mode of the user's returns may be a buffer of theirs, and sums are written to.
-            grad = grad.to_dense() if grad.is_sparse else grad
-            grad = grad.to(self.dtypes[index], copy=so_far is None and copy)
-            self.values[index] = grad if so_far is None else so_far + grad
-            del so_far, grad
+            grad = grads.pop()
+            self.plus(len(grads), grad, copy=copy)
+
+    def plus(self, index: int, grad: Tensor, *, copy: bool = False) -> None:
+        """Adds a gradient to a new sum, so that both may be recorded."""
+        so_far = self.values[index]
+        # What a reverse mode of the user's returns may be a buffer of theirs, and sums are written to.
+        grad = grad.to_dense() if grad.is_sparse else grad
+        grad = grad.to(self.dtypes[index], copy=so_far is None and copy)
+        self.values[index] = grad if so_far is None else so_far + grad
+
+    def taken(self, index: int) -> Tensor | None:
+        """The sum of one leaf, which is forgotten here."""
+        total, self.values[index] = self.values[index], None
+        return total
 
     def filled(self) -> list[Tensor]:
         """The sums, with zeros where no gradient came, in the buffers that they belong into."""
-        filled = self._all()
-        for index, (value, place) in enumerate(zip(filled, self.out or filled, strict=True)):
-            if value is not place:
-                if value.requires_grad:
-                    raise ValueError(
-                        "params or a microbatch require grad, and buffers given as out= (gradient buckets of ranks, "
-                        "say) cannot record the gradients: detach them"
-                    )
-                filled[index] = place.copy_(value)
-        return filled
+        return self._all() if self.out is None else [*map(self.final, range(len(self.values)))]
+
+    def final(self, index: int) -> Tensor:
+        """The sum of one leaf, in the same way."""
+        value, place = self.values[index], self.buffer(index)
+        if value is None:
+            return self._zeros(index)
+        if place is None or value is place:
+            return value
+        if value.requires_grad:
+            raise ValueError(
+                "params or a microbatch require grad, and buffers given as out= (gradient buckets of ranks, "
+                "say) cannot record the gradients: detach them"
+            )
+        return place.copy_(value)
 
 
 _requires_grad = attrgetter("requires_grad")
@@ -143,22 +161,25 @@ def backward(
     if not roots:
         return False
     check_twice_differentiable([term for term, _ in roots])
-    announced: set[int] = set()
+    came: set[int] = set()
 
     def arrived(index: int, direct: bool, leaf: Tensor) -> None:
         if leaf.grad is None:
             return
         total = sums.add_(index, leaf.grad, copy=not direct)
-        leaf.grad = total if direct else None
+        # What has been announced is final, and may be on its way already.
+        leaf.grad = total if direct and announce is None else None
         if announce is not None:
-            if index in announced:
+            if index in came:
                 raise RuntimeError(
                     f"leaf {index} of params was given a gradient twice in one backward pass, and the first was on "
                     "its way to the other ranks already: a torch.autograd.Function of the loss runs a backward "
                     "pass of its own; let it return the gradients instead"
                 )
-            announced.add(index)
+            came.add(index)
+            del total
             announce(index)
+        came.add(index)
 
     # Hooks are the loss's, and see this microbatch's gradient alone; a leaf that requires none is frozen by it.
     hooked: set[int] = set()
@@ -174,7 +195,7 @@ def backward(
             direct = sums.direct[index] and index not in hooked
             # This also drops what a backward pass of the loss's own has left there.
             leaf.grad = so_far if direct else None
-            begins_in_buffer = so_far is None and sums.out is not None
+            begins_in_buffer = so_far is None and sums.buffer(index) is not None
             if (not direct or begins_in_buffer or announce is not None) and leaf.requires_grad:
                 leaf.register_post_accumulate_grad_hook(partial(arrived, index, direct))
 
@@ -200,7 +221,7 @@ def backward(
         if so_far is None and (grad := leaf.grad) is not None:
             sums.add_(index, grad)
         leaf.grad = None  # A loss that keeps its leaves does not get hold of the sums.
-    return bool(announced) if announce else any(value is not None for value in sums.values)
+    return bool(came) or any(value is not None for value in sums.values)
 
 
 def graph_below(tensors: Sequence[Tensor]) -> set[Any]:

@@ -23,22 +23,24 @@ from torch import Tensor
 
 from purestep import tree
 from purestep.axis import Axis, RankError, Ranks, over_tree
-from purestep.axis.buckets import Buckets, packed, summed
+from purestep.axis.buckets import packed, summed
 from purestep.fingerprint import describe, fingerprint, without_addresses
-from purestep.form import flat
+from purestep.form import Flat, flat
+from purestep.gathering import Gather, Gathering, RanksGathering
 from purestep.torch_internals import is_watched, transformed
 from purestep.types import Count, Sums, Tree
 
-Gradients = tuple[Sequence[Tensor], Sequence[torch.dtype]]
-"""The leaves that are differentiated by, and the dtype in which each one's gradients are summed."""
+ALIKE = (
+    "the number of microbatches, while the loss gathers params (add some whose weights are zero)"
+)
 
 
-def conversation(axis: Axis) -> OneProgram | OwnPrograms:
+def conversation(axis: Axis, gather: Gather) -> OneProgram | OwnPrograms:
     """The conversation of one step. Whatever raises inside of it ends the step, on every rank.
 
-        with conversation(axis) as ranks:
+        with conversation(axis, gather) as ranks:
             total = ranks.agree(counted, ...)
-            here = ...  # gradients in ranks.out, each announced by ranks.ready, unless these are None
+            here = ...  # by ranks.gathering
             sums = ranks.sum(here)
 
     An exception before ``agree``, or between ``agree`` and ``sum``, takes the place of what the rank would have said next, so
@@ -46,18 +48,17 @@ def conversation(axis: Axis) -> OneProgram | OwnPrograms:
     """
     own_programs = getattr(axis, "own_programs", False)
     if own_programs and not torch.compiler.is_dynamo_compiling():
-        return OwnPrograms(cast("Ranks", axis))
-    return OneProgram(axis, compiled=own_programs)
+        return OwnPrograms(cast("Ranks", axis), gather)
+    return OneProgram(axis, gather, compiled=own_programs)
 
 
 class OneProgram:
     """Ranks of one program, simulated or compiled, cannot disagree, nor fail alone: they ``psum``."""
 
-    out: None = None
-    ready: None = None
+    gathering: Gathering
 
-    def __init__(self, axis: Axis, compiled: bool) -> None:
-        self._axis = axis
+    def __init__(self, axis: Axis, gather: Gather, compiled: bool) -> None:
+        self._axis, self._gather = axis, gather
         self._compiled = compiled
 
     def __enter__(self) -> OneProgram:
@@ -66,17 +67,27 @@ class OneProgram:
     def __exit__(self, *_: object) -> None:
         pass
 
-    def agree(self, counted: Count, *, microbatches: int, **_: Any) -> Count:
+    def agree(
+        self,
+        counted: Count,
+        *,
+        microbatches: int,
+        params: Flat,
+        dtypes: Sequence[torch.dtype] = (),
+        **_: Any,
+    ) -> Count:
         """The sum of all ranks' counts."""
         if self._compiled and not microbatches:
             raise _empty(self._axis)
+        self.gathering = Gathering(params, self._axis, self._gather, dtypes)
         total: Count = over_tree("psum", counted, self._axis)
         _check_at_hand(total.num_tokens)
         return total
 
     def sum(self, here: Sums) -> Sums:
         """The sum of what all ranks have computed."""
-        sums: Sums = over_tree("psum", here, self._axis)
+        alike = self.gathering.alike(here)
+        sums = self.gathering.completed(over_tree("psum", alike, self._axis), here)
         _check_at_hand(sums.counted.num_tokens)
         return sums
 
@@ -88,13 +99,13 @@ class OwnPrograms:
     queued: what was said first is heard at the end, and a rank that fails between ``agree`` and ``sum`` raises alone.
     """
 
-    def __init__(self, axis: Ranks) -> None:
-        self.out: Sequence[Tensor] | None = None
-        self.ready: Callable[[int], None] | None = None
-        self._axis = axis
+    gathering: Gathering
+
+    def __init__(self, axis: Ranks, gather: Gather) -> None:
+        self._axis, self._gather = axis, gather
         self._next: Literal["agree", "sum", "form"] | None = "agree"
         self._unread: tuple[Callable[[], list[float]], Mapping[str, Tree]] | None = None
-        self._buckets: Buckets | None = None
+        self._sends: RanksGathering | None = None
 
     def __enter__(self) -> OwnPrograms:
         return self
@@ -110,23 +121,31 @@ class OwnPrograms:
         *,
         microbatches: int,
         shared: Mapping[str, Tree],
+        params: Flat,
         given: Tree,
-        gradients: Gradients | None = None,
+        dtypes: Sequence[torch.dtype] = (),
     ) -> Count:
         """The sum of all ranks' counts, where all are about to do the same.
 
-        ``shared`` is, by name, what must be alike on all ranks. ``given`` is what the gradients may be differentiated by in turn.
-        Buckets for ``gradients`` are made first, so that a rank without memory for them says so here.
+        ``shared`` is, by name, what must be alike on all ranks. By ``given``, as by the params, the gradients may be differentiated
+        in turn. Buffers for gradients are made first, so that a rank without memory for them says so here.
         """
-        axis = self._axis
-        self._holds, self._recorded = microbatches > 0, not tree.untransformed(given, counted)
+        axis, gather = self._axis, self._gather
+        leaves = params.leaves
+        self._holds, self._recorded = (
+            microbatches > 0,
+            not tree.untransformed(leaves, given, counted),
+        )
         # Whoever is inside of a transform cannot read its count, and sums it under the transform.
         hidden = not tree.untransformed(counted)
         how = "by a transform" if hidden else str(self._recorded)
         path = {"bucket_bytes": str(axis.bucket_bytes), "differentiated": how}
         shared = {**shared, "settings": {**shared["settings"], **path}}
+        kind = Gathering if self._recorded else RanksGathering
+        self.gathering = gathering = kind(params, axis, gather, dtypes)
+        if gathering.meets and (gather == "loss" or (self._recorded and gather == "microbatch")):
+            shared[ALIKE] = {"microbatches": str(microbatches)}
         number = fingerprint(shared)
-        buckets = Buckets(axis, *gradients) if gradients and not self._recorded else None
 
         message = self._meet(_message(axis, self._holds, number, () if hidden else counted))
         self._unread = _read_later(message), shared
@@ -139,18 +158,32 @@ class OwnPrograms:
             tokens = counted.num_tokens.to(total.num_tokens.dtype)
             total = over_tree("psum", counted._replace(num_tokens=tokens), axis)
 
-        self._next, self._buckets = "sum", buckets
-        if buckets is not None:
-            buckets.begin()
-            self.out, self.ready = buckets.sums, buckets.ready
+        self._next = "sum"
+        if isinstance(gathering, RanksGathering):
+            rounds = self._most(microbatches) if gathering.each_microbatch else int
+            gathering.begin(rounds)
+            self._sends = gathering
         return total
+
+    def _most(self, microbatches: int) -> Callable[[], int]:
+        """What tells how many microbatches the rank holds that holds most of them."""
+        mine = torch.tensor([microbatches], dtype=torch.int64, device=self._axis.device)
+        most = self._axis.where.meet("all_gather", mine).max()
+        read = _read_later(most.to(torch.float64)[None])
+
+        def rounds() -> int:
+            self._confirm()  # before it waits for ranks that may have left
+            (number,) = read()
+            return int(number)
+
+        return rounds
 
     def sum(self, here: Sums) -> Sums:
         """The sum of what all ranks have computed; those without microbatches take part with zeros."""
-        axis, buckets, dtype = self._axis, self._buckets, here.loss.dtype
+        axis, dtype = self._axis, here.loss.dtype
         form = _form(here.aux, dtype) if self._holds else {}
         number = fingerprint(form) if form else 0
-        returned = packed(here if self._recorded else here.aux)
+        returned = packed(self.gathering.alike(here) if self._recorded else here.aux)
         computed = () if self._recorded else (*here.counted, here.loss)
 
         message = self._meet(_message(axis, self._holds, number, computed))
@@ -165,27 +198,28 @@ class OwnPrograms:
         rest = summed(returned, axis)
         if self._recorded:
             _check_at_hand(rest.counted.num_tokens)
-            return cast("Sums", rest)
-        grads = here.grads
-        if buckets is not None and buckets.elsewhere:
-            grads = tree.unflatten(tree.flatten(grads)[1], buckets.sums)
-        return Sums(grads, message[LOSS].to(dtype, copy=True), _total(message, floating), rest)
+            return self.gathering.completed(rest, here)
+        assert isinstance(self.gathering, RanksGathering)
+        loss, grads = message[LOSS].to(dtype, copy=True), self.gathering.of_all_ranks()
+        return Sums(grads, loss, _total(message, floating), rest)
 
     def _meet(self, message: Tensor) -> Tensor:
         """The sum of all ranks' messages, behind whatever else they send."""
         self._next = None
-        buckets, self._buckets = self._buckets, None
-        if buckets is not None:
-            buckets.launch()
-        wait = self._axis.launch(message)
+        sends, self._sends = self._sends, None
+        if sends is not None:
+            sends.launch()
+        wait = self._axis.launch("psum", message, message)
         self._confirm()  # before it waits for ranks that may have left
-        if buckets is not None:
-            buckets.wait()
+        if sends is not None:
+            sends.wait()
         wait()
         return message
 
     def _tell(self, error: BaseException) -> None:
         """Comes to the next meeting with an exception."""
+        if self._next == "sum" and self._recorded and self.gathering.meets:
+            return  # Others wait for what only a recorded pass can bring, until this process ends.
         axis, heard_at_once = self._axis, self._next == "form" or self._axis.on_host
         if heard_at_once or self._next == "agree":
             self._meet(_message(axis, failed=True))

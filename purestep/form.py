@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from operator import attrgetter
@@ -70,17 +70,21 @@ def flat(whole: Tree) -> Flat:
     return Flat(leaves, structure, _form_of(leaves, structure))
 
 
-def seen_by_loss(given: Flat) -> Flat:
-    """The same tree with a piece in the place of each ``Shard``.
+def without_shards(given: Flat, but: Collection[Any] = ()) -> Flat:
+    """The same tree with a piece in the place of each ``Shard``, but for those over these axes.
 
     >>> from purestep import LocalAxis
-    >>> seen_by_loss(flat({"w": pieces.Shard(torch.ones(2), LocalAxis(), (2,))})).tree()
+    >>> without_shards(flat({"w": pieces.Shard(torch.ones(2), LocalAxis(), (2,))})).tree()
     {'w': tensor([1., 1.])}
     """
     leaves, _, form = given
     if not form.spread:
         return given
-    structure = tree.flatten(given.tree(), is_leaf=pieces.is_shard)[1]
+
+    def is_leaf(node: Any) -> bool:
+        return pieces.is_shard(node) and node.axis not in but
+
+    structure = tree.flatten(given.tree(), is_leaf=is_leaf)[1]
     own = [pieces.own(leaf, place) for leaf, place in zip(leaves, form.spread, strict=True)]
     return Flat(own, structure, form)
 

@@ -18,15 +18,14 @@ from torch import Tensor
 from purestep import tree
 from purestep.backward import GradientSums, backward, own_leaves
 from purestep.compiler import Compiler, compiled
-from purestep.form import Flat, Form, flat, once, seen_by_loss
+from purestep.form import Form, flat, once
+from purestep.gathering import Gathering
 from purestep.objective import (
     Worth,
-    check_untouched,
     divisor,
     partial_loss,
     plus,
     sums_of,
-    versions_of,
     worth,
 )
 from purestep.passes import Ready, Task, compiled_pass, in_place_pass, returning_pass
@@ -202,7 +201,7 @@ def accumulate(
     check_whole(grad_and_value, given.form.spread)
     group = grouped(microbatches, weight_fn, total is not None, given.leaves[0].device)
     dtypes = tuple([each.dtype for each in out]) if out else sum_dtypes(given.form, accum_dtype)
-    sums = add_up(seen_by_loss(given), group, total, dtypes, out, ready)
+    sums = add_up(Gathering(given, None, "step", dtypes, out, ready), group, total)
     return sums._replace(grads=given.tree(sums.grads))
 
 
@@ -227,18 +226,9 @@ def check_whole(grad_and_value: GradAndValue, spread: Spread) -> None:
 
 
 class Accumulate(Protocol):
-    """``accumulate``, of a loss that is given already, with gradients in ``dtypes``, as a list of leaves."""
+    """``accumulate``, of a loss that is given already, with gradients as a list of leaves."""
 
-    def __call__(
-        self,
-        params: Flat,
-        group: Group,
-        total: Count | None,
-        dtypes: Sequence[torch.dtype],
-        out: Sequence[Tensor] | None = None,
-        ready: Ready | None = None,
-        /,
-    ) -> Sums: ...
+    def __call__(self, gathering: Gathering, group: Group, total: Count | None, /) -> Sums: ...
 
 
 def accumulator(
@@ -258,55 +248,45 @@ def accumulator(
     # Our own reverse mode returns gradients only under transforms, which compile what they like themselves.
     returned = returned if own else compiled(returned, compile)
 
-    def add_up(
-        params: Flat,
-        group: Group,
-        total: Count | None,
-        dtypes: Sequence[torch.dtype],
-        out: Sequence[Tensor] | None = None,
-        ready: Ready | None = None,
-        /,
-    ) -> Sums:
-        leaves, structure, _ = params
-        sums = GradientSums(leaves, dtypes, out)
-        versions = versions_of(leaves)
+    def add_up(gathering: Gathering, group: Group, total: Count | None, /) -> Sums:
+        like = gathering.given.leaves[0]
         # Whoever transforms or differentiates the step needs gradients that are returned, with their graph.
         recorded = (
             not (own and tree.eager())
-            or tree.any_requires_grad([*leaves, *(total or ())])
-            or _inference(leaves)
+            or tree.any_requires_grad([*gathering.given.leaves, *(total or ())])
+            or _inference(gathering.given.leaves)
         )
         given: Worth | None = None
         total = total and Count(divisor(total.num_tokens), total.num_microbatches)
         reached = False
 
-        for position, (microbatch, weights) in enumerate(
-            _casts_forgotten(group.weighed, leaves), 1
-        ):
+        for position, (microbatch, weights) in enumerate(_casts_forgotten(group.weighed, like), 1):
             data, kind = tree.flatten(microbatch)
             if group.check is not None:
                 group.check(position - 1, microbatch, data)
             recorded = recorded or tree.any_requires_grad(data)
-            if recorded:
-                grads, told = returned(params.tree(), microbatch, weights, total)
-                if not tree.differentiated(leaves, total, data):
-                    # What the loss closes over is a constant, whether it requires grad or not.
-                    grads, told = tree.detached((grads, told))
-                if not own:
-                    # What a reverse mode of the user's returns may be a buffer of theirs.
-                    told = told._replace(loss=told.loss.clone())
-                sums.add(grads, copy=not own)
-            else:
-                detached = tree.unflatten(kind, tree.cut_off(data))
-                last = ready if position == group.length else None
-                told = in_place(Task(leaves, structure, detached, weights, total), sums, last)
-                del detached
+            with gathering as (seen, sums):
+                if recorded:
+                    grads, told = returned(seen.tree(), microbatch, weights, total)
+                    if not tree.differentiated(seen.leaves, total, data):
+                        # What the loss closes over is a constant, whether it requires grad or not.
+                        grads, told = tree.detached((grads, told))
+                    if not own:
+                        # What a reverse mode of the user's returns may be a buffer of theirs.
+                        told = told._replace(loss=told.loss.clone())
+                    sums.add(grads, copy=not own)
+                else:
+                    detached = tree.unflatten(kind, tree.cut_off(data))
+                    task = Task(seen.leaves, seen.structure, detached, weights, total)
+                    last = gathering.each_microbatch or position == group.length
+                    told = in_place(task, sums, gathering.ready if last else None)
+                    del detached, task
+                del seen, sums
             reached = reached or told.reached
             given = plus(given, worth(*told[:3]))
             del told, data, microbatch, weights
 
-        check_untouched(structure, leaves, versions)
-        here = sums_of(sums.filled(), given, group.counted, leaves[0])
+        here = sums_of(gathering.gradients(), given, group.counted, like)
         if given and not reached and has_tokens(here.counted):
             raise ValueError(
                 "loss_fn gives losses that do not depend on params: no gradient reaches any of their leaves. Perhaps "
@@ -318,9 +298,9 @@ def accumulator(
     return add_up
 
 
-def _casts_forgotten(group: Iterable[Weighed], leaves: Sequence[Tensor]) -> Iterable[Weighed]:
+def _casts_forgotten(group: Iterable[Weighed], like: Tensor) -> Iterable[Weighed]:
     """The same group. Autocast keeps what it casts of leaves until its own end: of ours, nothing is asked for again."""
-    where = leaves[0].device.type
+    where = like.device.type
     # Of a device that autocast does not know, it cannot be asked.
     known = not torch.compiler.is_dynamo_compiling() and torch.amp.is_autocast_available(where)
     return _forgetting(group) if known and torch.is_autocast_enabled(where) else group

@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from purestep import tree
-from purestep.form import Flat
-from purestep.tokens import Group, checked_weights, count_of, tokens_of
+from purestep.tokens import checked_weights, count_of, tokens_of
 from purestep.torch_internals import transformed, version
 from purestep.tree import accumulation_dtype
 from purestep.types import Count, LossFn, LossTerms, Microbatch, Params, Sums, Tree
@@ -241,19 +240,6 @@ def check_untouched(
         )
 
 
-def evaluator(loss_fn: LossFn) -> Callable[[Flat, Group, Count | None], Sums]:
-    """What a group gives, without gradients."""
-    part_of = partial_loss(loss_fn)
-
-    def evaluate(given: Flat, group: Group, total: Count | None, /) -> Sums:
-        params, (leaves, structure, _) = given.tree(), given
-        versions = versions_of(leaves)
-        total = total and Count(divisor(total.num_tokens), total.num_microbatches)
-        sums: Worth | None = None
-        for microbatch, weights in group.weighed:
-            part = part_of(params, microbatch, weights, total)
-            sums = plus(sums, worth(*tree.detached((value(*part[:2]), part.num_tokens, part.aux))))
-        check_untouched(structure, leaves, versions)
-        return sums_of((), sums, group.counted, leaves[0])
-
-    return evaluate
+def over(value: Tensor, scale: Tensor | None) -> Tensor:
+    """The value, divided where there is something to divide it by."""
+    return value if scale is None else (value / scale).to(value.dtype)

@@ -7,8 +7,8 @@ The sums run over all tokens of all microbatches on all ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Literal, cast
+from collections.abc import Sequence
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -26,14 +26,13 @@ from purestep.compiler import Compiler
 from purestep.conversation import conversation
 from purestep.donation import apart
 from purestep.form import flat
-from purestep.gathering import Conversation, OverPieces, gathered
+from purestep.gathering import Gather
 from purestep.grads import accumulator, check_undivided, check_whole, grad_and_value, sum_dtypes
-from purestep.objective import divisor, evaluator
+from purestep.objective import divisor, over
 from purestep.optim.base import Optimizer, check_optimizer
 from purestep.optim.transition import transition
 from purestep.tokens import count_of, grouped, label_weights
 from purestep.types import (
-    EvalMetrics,
     GradAndValue,
     LossFn,
     Microbatch,
@@ -58,6 +57,7 @@ def make_update_step(
     normalize: Normalize = "loss",
     grad_and_value: GradAndValue = grad_and_value,
     accum_dtype: torch.dtype | None = None,
+    gather: Gather = "step",
     on_nonfinite: OnNonfinite = "propagate",
     donate: bool = False,
     compile: bool | Compiler = False,
@@ -138,6 +138,7 @@ def make_update_step(
     check_optimizer("optimizer must be a ps.optim.Optimizer", optimizer)
     check_callable("grad_and_value", grad_and_value)
     check_choice("normalize", normalize, Normalize)
+    check_choice("gather", gather, Gather)
     check_choice("on_nonfinite", on_nonfinite, OnNonfinite)
     if weight_fn is None and normalize == "loss":
         raise ValueError(
@@ -162,6 +163,7 @@ def make_update_step(
         "normalize": normalize,
         "weight_fn": "given" if weight_fn else "None",
         "accum_dtype": str(accum_dtype),
+        "gather": gather,
         "on_nonfinite": on_nonfinite,
     }
     transit = transition(optimizer, donate=donate, compile=compile)
@@ -170,8 +172,7 @@ def make_update_step(
         params: Params, opt_state: OptState, microbatches: Sequence[Microbatch], /
     ) -> tuple[Params, OptState, StepMetrics]:
         shared = {"params": params, "opt_state": opt_state, "settings": settings}
-        ranks: Conversation
-        with conversation(axis) as ranks:
+        with conversation(axis, gather) as ranks:
             if begin is not None:
                 text, of_sum = begin()
                 shared["settings"] = {**settings, "grad_and_value": text}
@@ -181,25 +182,23 @@ def make_update_step(
             dtypes = sum_dtypes(flat_params.form, accum_dtype)
             group = grouped(checked_group(microbatches), weight_fn, counted_first, leaves[0].device)
             group = apart(group, flat_params, flat_state) if donate else group
-            ranks = OverPieces(ranks, flat_params, axis) if spread else ranks
             counted = ranks.agree(
                 group.counted or count_of((), leaves[0].device),
                 microbatches=group.length,
                 shared=shared,
-                given=(leaves, group.at_hand),
-                gradients=(leaves, dtypes),
+                params=flat_params,
+                given=group.at_hand,
+                dtypes=dtypes,
             )
             known = counted if counted_first else None
-            here = accumulate(
-                gathered(flat_params, axis), group, known, dtypes, ranks.out, ranks.ready
-            )
+            here = accumulate(ranks.gathering, group, known)
             sums = ranks.sum(here)
         total = known or sums.counted
         if begin is not None:
             sums = sums._replace(grads=of_sum(sums.grads))
 
         grad_scale = None if counted_first else divisor(total.num_tokens)
-        grad_norm = _over(tree.norm_of(sums.grads, spread), grad_scale)
+        grad_norm = over(tree.norm_of(sums.grads, spread), grad_scale)
         applied = total.num_tokens > 0
         # An N that has overflowed is no count: the host refuses it, and a device does not apply it.
         if total.num_tokens.is_floating_point():
@@ -211,7 +210,7 @@ def make_update_step(
         )
 
         metrics = StepMetrics(
-            loss=_over(sums.loss, grad_scale),
+            loss=over(sums.loss, grad_scale),
             num_tokens=total.num_tokens,
             num_microbatches=total.num_microbatches,
             grad_norm=grad_norm,
@@ -223,57 +222,3 @@ def make_update_step(
         return new_params, new_opt_state, metrics
 
     return update_step
-
-
-def make_eval_step(
-    loss_fn: LossFn,
-    *,
-    weight_fn: WeightFn | None = label_weights,
-    axis: Axis = LocalAxis(),
-) -> Callable[[Params, Sequence[Microbatch]], EvalMetrics]:
-    """A pure function ``eval_step(params, microbatches) -> metrics``: the same loss, counted the same way.
-
-    Args:
-        loss_fn: as in ``make_update_step``; whatever belongs to training only (dropout, an auxiliary loss)
-            is for you to leave out of it.
-        weight_fn: as in ``make_update_step``; None when the loss returns its weights.
-        axis: where the tokens are spread.
-
-    >>> import torch
-    >>> eval_step = make_eval_step(lambda w, m: w * m["x"], weight_fn=lambda m: m["x"] > 0)
-    >>> eval_step(torch.tensor(2.0), [{"x": torch.tensor([1.0, 3.0])}, {"x": torch.tensor([0.0])}]).loss
-    tensor(4.)
-    """
-    check_functions(loss_fn, weight_fn, axis)
-    evaluate = evaluator(loss_fn)
-    settings = {"weight_fn": "given" if weight_fn else "None", "evaluation": "yes"}
-
-    def eval_step(params: Params, microbatches: Sequence[Microbatch], /) -> EvalMetrics:
-        shared = {"params": params, "settings": settings}
-        with conversation(axis) as ranks:
-            flat_params = checked_params(params, axis)
-            leaves = flat_params.leaves
-            group = grouped(checked_group(microbatches), weight_fn, True, leaves[0].device)
-            counted = ranks.agree(
-                group.counted or count_of((), leaves[0].device),
-                microbatches=group.length,
-                shared=shared,
-                given=(leaves, group.at_hand),
-            )
-            known = counted if weight_fn else None
-            sums = ranks.sum(evaluate(gathered(flat_params, axis), group, known))
-        total = known or sums.counted
-
-        metrics = EvalMetrics(
-            loss=_over(sums.loss, None if known else divisor(total.num_tokens)),
-            num_tokens=total.num_tokens,
-            num_microbatches=total.num_microbatches,
-            aux=sums.aux,
-        )
-        return cast("EvalMetrics", tree.map(Tensor.detach, metrics))
-
-    return eval_step
-
-
-def _over(value: Tensor, scale: Tensor | None) -> Tensor:
-    return value if scale is None else (value / scale).to(value.dtype)

@@ -381,13 +381,13 @@ def test_refused() -> None:
     ps.optim.from_torch(torch.optim.RMSprop, lr=0.1).init({"w": ps.Shard(torch.ones(2), tp, (4,))})
 
 
-def test_pieces_over_a_part_of_the_steps_axis_are_refused() -> None:
+def test_pieces_over_more_than_the_steps_axis_are_refused() -> None:
     world = ps.testing.ThreadAxis(4)
     rows, _ = world.split(2, 2)
     with pytest.raises(
         ValueError, match=r"params\['w'\]\.piece is spread over .*some of whose ranks"
     ):
-        world.map(lambda w: once(world, {"w": ps.Shard(w, rows, (4,))}))([torch.ones(2)] * 4)
+        world.map(lambda w: once(rows, {"w": ps.Shard(w, world, (4,))}))([torch.ones(1)] * 4)
 
 
 class Counting(ps.LocalAxis):

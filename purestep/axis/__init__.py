@@ -10,6 +10,7 @@ from purestep.axis.collectives import (
     psum,
     psum_scatter,
     pvary,
+    within,
 )
 from purestep.axis.local import LocalAxis
 from purestep.axis.mesh import MeshAxis
@@ -26,6 +27,7 @@ __all__ = [
     "check_axis",
     "over_tree",
     "overlap",
+    "within",
     "psum",
     "pmean",
     "pvary",

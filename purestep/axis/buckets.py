@@ -7,7 +7,8 @@ row, however they lie in the memory of any rank; a sum that comes out lies as it
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
+from functools import partial
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -15,10 +16,11 @@ import torch
 from torch import Tensor
 
 from purestep import tree
+from purestep.axis.queue import Load
 from purestep.types import Tree
 
 if TYPE_CHECKING:
-    from purestep.axis.ranks import Ranks, Wait
+    from purestep.axis.ranks import Ranks
 
 FIRST_BYTES = 2**20
 """The size of the first bucket."""
@@ -38,7 +40,7 @@ class Packed(NamedTuple):
 def packed(x: Tree) -> Packed:
     """The tree, ready to be summed."""
     leaves, structure = tree.flatten(x)
-    kinds = _alike((leaf.dtype, leaf.device) for leaf in leaves)
+    kinds = _alike({at: (leaf.dtype, leaf.device) for at, leaf in enumerate(leaves)})
     vectors = [(members, torch.cat([leaves[i].reshape(-1) for i in members])) for members in kinds]
     return Packed(leaves, structure, vectors)
 
@@ -61,76 +63,42 @@ def summed(x: Packed, axis: Ranks) -> Any:
 class Buckets:
     """The same sums, of leaves that are still being added up: a bucket leaves as soon as it is complete.
 
-    ``sums`` are buffers for the leaves, row-major views of flat vectors. Call ``begin``, write into them, and call
-    ``ready(index)`` once when one is final, in any order: buckets are launched in one and the same order on every rank, so
-    that communication overlaps with the backward pass that is still at work. The first is small, so that this begins
-    early. ``launch`` those that are left, and ``wait`` for all; then ``sums`` are those of all ranks. Where the loss
-    meets over this axis too, none leaves before ``launch``: ranks may find their gradients in different orders, and would
-    mix up its collectives with these.
+    ``sums`` are buffers for the leaves, by their positions: row-major views of flat vectors, to be written to before their
+    ``loads`` leave. The first bucket is small, so that this begins early. When all loads have been waited for, the sums
+    are those of all ranks; ``settle`` them.
     """
 
     def __init__(
-        self, axis: Ranks, leaves: Sequence[Tensor], dtypes: Sequence[torch.dtype]
+        self, axis: Ranks, leaves: Mapping[int, Tensor], dtypes: Sequence[torch.dtype]
     ) -> None:
-        self.sums = list(leaves)
-        self._axis = axis
-        self._meetings: int | None = None
-        self.elsewhere: dict[int, Tensor] = {}
-        self._buckets: list[Tensor] = []
-        self._places = [range(0)] * len(leaves)
-        self._missing: list[int] = []
-        self._waits: list[Wait] = []
-        kinds = ((dtype, leaf.device) for dtype, leaf in zip(dtypes, leaves, strict=True))
-        for members in _alike(kinds):
+        self.sums = dict(leaves)
+        self.loads: list[Load] = []
+        self._elsewhere: dict[int, Tensor] = {}
+        for members in _alike({at: (dtypes[at], leaf.device) for at, leaf in leaves.items()}):
             like, dtype = leaves[members[0]], dtypes[members[0]]
-            offsets = [*accumulate((leaves[index].numel() for index in members), initial=0)]
+            offsets = [*accumulate((leaves[at].numel() for at in members), initial=0)]
             flat = like.new_empty(offsets[-1], dtype=dtype)
             capacity = _capacity(axis, flat)
-            first = capacity if self._buckets else min(capacity, FIRST_BYTES // flat.element_size())
+            first = capacity if self.loads else min(capacity, FIRST_BYTES // flat.element_size())
             edges = [0, *range(first, len(flat), capacity), len(flat)]
-            before = len(self._buckets)
-            self._buckets += [flat[start:stop] for start, stop in pairwise(edges) if start < stop]
-            self._missing += [0] * (len(self._buckets) - before)
-            for index, (start, stop) in zip(members, pairwise(offsets), strict=True):
-                leaf = leaves[index]
-                self.sums[index] = flat[start:stop].view(leaf.shape)
+            within: list[list[int]] = [[] for _ in edges[1:]]
+            for at, (start, stop) in zip(members, pairwise(offsets), strict=True):
+                leaf = leaves[at]
+                self.sums[at] = flat[start:stop].view(leaf.shape)
                 if not leaf.is_contiguous():
-                    self.elsewhere[index] = leaf
+                    self._elsewhere[at] = leaf
                 if start < stop:
-                    places = bisect_right(edges, start) - 1, bisect_left(edges, stop)
-                    self._places[index] = range(before + places[0], before + places[1])
-                for place in self._places[index]:
-                    self._missing[place] += 1
+                    for place in range(bisect_right(edges, start) - 1, bisect_left(edges, stop)):
+                        within[place].append(at)
+            for inside, (start, stop) in zip(within, pairwise(edges), strict=True):
+                if start < stop:
+                    launch = partial(axis.launch, "psum", flat[start:stop], flat[start:stop])
+                    self.loads.append(Load(inside, axis, launch))
 
-    def begin(self) -> None:
-        """From here on, no other collective runs over the axis but where the loss calls it."""
-        self._meetings = self._axis.meetings
-
-    def ready(self, index: int) -> None:
-        """The sum of this leaf is final."""
-        for place in self._places[index]:
-            self._missing[place] -= 1
-        while (
-            len(self._waits) < len(self._buckets)
-            and not self._missing[len(self._waits)]
-            and self._axis.meetings == (self._meetings or 0) + len(self._waits)
-        ):
-            self._launch()
-
-    def launch(self) -> None:
-        """Begins to sum all that is left."""
-        while len(self._waits) < len(self._buckets):
-            self._launch()
-
-    def wait(self) -> None:
-        """Waits for all sums."""
-        for wait in self._waits:
-            wait()
-        for index, leaf in self.elsewhere.items():
-            self.sums[index] = laid_out_like(leaf, self.sums[index])
-
-    def _launch(self) -> None:
-        self._waits.append(self._axis.launch(self._buckets[len(self._waits)]))
+    def settle(self) -> None:
+        """The sums as they are to be read: each in its leaf's order in memory."""
+        for at, leaf in self._elsewhere.items():
+            self.sums[at] = laid_out_like(leaf, self.sums[at])
 
 
 def laid_out_like(leaf: Tensor, total: Tensor) -> Tensor:
@@ -140,10 +108,10 @@ def laid_out_like(leaf: Tensor, total: Tensor) -> Tensor:
     return torch.empty_like(leaf, dtype=total.dtype).copy_(total)
 
 
-def _alike(kinds: Iterable[Hashable]) -> list[list[int]]:
+def _alike(kinds: Mapping[int, Hashable]) -> list[list[int]]:
     """The positions of each kind, last first."""
     groups: dict[Hashable, list[int]] = {}
-    for index, kind in reversed(list(enumerate(kinds))):
+    for index, kind in reversed([*kinds.items()]):
         groups.setdefault(kind, []).append(index)
     return list(groups.values())
 

@@ -85,6 +85,18 @@ def overlap(one: Axis, other: Axis) -> bool:
     return one == other or len(members[0] & members[1]) > 1
 
 
+def within(inner: Axis, axis: Axis) -> bool:
+    """Whether an axis is the other one, or joins a part of its ranks.
+
+    >>> from purestep import VmapAxis
+    >>> dp, tp = VmapAxis(2), VmapAxis(2)
+    >>> within(dp, dp), within(tp, dp)
+    (True, False)
+    """
+    parts: list[frozenset[Any]] = [getattr(each, "members", frozenset()) for each in (inner, axis)]
+    return inner == axis or (len(parts[0]) > 1 and parts[0] < parts[1])
+
+
 def psum(x: Tree, axis: Axis) -> Tree:
     """The sum over all ranks of every leaf: the same on each rank.
 

@@ -97,5 +97,9 @@ class Ranks(ABC):
         return x if tree.eager(x) else tree.map(partial(self.apply, law), x)
 
     @abstractmethod
-    def launch(self, flat: Tensor) -> Wait:
-        """Starts to sum ``flat`` over ranks, in its own buffer."""
+    def launch(self, law: str, x: Tensor, out: Tensor) -> Wait:
+        """Starts a law on contiguous memory, whose result is in ``out`` when it has been waited for; psum: in ``x`` itself."""
+
+    @abstractmethod
+    def across(self, inner: Ranks) -> Ranks:
+        """The axis over those of these ranks that hold the same of what is spread over ``inner``, a part of this axis."""

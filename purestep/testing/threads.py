@@ -122,14 +122,27 @@ class ThreadAxis(Ranks):
         """The law on one plain tensor of each rank: the same arithmetic as on a dimension of ranks."""
         return x.view_as(x) if law == "pvary" else self._begin(law, x.detach())()
 
-    def launch(self, flat: Tensor) -> Wait:
-        """Hands over what ``flat`` holds now; the sum is there when it has been waited for."""
-        summed = self._begin("psum", flat.clone())
+    def launch(self, law: str, x: Tensor, out: Tensor) -> Wait:
+        """Hands over what ``x`` holds now; the result is in ``out`` when it has been waited for."""
+        stacked = x.view(self.size, *out.shape) if law == "psum_scatter" else x
+        result = self._begin(law, stacked.clone())
 
         def wait() -> None:
-            flat.copy_(summed())
+            out.copy_(result().view(out.shape))
 
         return wait
+
+    def across(self, inner: Ranks) -> ThreadAxis:
+        """The axis over those of these ranks that hold the same of what is spread over ``inner``, a part of this axis."""
+        assert isinstance(inner, ThreadAxis)
+        places = [inner._groups[rank].index(rank) for rank in range(self._world.size)]
+        groups = [
+            tuple(other for other in group if places[other] == places[rank])
+            for rank, group in enumerate(self._groups)
+        ]
+        axis = ThreadAxis(len(groups[0]), bucket_bytes=self.bucket_bytes)
+        axis._world, axis._groups, axis._name = self._world, groups, f"{self} across {inner}"
+        return axis
 
     def _begin(self, law: str, x: Tensor) -> Callable[[], Tensor]:
         """Brings ``x`` to the next meeting of this axis; returns what waits for its result."""
