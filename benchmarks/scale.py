@@ -61,10 +61,14 @@ class Alike(Ranks):
         """The law over ranks that are alike."""
         return LAWS[law].across(x, None, self.size)[0]
 
-    def launch(self, flat: Tensor) -> Wait:
+    def launch(self, law: str, x: Tensor, out: Tensor) -> Wait:
         """The sum of equal terms; integers wrap as they would in the sum."""
-        flat.mul_(self.size)
+        x.mul_(self.size)
         return lambda: None
+
+    def across(self, inner: Ranks) -> Alike:
+        """Nothing is spread over a part of it."""
+        raise NotImplementedError(inner)
 
 
 def microbatches_table(options: argparse.Namespace) -> Lines:

@@ -77,10 +77,13 @@ def sound(rank: int) -> Arguments:
 
 
 def step(axis: ps.Axis, arguments: Arguments) -> Any:
-    """One step with these arguments."""
+    """One step with these arguments; with ``gather``, of the state in pieces."""
     settings = dict(arguments)
-    state = [settings.pop(name) for name in ("params", "opt_state", "microbatches")]
-    return ps.make_update_step(**settings, axis=axis)(*state)
+    *state, group = [settings.pop(name) for name in ("params", "opt_state", "microbatches")]
+    if "gather" not in settings:
+        return ps.make_update_step(**settings, axis=axis)(*state, group)
+    *new, metrics = ps.make_update_step(**settings, axis=axis)(*ps.shard(state, axis), group)
+    return *ps.unshard(tuple(new)), metrics
 
 
 def alone() -> Any:
@@ -435,9 +438,9 @@ class Aftermath(NamedTuple):
     next_step: Any
 
 
-def faulty_step(axis: ps.Axis, rank: int, name: str, donate: bool) -> Aftermath:
+def faulty_step(axis: ps.Axis, rank: int, name: str, donate: bool, **how: Any) -> Aftermath:
     """A step in which some ranks go wrong, and then a sound one."""
-    arguments, fault = {**sound(rank), "donate": donate}, FAULTS[name]
+    arguments, fault = {**sound(rank), "donate": donate, **how}, FAULTS[name]
     if rank in fault.ranks:
         arguments |= fault.change(arguments)
     state = arguments["params"], arguments["opt_state"]
@@ -450,7 +453,7 @@ def faulty_step(axis: ps.Axis, rank: int, name: str, donate: bool) -> Aftermath:
         step(axis, arguments)
     except BaseException as caught:
         error = caught
-    return Aftermath(error, same(leaves, before), step(axis, sound(rank)))
+    return Aftermath(error, same(leaves, before), step(axis, {**sound(rank), **how}))
 
 
 def check_fault(name: str, aftermaths: Sequence[Aftermath], axis: str) -> None:

@@ -18,8 +18,10 @@ from torch import Tensor
 import purestep as ps
 from purestep import tree
 from purestep.axis.buckets import FIRST_BYTES, Buckets
+from purestep.axis.queue import Queue
 from purestep.axis.ranks import Ranks, Wait
 from purestep.conversation import NUMBER, SQUARE, WIDTH, conversation
+from purestep.form import flat
 from tests.faults import (
     BAD,
     SHARE,
@@ -64,11 +66,16 @@ class Alike(Ranks):
         self.met.append(law)
         return x * self.size if law == "psum" else x.expand(self.size, *x.shape)
 
-    def launch(self, flat: Tensor) -> Wait:
+    def launch(self, law: str, x: Tensor, out: Tensor) -> Wait:
         """Sums at once."""
-        self.sent.append((flat.dtype, flat.numel()))
-        flat.mul_(self.size)
+        assert law == "psum"
+        self.sent.append((x.dtype, x.numel()))
+        x.mul_(self.size)
         return lambda: None
+
+    def across(self, inner: Ranks) -> Ranks:
+        """There is no part of it."""
+        raise AssertionError(inner)
 
 
 def calls_of(function: Callable[[], Any]) -> int:
@@ -116,11 +123,12 @@ def test_one_rank_costs_nothing() -> None:
     def talk(leaves: int) -> int:
         theta = {str(place): torch.ones(1) for place in range(leaves)}
         counted = ps.types.Count(torch.tensor(3), torch.tensor(1))
-        here = ps.types.Sums(theta, torch.tensor(1.0), counted, ())
+        params = flat(theta)
+        here = ps.types.Sums(params.leaves, torch.tensor(1.0), counted, ())
 
         def both() -> None:
-            with conversation(ps.LocalAxis()) as ranks:
-                ranks.agree(counted, microbatches=1, shared={}, given=theta)
+            with conversation(ps.LocalAxis(), "step") as ranks:
+                ranks.agree(counted, microbatches=1, shared={}, params=params, given=())
                 assert ranks.sum(here) is here
 
         return calls_of(both)
@@ -135,14 +143,14 @@ def test_the_first_bucket_is_small() -> None:
     """It begins with the last leaf, whose gradient comes first; a model below ``bucket_bytes`` has more than one."""
     axis = Alike(2, bucket_bytes=25 << 20)
     theta = [torch.zeros(1 << 18) for _ in range(6)]
-    buckets = Buckets(axis, theta, [torch.float32] * 6)
-    buckets.begin()
-    buckets.ready(5)
+    queue = Queue(Buckets(axis, dict(enumerate(theta)), [torch.float32] * 6).loads)
+    queue.begin()
+    queue.ready(5)
     assert axis.sent == [(torch.float32, FIRST_BYTES // 4)]
     for index in (4, 3, 2, 1):
-        buckets.ready(index)
+        queue.ready(index)
         assert len(axis.sent) == 1
-    buckets.ready(0)
+    queue.ready(0)
     assert axis.sent[1:] == [(torch.float32, 5 << 18)]
 
 
@@ -154,18 +162,19 @@ def test_leaves_of_any_size_in_buckets_of_any_size(bucket_bytes: int) -> None:
     dtypes = [torch.float32, torch.float32, torch.float64] * 2
     for seed in range(20):
         axis = Alike(2, bucket_bytes)
-        buckets = Buckets(axis, theta, dtypes)
-        buckets.begin()
-        for place, total in enumerate(buckets.sums):
+        buckets = Buckets(axis, dict(enumerate(theta)), dtypes)
+        queue = Queue(buckets.loads)
+        queue.begin()
+        for place, total in buckets.sums.items():
             total.fill_(place)
         order = torch.randperm(6, generator=torch.Generator().manual_seed(seed)).tolist()
         for index in order:
-            buckets.ready(index)
+            queue.ready(index)
         sent = len(axis.sent)
-        buckets.launch()
-        buckets.wait()
+        queue.launch()
+        queue.wait()
         assert len(axis.sent) == sent
-        for place, total in enumerate(buckets.sums):
+        for place, total in buckets.sums.items():
             assert total.dtype == dtypes[place]
             assert torch.equal(total, torch.full_like(total, 2 * place))
         numbers = [sum(n for dtype, n in axis.sent if dtype == kind) for kind in set(dtypes)]
@@ -194,13 +203,14 @@ def test_what_an_announcement_costs() -> None:
     """Not a line more for each bucket that there is."""
 
     def cost(leaves: int) -> float:
-        theta = [torch.zeros(2) for _ in range(leaves)]
-        buckets = Buckets(Alike(2, bucket_bytes=8), theta, [torch.float32] * leaves)
-        buckets.begin()
+        theta = {index: torch.zeros(2) for index in range(leaves)}
+        axis = Alike(2, bucket_bytes=8)
+        queue = Queue(Buckets(axis, theta, [torch.float32] * leaves).loads)
+        queue.begin()
 
         def announce() -> None:
             for index in range(leaves - 1):
-                buckets.ready(index)
+                queue.ready(index)
 
         return lines_of(announce) / leaves
 
@@ -248,7 +258,7 @@ def test_three_kinds_of_ranks() -> None:
 class Beside(Alike):
     """Ranks of which the others say a number more, and a number less, than the fingerprint of this one."""
 
-    def launch(self, flat: Tensor) -> Wait:
+    def launch(self, law: str, flat: Tensor, out: Tensor) -> Wait:
         """Adds what the others say to what this one does."""
         self.sent.append((flat.dtype, flat.numel()))
         number = sum(int(part) << 32 * place for place, part in enumerate(flat[NUMBER].tolist()))

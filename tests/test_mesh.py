@@ -324,6 +324,21 @@ def test_a_fault_is_told_on_every_rank(world: World, name: str, bucket_bytes: in
     check_fault(name, aftermaths, "MeshAxis('dp', 4 ranks)")
 
 
+def faulty_step_in_pieces(axis: ps.Axis, rank: int, name: str, gather: str) -> Aftermath:
+    """The same, of params and state in pieces."""
+    return faulty_step(axis, rank, name, True, gather=gather)
+
+
+@pytest.mark.parametrize("gather", ["step", "microbatch"])
+@pytest.mark.parametrize("name", COMPUTED)
+def test_a_fault_is_told_where_params_are_in_pieces(world: World, name: str, gather: str) -> None:
+    """The others go on with their gathers, and the rank that failed joins them."""
+    aftermaths: list[Aftermath] = processes(
+        world, faulty_step_in_pieces, range(SIZE), [name] * SIZE, [gather] * SIZE
+    )
+    check_fault(name, aftermaths, "MeshAxis('dp', 4 ranks)")
+
+
 @pytest.mark.parametrize("name", COMPUTED)
 def test_a_fault_is_told_where_somebody_differentiates(world: World, name: str) -> None:
     check_faulty_derivative(name, processes(world, faulty_derivative, range(SIZE), [name] * SIZE))

@@ -522,11 +522,11 @@ def test_derivatives_of_a_step_on_pieces() -> None:
 
 def test_trees_without_pieces_pay_nothing() -> None:
     """No collective, no pass over the leaves: the very same structure reaches the loss."""
-    from purestep.form import flat, seen_by_loss
+    from purestep.form import flat, without_shards
 
     given = flat({"w": torch.ones(2)})
     assert given.form.spread == ()
-    assert seen_by_loss(given) is given
+    assert without_shards(given) is given
 
 
 def test_params_over_the_steps_own_axis_compiled() -> None:

@@ -60,6 +60,18 @@ def test_a_fault_is_told_on_every_rank(name: str, bucket_bytes: int, donate: boo
     check_fault(name, results, repr(axis))
 
 
+@pytest.mark.parametrize("gather", ["step", "microbatch"])
+@pytest.mark.parametrize("bucket_bytes", [8, 1 << 20])
+@pytest.mark.parametrize("name", COMPUTED)
+def test_a_fault_is_told_where_params_are_in_pieces(
+    name: str, bucket_bytes: int, gather: str
+) -> None:
+    """The others go on with their gathers, and the rank that failed joins them."""
+    axis = ps.testing.ThreadAxis(4, bucket_bytes=bucket_bytes)
+    results = axis.map(lambda rank: faulty_step(axis, rank, name, True, gather=gather))(range(4))
+    check_fault(name, results, repr(axis))
+
+
 def test_a_fault_is_told_in_any_default_dtype() -> None:
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)
@@ -165,7 +177,7 @@ def test_what_is_launched_is_handed_over_at_once() -> None:
 
     def program(axis: Any, rank: int) -> tuple[list[int], list[Any]]:
         flats = [torch.full((2,), 10.0**place * (rank + 1)) for place in range(3)]
-        waits = [axis.launch(flat) for flat in flats]
+        waits = [axis.launch("psum", flat, flat) for flat in flats]
         begun = axis.meetings
         for flat in flats:
             flat.fill_(-1.0)
