@@ -141,10 +141,10 @@ def launch(module: str, *extra: str, **environment: str) -> Any:
     return _reported([module], extra, environment)
 
 
-def launch_ranks(number: int, module: str, *extra: str) -> Any:
+def launch_ranks(number: int, module: str, *extra: str, **environment: str) -> Any:
     """The same of so many processes of one thread each, the ranks of one group; the first of them writes."""
     torchrun = ["torch.distributed.run", "--standalone", f"--nproc-per-node={number}"]
-    return _reported([*torchrun, "-m", module], extra, {"OMP_NUM_THREADS": "1"})
+    return _reported([*torchrun, "-m", module], extra, {"OMP_NUM_THREADS": "1", **environment})
 
 
 def _reported(module: list[str], extra: Sequence[str], environment: Mapping[str, str]) -> Any:
