@@ -55,20 +55,16 @@ class Way(NamedTuple):
     state: Callable[[], list[Tensor]]
 
 
-def logits_of(params: Any, tokens: Tensor, block: Callable[..., Tensor]) -> Tensor:
+def logits_of(params: Any, tokens: Tensor) -> Tensor:
     """The GPT of the examples, whose params are in pieces: each block is whole while it is at work, forward and backward."""
     outer = ps.unshard({key: value for key, value in params.items() if key != "layers"})
     x = functional.embedding(tokens, outer["embedding"]) + outer["position"][: tokens.shape[1]]
-    for layer in params["layers"]:
-        x = block(layer, x)
+    for layer in ps.unshard_each(params["layers"]):
+        x = gpt.block(CONFIG, layer, x)
+        del layer
     x = functional.layer_norm(x, x.shape[-1:]) * outer["norm"]
     embedding: Tensor = outer["embedding"]
     return x @ embedding.T
-
-
-def one_block(layer: Any, x: Tensor) -> Tensor:
-    """A block of pieces."""
-    return gpt.block(CONFIG, ps.unshard(layer), x)
 
 
 def pure_step(params: Any, gather: str | None, *, blocks: bool = False) -> Way:
@@ -78,7 +74,7 @@ def pure_step(params: Any, gather: str | None, *, blocks: bool = False) -> Way:
 
     def loss_fn(params: Any, batch: Batch) -> Tensor:
         if blocks:
-            logits = logits_of(params, batch["tokens"], ps.remat(one_block))
+            logits = logits_of(params, batch["tokens"])
         else:
             logits = gpt.apply(CONFIG, params, batch["tokens"])
         return ps.losses.cross_entropy(logits, batch["labels"])

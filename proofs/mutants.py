@@ -30,6 +30,8 @@ MODULES = [
     "purestep.axis.queue",
     "purestep.axis.buckets",
     "purestep.axis.packets",
+    "purestep.axis.whole",
+    "purestep.regather",
     "purestep.shard",
     "purestep.tokens",
     "purestep.batching.cut",
@@ -70,6 +72,7 @@ OWN_TYPES = {
             "queue",
             "buckets",
             "packets",
+            "regather",
             "conversation",
             "gathering",
         )
@@ -162,7 +165,7 @@ def in_parallel(old: str, new: str) -> Patch:
 
 def shards(old: str, new: str) -> Patch:
     """A patch of the way from whole tensors to pieces and back."""
-    return Patch("purestep.shard", old, new)
+    return Patch("purestep.axis.whole", old, new)
 
 
 def gathering(old: str, new: str) -> Patch:

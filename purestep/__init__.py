@@ -38,7 +38,7 @@ from purestep.modules import from_module, to_module
 from purestep.pieces import Shard
 from purestep.privacy import per_example
 from purestep.rematerialisation import remat
-from purestep.shard import from_dtensor, shard, to_dtensor, unshard
+from purestep.shard import from_dtensor, shard, to_dtensor, unshard, unshard_each
 from purestep.state import load_state_dict, state_dict
 from purestep.step import make_update_step
 from purestep.tokens import count, count_tokens, label_weights
@@ -101,6 +101,7 @@ __all__ = [
     "Shard",
     "shard",
     "unshard",
+    "unshard_each",
     "to_dtensor",
     "from_dtensor",
     "optim",

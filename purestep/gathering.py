@@ -20,11 +20,12 @@ from purestep.axis import Axis, Ranks, pvary, within
 from purestep.axis.buckets import Buckets, laid_out_like, packed, summed
 from purestep.axis.packets import Scatters, gathered, packets
 from purestep.axis.queue import Queue
+from purestep.axis.whole import scattered, whole
 from purestep.backward import GradientSums
 from purestep.form import Flat, flat, without_shards
 from purestep.objective import check_untouched, versions_of
 from purestep.pieces import Place
-from purestep.shard import scattered, whole
+from purestep.regather import Regather
 from purestep.types import Sums
 
 Gather: TypeAlias = Literal["step", "microbatch", "loss"]
@@ -65,7 +66,7 @@ class Gathering:
         out: Sequence[Tensor | None] | None = None,
         ready: Callable[[int], None] | None = None,
     ) -> None:
-        self.given, self.ready = given, ready
+        self.given, self._ready = given, ready
         self._axis, self._dtypes, self._out = axis, dtypes, out
         self._own: dict[int, Place] = {}
         if axis is not None:
@@ -76,6 +77,11 @@ class Gathering:
         self.meets = bool(self._own)
         self._look: Look | None = None
         self._totals = GradientSums(given.leaves if dtypes else (), dtypes, out)
+
+    @property
+    def ready(self) -> Callable[[int], None] | None:
+        """Who is told the position of a leaf whose sum is final, or whose gradient, where each microbatch is waited for."""
+        return self._ready
 
     def __enter__(self) -> Look:
         if self._look is None:
@@ -180,6 +186,7 @@ class RanksGathering(Gathering):
         self._packets = packets(self._gathers, given.form.dtypes, device)
         self._rounds: Callable[[], int] = int
         self._gathered, self._done = False, 0
+        self._regather = Regather() if gather == "loss" and self.meets and dtypes else None
         groups: dict[Any, dict[int, Tensor]] = {}
         for at, leaf in enumerate(given.leaves if dtypes else ()):
             if at not in self._gathers and (over := self._summed_over(at)) is not None:
@@ -193,11 +200,15 @@ class RanksGathering(Gathering):
         )
         loads = [load for bucket in self._buckets for load in bucket.loads]
         if self.each_microbatch:
-            self._queue, self._microbatch = Queue(loads), Queue(self._scatters.loads, MOST)
+            self._queue, self._microbatch = Queue(loads), Queue(self._scatters.loads(), MOST)
         else:
             most = MOST if self._gathers else None
-            self._queue = self._microbatch = Queue([*loads, *self._scatters.loads], most)
-        self.ready = self._announced if dtypes else None
+            self._queue = self._microbatch = Queue([*loads, *self._scatters.loads()], most)
+
+    @property
+    def ready(self) -> Callable[[int], None]:
+        """Sends what is complete."""
+        return self._announced
 
     def begin(self, rounds: Callable[[], int]) -> None:
         """``rounds`` tells how many microbatches the rank has that has most of them."""
@@ -256,12 +267,18 @@ class RanksGathering(Gathering):
     def _wholes(self) -> Mapping[int, Tensor]:
         self._gathered = True
         wholes = gathered(self._packets, self.given.leaves)
-        for at, place in self._gathers.items():
-            if at not in wholes:  # It has no elements.
-                wholes[at] = self.given.leaves[at].new_empty(place.shape)
-        if self.each_microbatch:
-            self._microbatch.begin()
+        self._microbatch.begin()
         return wholes
+
+    def __enter__(self) -> Look:
+        if self._regather is not None:
+            self._regather.__enter__()
+        return super().__enter__()
+
+    def __exit__(self, *error: object) -> None:
+        if self._regather is not None:
+            self._regather.__exit__(*error)
+        super().__exit__(*error)
 
     def _announced(self, at: int) -> None:
         """The sum of a leaf is final, of this microbatch or of all of them."""

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from purestep import tree
-from purestep.axis import Axis, MeshAxis, all_gather, check_axis, psum_scatter, pvary
-from purestep.pieces import Place, Shard, is_shard, own_programs
+from purestep.axis import Axis, MeshAxis, check_axis, pvary
+from purestep.axis.whole import filled_up, whole
+from purestep.pieces import Shard, is_shard, own_programs
+from purestep.regather import Gather, wholes
 from purestep.types import Tree
 
 
@@ -40,7 +42,7 @@ def _cut(whole: Tensor, axis: Axis, dim: int) -> Tensor | Shard:
         # A copy, so that nothing keeps the whole alive.
         made.piece = whole.narrow(dim, *place.span).clone(memory_format=torch.contiguous_format)
         return made
-    filled = _filled_up(whole, dim, place.length * axis.size)
+    filled = filled_up(whole, dim, place.length * axis.size)
     blocks = filled.unflatten(dim, (axis.size, place.length))
     made.piece = blocks.index_select(dim, axis.index.reshape(1).to(whole.device)).squeeze(dim)
     return made
@@ -50,6 +52,7 @@ def unshard(tree_: Tree) -> Tree:
     """The tree with the whole tensor in the place of each ``Shard``, gathered from all ranks; other leaves as they are.
 
     The whole is each rank's own, and a derivative sums over ranks what each computes of it: ``unshard(shard(x))`` is ``pvary(x)``.
+    In the loss of a step with ``gather="loss"``, what is gathered is not kept for the backward pass, which gathers it again.
 
     >>> from purestep import VmapAxis
     >>> axis = VmapAxis(2)
@@ -58,30 +61,56 @@ def unshard(tree_: Tree) -> Tree:
     >>> axis.map(square, in_dims=None, out_dims=None)(torch.tensor([1.0, 2.0, 3.0]))
     tensor([1., 4., 9.])
     """
+    return _begun(tree_)()
+
+
+def unshard_each(trees: Iterable[Tree]) -> Iterator[Tree]:
+    """``unshard`` of one tree after the other, where each is gathered while you work with the one before.
+
+    So of a network one block and the next are whole:
+
+        for layer in ps.unshard_each(params["layers"]):
+            x = block(layer, x)
+
+    >>> from purestep import VmapAxis
+    >>> axis = VmapAxis(2)
+    >>> def total(w):
+    ...     return sum(layer.sum() for layer in unshard_each([shard(w, axis), shard(2 * w, axis)]))
+    >>> axis.map(total, in_dims=None, out_dims=None)(torch.tensor([1.0, 2.0, 3.0]))
+    tensor(18.)
+    """
+    coming: Callable[[], Tree] | None = None
+    for tree_ in trees:
+        next_ = _begun(tree_)
+        if coming is not None:
+            yield coming()
+        coming = next_
+    if coming is not None:
+        yield coming()
+
+
+def _begun(tree_: Tree) -> Callable[[], Tree]:
+    """Begins to gather a tree; returns what waits for it."""
     nodes, structure = tree.flatten(tree_, is_leaf=is_shard)
-    wholes = [whole(node.piece, node.place) if is_shard(node) else node for node in nodes]
-    return tree.unflatten(structure, wholes)
+    at_once = [at for at, node in enumerate(nodes) if is_shard(node) and _in_packets(node)]
+    pieces = [nodes[at].piece for at in at_once]
+    gather = Gather(pieces, [nodes[at].place for at in at_once]) if at_once else None
+    finish = gather.begin() if gather else None
+
+    def finished() -> Tree:
+        filled = list(nodes)
+        if gather and finish:
+            for at, each in zip(at_once, wholes(gather, finish, pieces), strict=True):
+                filled[at] = each
+        filled = [whole(node.piece, node.place) if is_shard(node) else node for node in filled]
+        return tree.unflatten(structure, filled)
+
+    return finished
 
 
-def whole(piece: Tensor, place: Place) -> Tensor:
-    """All ranks' pieces in one, by ``all_gather``."""
-    filled = _filled_up(piece, place.dim, place.length)
-    # Pieces are filled up behind their last entry, and all that are shorter come last.
-    gathered: Tensor = all_gather(filled, place.axis, place.dim, tiled=True)
-    return gathered.narrow(place.dim, 0, place.shape[place.dim]).contiguous()
-
-
-def scattered(terms: Tensor, place: Place) -> Tensor:
-    """This rank's piece of the sum over ranks, by ``psum_scatter``: the transpose of ``whole``."""
-    filled = _filled_up(terms, place.dim, place.length * place.axis.size)
-    piece: Tensor = psum_scatter(filled, place.axis, place.dim, tiled=True)
-    return piece.narrow(place.dim, 0, place.piece_shape[place.dim])
-
-
-def _filled_up(x: Tensor, dim: int, length: int) -> Tensor:
-    """The tensor with zeros behind it, so that it is that long."""
-    missing = length - x.shape[dim]
-    return functional.pad(x, (0, 0) * (x.ndim - 1 - dim) + (0, missing)) if missing else x
+def _in_packets(node: Shard) -> bool:
+    """Whether several of these may be gathered in one collective: by ranks that run programs of their own, and nobody transforms."""
+    return own_programs(node.axis) and tree.eager()
 
 
 def to_dtensor(tree_: Tree) -> Tree:

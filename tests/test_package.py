@@ -88,6 +88,7 @@ def test_imports_run_downward() -> None:
         "compiler",
         "passes",
         "axis",
+        "regather",
         "shard",
         "gathering",
         "grads",

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from purestep.axis.queue import Load
+from purestep.axis.whole import filled_up
 from purestep.pieces import Place
 
 if TYPE_CHECKING:
@@ -42,13 +42,11 @@ class Packet(NamedTuple):
 def packets(
     places: Mapping[int, Place], dtypes: Sequence[torch.dtype], device: torch.device
 ) -> list[Packet]:
-    """The leaves in packets, last first, but for those that have no elements."""
+    """The leaves in packets, last first."""
     made: list[Packet] = []
     room: dict[Any, int] = {}
     latest: dict[Any, Packet] = {}
     for at, place in reversed([*places.items()]):
-        if 0 in place.shape:
-            continue
         axis: Ranks = place.axis
         size = _width(place) * axis.size * dtypes[at].itemsize
         kind = axis, dtypes[at]
@@ -62,8 +60,21 @@ def packets(
 
 def gathered(packets: Sequence[Packet], pieces: Sequence[Tensor]) -> dict[int, Tensor]:
     """The whole leaves, by their positions."""
+    return begin_gather(packets, pieces)()
+
+
+def begin_gather(
+    packets: Sequence[Packet], pieces: Sequence[Tensor]
+) -> Callable[[], dict[int, Tensor]]:
+    """Begins to gather them; returns what waits for them."""
     begun = [(packet.places, _begin_gather(packet, pieces)) for packet in packets]
-    return {at: leaf for places, leaves in begun for at, leaf in zip(places, leaves(), strict=True)}
+
+    def finish() -> dict[int, Tensor]:
+        return {
+            at: leaf for places, leaves in begun for at, leaf in zip(places, leaves(), strict=True)
+        }
+
+    return finish
 
 
 def _begin_gather(packet: Packet, pieces: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
@@ -71,7 +82,7 @@ def _begin_gather(packet: Packet, pieces: Sequence[Tensor]) -> Callable[[], list
     rows = [_row(pieces[at], place) for at, place in packet.places.items()]
     row = rows[0] if len(rows) == 1 else torch.cat(rows)
     gathered = row.new_empty(axis.size, row.numel())
-    wait = axis.launch("all_gather", row, gathered)
+    wait = axis.launch("all_gather", row, gathered) if row.numel() else _nothing
 
     def finish() -> list[Tensor]:
         wait()
@@ -85,15 +96,19 @@ def _begin_gather(packet: Packet, pieces: Sequence[Tensor]) -> Callable[[], list
 class Scatters:
     """Whole gradients, which leave as soon as a packet of them is complete; each rank gets its piece of their sum over ranks.
 
-    ``give`` the gradient of each leaf before its ``loads`` leave; none at all counts as zeros. When all loads have been
-    waited for, ``pieces`` has been given to ``take``, leaf by leaf.
+    ``give`` the gradient of each leaf before its load leaves; none at all counts as zeros. When a load has been waited for,
+    ``take`` has been called with each leaf's piece.
     """
 
     def __init__(self, packets: Sequence[Packet], take: Callable[[int, Tensor], object]) -> None:
         self._given: dict[int, Tensor] = {}
-        self._take = take
-        self.loads = [
-            Load([*packet.places], packet.axis, partial(self._launch, packet)) for packet in packets
+        self._packets, self._take = packets, take
+
+    def loads(self) -> list[Load]:
+        """One for each packet."""
+        return [
+            Load([*packet.places], packet.axis, partial(self._launch, packet))
+            for packet in self._packets
         ]
 
     def give(self, at: int, grad: Tensor) -> None:
@@ -105,7 +120,7 @@ class Scatters:
         rows = [self._rows(at, packet) for at in places]
         together = rows[0] if len(rows) == 1 else torch.cat(rows, 1)
         row = together.new_empty(together.shape[1])
-        wait = axis.launch("psum_scatter", together.contiguous(), row)
+        wait = axis.launch("psum_scatter", together.contiguous(), row) if row.numel() else _nothing
 
         def finish() -> None:
             wait()
@@ -119,8 +134,13 @@ class Scatters:
         if grad is None:
             shape = packet.axis.size, _width(place)
             return torch.zeros(shape, dtype=packet.dtype, device=packet.device)
-        filled = _filled_up(grad.to(packet.dtype).movedim(place.dim, 0), place, packet.axis.size)
+        entries = grad.to(packet.dtype).movedim(place.dim, 0)
+        filled = filled_up(entries, 0, place.length * packet.axis.size)
         return filled.reshape(packet.axis.size, _width(place))
+
+
+def _nothing() -> None:
+    """There is nothing to send."""
 
 
 def _width(place: Place) -> int:
@@ -133,7 +153,7 @@ def _others(place: Place) -> tuple[int, ...]:
 
 def _row(piece: Tensor, place: Place) -> Tensor:
     """The piece as a row."""
-    return _filled_up(piece.detach().movedim(place.dim, 0), place, 1).reshape(-1)
+    return filled_up(piece.detach().movedim(place.dim, 0), 0, place.length).reshape(-1)
 
 
 def _from_row(row: Tensor, place: Place) -> Tensor:
@@ -147,9 +167,3 @@ def _from_rows(rows: Tensor, place: Place) -> Tensor:
     filled = rows.reshape(len(rows) * place.length, *_others(place))
     whole = filled.narrow(0, 0, place.shape[place.dim])
     return whole.movedim(0, place.dim).contiguous()
-
-
-def _filled_up(x: Tensor, place: Place, pieces: int) -> Tensor:
-    """With zeros behind its last entry, so that it is as long as so many pieces."""
-    missing = place.length * pieces - x.shape[0]
-    return functional.pad(x, (0, 0) * (x.ndim - 1) + (0, missing)) if missing else x
