@@ -17,9 +17,11 @@ import torch
 from purestep.torch_internals import (
     allow_hooks,
     breaks_refused,
+    calls_of,
     gives_up,
     hooks_forbidden,
     in_forward_mode,
+    inductor,
     is_switched_off,
     is_watched,
     options_of_mode,
@@ -66,8 +68,22 @@ def _compile(apart: FunctionType, **settings: Any) -> Callable[..., Any]:
         if "mode" in settings:
             options |= options_of_mode(settings.pop("mode"))
     options |= settings.pop("options", None) or {}
+    if options.get("cpp_wrapper"):
+        settings["backend"], options = inductor(options, _calls_a_process_group), {}
     libraries = ("torch", "optree", "einops", __package__)
     return torch.compile(apart, options=options | unwatched(apart, libraries), **settings)
+
+
+def _calls_a_process_group(graph: torch.fx.GraphModule) -> bool:
+    """Whether ranks meet in it, whose calls cannot be compiled."""
+    from purestep.axis import opaque
+
+    for node in calls_of(graph):
+        if node.target is opaque.apply_collective and node.args[-1] is not None:
+            return True
+        if "c10d" in str(node.target):
+            return True
+    return False
 
 
 def compiled(function: Callable[..., Any], compile_: bool | Compiler = True) -> Callable[..., Any]:

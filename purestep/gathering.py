@@ -256,7 +256,7 @@ class RanksGathering(Gathering):
             sums = self._totals
         else:
             sums = self._leave()
-            for at in self._gathers:
+            for at in self._gathers if self._dtypes else ():
                 if (grad := sums.taken(at)) is not None:
                     self._scatters.give(at, grad)
         for at, place in enumerate(self._out or ()):

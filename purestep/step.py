@@ -81,6 +81,8 @@ def make_update_step(
             as ``ps.per_example`` gives.
         accum_dtype: the dtype in which gradients are summed and reduced; None: float32 for
             half-precision params, else the params' own.
+        gather: when params in pieces over the step's own axis are whole: once a "step", once a "microbatch", or where the
+            "loss" itself calls ``ps.unshard``.
         on_nonfinite: what an infinite or NaN gradient does: "propagate", or "skip" the step, on every
             rank alike, leaving params, moments and step counter as they were.
         donate: whether ``params`` and ``opt_state`` are given away: their buffers hold the results, and the
@@ -100,8 +102,11 @@ def make_update_step(
         the new parameters, not the metrics.
 
     **Pieces.** Where ``params`` has a ``Shard``, the loss is given a tensor: its piece, or all of it where the axis is
-    the step's own. That is gathered once a step, and of the summed gradients each rank gets its piece. ``grad_norm``, clipping and
-    ``on_nonfinite`` are about the whole.
+    the step's own, or some of its dimensions. ``grad_norm``, clipping and ``on_nonfinite`` are about the whole. ``gather="step"`` gathers
+    once, sums whole gradients, and scatters their sums while the last backward pass runs; "microbatch" gathers for each, and
+    scatters each gradient as soon as it is there, so that sums are pieces; with "loss", the loss is given every such ``Shard`` as it is
+    and gathers what it needs when it needs it (``ps.unshard_each``). What it gathers is gathered again for its backward
+    pass, and all ranks must hold equally many microbatches then.
 
     **What is recorded.** A step is recorded for autograd where params, state, a microbatch or a learning rate require
     grad, or under a transform. Then the new parameters require grad, and the graph grows from step to step:

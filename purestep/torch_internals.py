@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from operator import attrgetter
 from types import FunctionType
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -378,6 +378,24 @@ def rewriting(rewrite: Callable[[torch.fx.Graph], None], *files: str) -> dict[st
             return get_hash_for_files(files)
 
     return {"post_grad_custom_post_pass": Pass()}
+
+
+def inductor(options: dict[str, Any], choose: Callable[[torch.fx.GraphModule], bool]) -> Any:
+    """torch's own compiler, with these options; without ``cpp_wrapper`` for a graph that ``choose`` is true of."""
+    wrapper: Any = _private("_TorchCompileInductorWrapper")
+    ways = [wrapper(None, options, None), wrapper(None, options | {"cpp_wrapper": False}, None)]
+
+    def inductor(graph: torch.fx.GraphModule, inputs: Sequence[Tensor], **_: Any) -> Any:
+        return ways[choose(graph)](graph, inputs)
+
+    return inductor
+
+
+def calls_of(graph: torch.fx.GraphModule) -> Iterator[torch.fx.Node]:
+    """All calls of functions in a graph and in those inside of it."""
+    for module in graph.modules():
+        if isinstance(module, torch.fx.GraphModule):
+            yield from (node for node in module.graph.nodes if node.op == "call_function")
 
 
 def options_of_mode(mode: str) -> dict[str, Any]:

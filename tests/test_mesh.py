@@ -26,6 +26,7 @@ import purestep as ps
 from proofs.processes import DeadRankError, World, values
 from purestep import tree
 from purestep.conversation import WIDTH
+from purestep.gathering import Gather
 from tests.faults import (
     BAD,
     COMPUTED,
@@ -720,3 +721,24 @@ def summed_through_local_parts(rank: int) -> list[list[float]]:
 def test_distributed_params_that_share_the_memory_of_their_gradients(world: World) -> None:
     for result in values(world.run(summed_through_local_parts)):
         assert result == [[3, 3]] * 3
+
+
+def compiled_gathers(axis: ps.Axis, rank: int, gather: Gather, whole: bool) -> Any:
+    """A step over pieces, compiled by what compiles calls of kernels, too, which cannot compile those of a process group."""
+    params = {"w": ps.shard(torch.arange(12.0).view(6, 2).double() - 5, axis)}
+    loss_fn: Any = lambda p, x: (x @ ps.unshard(p)["w"]).square().sum(-1)  # noqa: E731
+    how: Any = {"weight_fn": lambda x: torch.ones(len(x)), "axis": axis, "gather": gather}
+    step = ps.make_update_step(loss_fn, SGD, compile=not whole, **how)
+    eager = ps.make_update_step(loss_fn, SGD, **how)
+    step = ps.compile(step, fullgraph=True) if whole else step
+    given = params, SGD.init(params), [torch.eye(6).double()[rank : rank + 1]]
+    return ps.unshard(step(*given)), ps.unshard(eager(*given))
+
+
+@pytest.mark.parametrize(("gather", "whole"), [("loss", False), ("microbatch", True)])
+def test_compiled_gathers(world: World, gather: Gather, whole: bool) -> None:
+    for compiled, eager in processes(
+        world, compiled_gathers, range(SIZE), [gather] * SIZE, [whole] * SIZE
+    ):
+        assert same(compiled[:2], eager[:2])
+        assert torch.equal(compiled[2].loss, eager[2].loss)

@@ -1,0 +1,336 @@
+"""Where the gather of params in pieces stands: what travels when, what is whole, and what is alive."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import purestep as ps
+from purestep import tree
+from purestep.axis.ranks import Wait
+from purestep.gathering import Gather
+from tests.memory import LiveBytes
+
+pytestmark = pytest.mark.timeout(60)
+
+WIDTH, ADAMW = 16, ps.optim.adamw(0.1)
+GATHERS: list[Gather] = ["step", "microbatch", "loss"]
+
+
+def network(layers: int, width: int = WIDTH) -> list[Tensor]:
+    """Equal layers of integers."""
+    generator = torch.Generator().manual_seed(0)
+    shape = (layers, width, width)
+    return [*torch.randint(-1, 2, shape, generator=generator).to(torch.float64)]
+
+
+def rows(count: int, seed: int = 0) -> Tensor:
+    """Inputs, integers as well."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(-2, 3, (count, WIDTH), generator=generator).to(torch.float64)
+
+
+def of_whole(params: Sequence[Tensor], x: Tensor) -> Tensor:
+    """A deep network, one loss for each row."""
+    for layer in params:
+        x = torch.relu(x @ layer) * 0.125
+    return x.square().sum(-1)
+
+
+def of_pieces(params: Sequence[Any], x: Tensor) -> Tensor:
+    """The same, of which one layer is whole at a time, and the next on its way."""
+    for layer in ps.unshard_each(params):
+        x = torch.relu(x @ layer) * 0.125
+        del layer
+    return x.square().sum(-1)
+
+
+def loss_of(gather: Gather) -> Callable[..., Tensor]:
+    """The one that this way needs."""
+    return of_pieces if gather == "loss" else of_whole
+
+
+def ones(x: Tensor) -> Tensor:
+    """Every row is a token."""
+    return torch.ones(len(x), dtype=torch.int64)
+
+
+class Log(ps.testing.ThreadAxis):
+    """Ranks that write down what they launch."""
+
+    def __init__(self, size: int, *, bucket_bytes: int = 1 << 20) -> None:
+        super().__init__(size, bucket_bytes=bucket_bytes)
+        self.launched: list[list[Any]] = [[] for _ in range(size)]
+
+    def launch(self, law: str, x: Tensor, out: Tensor) -> Wait:
+        """As ever."""
+        self.launched[self.rank].append((law, x.numel()))
+        return super().launch(law, x, out)
+
+
+def test_what_travels() -> None:
+    """However many microbatches: a gather and a scatter a step, or each for a microbatch, or two gathers of each layer."""
+
+    def count(gather: Gather, microbatches: int) -> dict[str, int]:
+        axis = Log(2)
+
+        def program(rank: int) -> None:
+            params = ps.shard(network(3, 256), axis)
+            step = ps.make_update_step(
+                lambda p, x: loss_of(gather)(p, x.repeat(1, 16)), ADAMW, weight_fn=ones, axis=axis,
+                gather=gather,
+            )  # fmt: skip
+            state = ADAMW.init(params)
+            axis.launched[rank].clear()
+            step(params, state, [rows(2)] * microbatches)
+
+        axis.map(program)(range(2))
+        assert axis.launched[0] == axis.launched[1]
+        laws = [law for law, numel in axis.launched[0] if numel > 1000]
+        return {law: laws.count(law) for law in ("all_gather", "psum_scatter")}
+
+    for microbatches in (1, 4):
+        assert count("step", microbatches) == {"all_gather": 3, "psum_scatter": 3}
+        each = {"all_gather": 3 * microbatches, "psum_scatter": 3 * microbatches}
+        assert count("microbatch", microbatches) == each
+        # The first layer is not needed to differentiate by it.
+        again = {"all_gather": 5 * microbatches, "psum_scatter": 3 * microbatches}
+        assert count("loss", microbatches) == again
+
+
+@pytest.mark.parametrize("gather", GATHERS)
+def test_gradients_leave_while_the_backward_pass_runs(gather: Gather) -> None:
+    """When the first layer's gradient is found, that of the last one is on its way."""
+    axis = Log(2, bucket_bytes=8)
+    seen: list[list[str]] = [[], []]
+
+    class Look(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            seen[axis.rank] += [law for law, _ in axis.launched[axis.rank]]
+            return grad
+
+    def loss_fn(params: Any, x: Tensor) -> Tensor:
+        first = torch.relu(x @ ps.unshard(params[0])) * 0.125
+        look: Callable[[Tensor], Tensor] = Look.apply
+        return loss_of(gather)(params[1:], look(first))
+
+    def program(rank: int) -> None:
+        params = ps.shard(network(3, 256), axis)
+        step = ps.make_update_step(loss_fn, ADAMW, weight_fn=ones, axis=axis, gather=gather)
+        state = ADAMW.init(params)
+        axis.launched[rank].clear()
+        step(params, state, [rows(2, rank).repeat(1, 16)])
+
+    axis.map(program)(range(2))
+    for laws in seen:
+        assert laws.count("psum_scatter") == 2
+
+
+@pytest.mark.parametrize("gather", GATHERS)
+def test_ranks_that_hold_what_they_hold_evaluate(gather: Gather) -> None:
+    """The loss of all rows, where one rank has none."""
+    axis = ps.testing.ThreadAxis(3)
+    groups = [[rows(2, 1)], [], [rows(1, 2), rows(5, 3)]]
+    if gather == "loss":
+        groups = [[*group, *[rows(0)] * (2 - len(group))] for group in groups]
+    whole = torch.cat([x for group in groups for x in group])
+    expected = ps.make_eval_step(of_whole, weight_fn=ones)(network(3), [whole])
+
+    def program(group: list[Tensor]) -> Any:
+        how: Any = {"weight_fn": ones, "axis": axis, "gather": gather}
+        return ps.make_eval_step(loss_of(gather), **how)(ps.shard(network(3), axis), group)
+
+    for metrics in axis.map(program)(groups):
+        assert torch.equal(metrics.loss, expected.loss)
+        assert metrics.num_tokens == 8
+
+
+def test_a_loss_that_gathers_is_told_what_every_rank_must_bring() -> None:
+    """Equally many microbatches; and so it is where somebody differentiates the step."""
+    axis = ps.testing.ThreadAxis(2)
+
+    def program(rank: int, gather: Gather, recorded: bool) -> None:
+        params = ps.shard(network(2), axis)
+        if recorded:
+            params = tree.map(lambda leaf: leaf.requires_grad_(), params)
+        step = ps.make_update_step(loss_of(gather), ADAMW, weight_fn=ones, axis=axis, gather=gather)
+        with pytest.raises(
+            ValueError,
+            match=r"disagree on the number of microbatches, while the loss gathers params \(add some whose weights are zero\).*"
+            r"rank 0 with .*'1'.* against rank 1 with .*'2'",
+        ):
+            step(params, ADAMW.init(params), [rows(2)] * (1 + rank))
+
+    for gather, recorded in (("loss", False), ("loss", True), ("microbatch", True)):
+        axis.map(program)(range(2), [gather] * 2, [recorded] * 2)
+
+
+@pytest.mark.parametrize(
+    ("gather", "compile"),
+    [*[(gather, False) for gather in GATHERS], ("step", True), ("microbatch", True)],
+)
+def test_losses_of_others(gather: Gather, compile: bool) -> None:
+    """Compiled; with a leaf that is used twice, one that is not used, and one without elements."""
+    axis = ps.testing.ThreadAxis(2)
+    whole = {
+        "w": network(1)[0],
+        "unused": torch.ones(3).double(),
+        "none": torch.ones(3, 0).double(),
+    }
+
+    def plain(params: Any, x: Tensor) -> Tensor:
+        return (x @ params["w"] @ params["w"].T).square().sum(-1) + params["none"].sum()
+
+    def loss_fn(params: Any, x: Tensor) -> Tensor:
+        return plain(ps.unshard(params), x)
+
+    optimizer = ps.optim.sgd(0.5)
+    step = ps.make_update_step(plain, optimizer, weight_fn=ones)
+    expected = step(whole, optimizer.init(whole), [rows(4)])
+
+    def program(rank: int) -> Any:
+        params = ps.shard(whole, axis)
+        step = ps.make_update_step(
+            loss_fn, optimizer, weight_fn=ones, axis=axis, gather=gather, compile=compile
+        )
+        new, _, metrics = step(params, optimizer.init(params), [rows(4)[2 * rank :][:2]])
+        return ps.unshard(new), metrics.grad_norm
+
+    for new, norm in axis.map(program)(range(2)):
+        assert all(map(torch.equal, tree.leaves_of(new), tree.leaves_of(expected[0])))
+        assert torch.equal(norm, expected[2].grad_norm)
+
+
+@pytest.mark.parametrize("recomputed", [False, True])
+def test_one_layer_is_whole_at_a_time(recomputed: bool) -> None:
+    """Sixteen layers more take the sums of their gradients and their activations, and no whole layer.
+
+    Of one rank, whose pieces are whole: what threads copy for each other they count for whoever comes last.
+    """
+    width, more = 128, 16
+    of_layer = 8 * width * width
+
+    def loss_fn(params: Sequence[Any], x: Tensor) -> Tensor:
+        def block(layer: Any, x: Tensor) -> Tensor:
+            return torch.relu(x @ ps.unshard(layer)) * 0.125
+
+        if recomputed:
+            for layer in params:
+                x = ps.remat(block)(layer, x)
+            return x.square().sum(-1)
+        return of_pieces(params, x)
+
+    def peak(layers: int) -> int:
+        axis = ps.testing.ThreadAxis(1)
+
+        def program(_: int) -> int:
+            params = ps.shard(network(layers, width), axis)
+            optimizer = ps.optim.sgd(0.1)
+            step = ps.make_update_step(
+                loss_fn, optimizer, weight_fn=ones, axis=axis, gather="loss", donate=True
+            )
+            state, x = optimizer.init(params), torch.ones(1, width).double()
+            with LiveBytes() as live:
+                step(params, state, [x, x])
+            return live.peak
+
+        (found,) = axis.map(program)(range(1))
+        return int(found)
+
+    assert more * of_layer <= peak(4 + more) - peak(4) < 1.05 * more * of_layer
+
+
+def test_state_is_a_piece() -> None:
+    """1/n of params and moments, and at most a row more."""
+    axis = ps.testing.ThreadAxis(3)
+
+    def program(rank: int) -> int:
+        params = ps.shard({"w": torch.ones(7, 5), "b": torch.ones(6)}, axis)
+        return sum(leaf.numel() for leaf in tree.leaves_of((params, ADAMW.init(params))))
+
+    whole = 7 * 5 + 6
+    for held in axis.map(program)(range(3)):
+        assert held <= 3 * (whole + 2 * 5) / 3 + 1  # params and two moments, and a step
+
+
+@pytest.mark.parametrize("gather", GATHERS)
+def test_nothing_waits_for_the_garbage_collector(gather: Gather) -> None:
+    """What was whole, and what was summed, is gone when the step has returned."""
+    axis = ps.testing.ThreadAxis(2)
+    wholes: list[list[Any]] = [[], []]
+
+    def loss_fn(params: Any, x: Tensor) -> Tensor:
+        layers = list(ps.unshard_each(params))
+        wholes[axis.rank] += map(weakref.ref, layers)
+        return of_whole(layers, x)
+
+    def program(rank: int) -> list[int]:
+        params = ps.shard(network(3), axis)
+        step = ps.make_update_step(loss_fn, ADAMW, weight_fn=ones, axis=axis, gather=gather)
+        state = ADAMW.init(params)
+        step(params, state, [rows(2)] * 2)
+        return [sum(each() is not None for each in wholes[rank])]
+
+    gc.collect()
+    gc.disable()
+    try:
+        assert axis.map(program)(range(2)) == [[0], [0]]
+    finally:
+        gc.enable()
+
+
+def test_unshard_each_is_unshard() -> None:
+    """Of every tree, under transforms too; and a derivative of a derivative passes."""
+    axis, vmapped = ps.testing.ThreadAxis(2), ps.VmapAxis(2)
+    layers = [{"w": torch.arange(5.0), "b": torch.tensor(2.0)}, {"w": torch.ones(3, 2)}]
+
+    def program(_: int) -> Any:
+        mine = [ps.shard(layer, axis) for layer in layers]
+        assert list(ps.unshard_each([])) == []
+        piece = ps.Shard(mine[0]["w"].piece.requires_grad_(), axis, (5,))
+        loss = sum(each.pow(3).sum() for each in ps.unshard_each([piece]))
+        (slope,) = torch.autograd.grad(loss, piece.piece, create_graph=True)
+        (curve,) = torch.autograd.grad(slope.sum(), piece.piece)
+        return list(ps.unshard_each(mine)), ps.unshard(ps.Shard(curve, axis, (5,)))
+
+    for found, curve in axis.map(program)(range(2)):
+        assert all(map(torch.equal, tree.leaves_of(found), tree.leaves_of(layers)))
+        # Both ranks compute the same, and what they compute is summed.
+        assert torch.equal(curve, 2 * 6 * layers[0]["w"])
+
+    def on_ranks(w: Tensor) -> Tensor:
+        nodes = [ps.shard(w, vmapped), ps.shard(2 * w, vmapped)]
+        return torch.stack(list(ps.unshard_each(nodes)))
+
+    run = vmapped.map(on_ranks, in_dims=None, out_dims=None)
+    assert torch.equal(
+        run(torch.arange(3.0)), torch.stack([torch.arange(3.0), 2 * torch.arange(3.0)])
+    )
+
+
+def test_half_precision_is_summed_over_ranks_in_float32() -> None:
+    """256 + 1 + 1 is 258, which bfloat16 has; 256 + 1 is 256 there."""
+    axis, slopes = ps.testing.ThreadAxis(3), [256.0, 1.0, 1.0]
+
+    def program(slope: float, gather: Gather) -> Tensor:
+        params = ps.shard({"w": torch.zeros(3, dtype=torch.bfloat16)}, axis)
+        step = ps.make_update_step(
+            lambda p, x: (ps.unshard(p)["w"] * x).sum()[None], ps.optim.sgd(1.0), axis=axis,
+            weight_fn=lambda x: torch.ones(1), normalize="grads", gather=gather,
+        )  # fmt: skip
+        return step(params, ps.optim.sgd(1.0).init(params), [torch.tensor(slope)])[2].grad_norm
+
+    for gather in GATHERS:
+        for norm in axis.map(program)(slopes, [gather] * 3):
+            assert norm * 3 == pytest.approx(258 * 3**0.5, rel=1e-6)
