@@ -328,15 +328,21 @@ def train(options: argparse.Namespace, axis: ps.MeshAxis) -> None:
     elastic.check_alike(axis, settings)
 
     optimizer, params = begin(options, generator)
-    update_step = ps.make_update_step(loss_fn, optimizer, axis=axis)
+    update_step = ps.make_update_step(loss_fn, optimizer, axis=axis, gather=options.shard or "step")
     begun = (params, optimizer.init(params), torch.tensor(0), torch.tensor(0))
     params, opt_state, taken, position = elastic.from_rank_0(
         axis, lambda: resume(options.checkpoint, settings, begun)
     )
     first = int(taken)
+    if options.shard:
+        params, opt_state = ps.shard((params, opt_state), axis)
     if speaks:
+        kept = sum(leaf.nbytes for leaf in tree.leaves_of((params, opt_state))) / 2**20
         print(lengths_of(corpus))
-        print(f"from step {first} to {options.steps} over {axis.size} ranks")
+        print(
+            f"from step {first} to {options.steps} over {axis.size} ranks, "
+            f"each of which keeps {kept:.1f} MiB of state"
+        )
     losses: list[float] = []
     seconds, tokens = 0.0, 0
 
@@ -355,11 +361,14 @@ def train(options: argparse.Namespace, axis: ps.MeshAxis) -> None:
             tokens += int(metrics.num_tokens)
             bar.set_postfix_str(f"loss {losses[-1]:.3f}, {tokens / seconds:.0f} tokens/s")
             due = step % options.save_every == 0 or step == options.steps
-            if speaks and options.checkpoint and due:
+            if options.checkpoint and due:
                 # Where this step's examples end, however many more have been prefetched.
-                state = (params, opt_state, torch.tensor(step), torch.tensor(stream.position))
-                ps.checkpoint.save(options.checkpoint, (written(settings), state))
+                whole = ps.unshard((params, opt_state))
+                state = (*whole, torch.tensor(step), torch.tensor(stream.position))
+                if speaks:
+                    ps.checkpoint.save(options.checkpoint, (written(settings), state))
 
+    params = ps.unshard(params)
     if speaks:
         if losses:
             print(f"loss {losses[0]:.3f} -> {losses[-1]:.3f}")
@@ -397,6 +406,11 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--checkpoint", type=Path, help="file to save to and to go on from; only under torchrun"
     )
+    parser.add_argument(
+        "--shard",
+        choices=["step", "microbatch"],
+        help="keep a piece of the state on each rank, and gather params once a step or once a microbatch; only under torchrun",
+    )
     parser.add_argument("--save-every", type=positive, default=20, help="steps between two saves")
     options = parser.parse_args(arguments)
 
@@ -408,6 +422,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         return options
     if options.checkpoint:
         parser.error("--checkpoint needs torchrun")
+    if options.shard:
+        parser.error("--shard needs torchrun")
     kinds = Figure().canvas.get_supported_filetypes()
     if options.picture.suffix.removeprefix(".") not in kinds:
         parser.error(f"--picture {options.picture} must end in one of {', '.join(kinds)}")
