@@ -38,13 +38,17 @@ from benchmarks import memory, timing
 from benchmarks.ranks import CONFIG, Batch, group_of
 from purestep import tree
 from purestep.examples import gpt
+from tests.torch_internals import TorchDispatchMode
 
 RATE = 1e-3
 WHOLE, STEP, MICROBATCH, BLOCKS = (
-    "state on every rank", 'gather="step"', 'gather="microbatch"', "block by block",
+    "state on every rank", 'gather="step"', 'gather="microbatch"', 'gather="loss"',
 )  # fmt: skip
 SYNCHRONISING, NOT = "FSDP2", "FSDP2, no sync"
+KEPT, NOT_KEPT = "FSDP2, kept whole", "FSDP2, no sync, kept whole"
 WAYS = [WHOLE, STEP, MICROBATCH, BLOCKS, NOT, SYNCHRONISING]
+BESIDE = [NOT_KEPT, KEPT]
+"""FSDP2 with ``reshard_after_forward=False``, which keeps in memory what two of our ways keep; only its memory is measured."""
 
 
 class Way(NamedTuple):
@@ -125,12 +129,12 @@ class Model(nn.Module):
         return functional.layer_norm(x, x.shape[-1:]) * outer["norm"] @ outer["embedding"].T
 
 
-def fsdp_step(params: Any, *, synchronise: bool) -> Way:
+def fsdp_step(params: Any, *, synchronise: bool, kept: bool = False) -> Way:
     """FSDP2 as its users write it when they count tokens."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("fsdp",))
     model: Any = Model(params)
     for block in model.blocks:
-        fully_shard(block, mesh=mesh)
+        fully_shard(block, mesh=mesh, reshard_after_forward=not kept)
     fully_shard(model, mesh=mesh)
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, fused=True)
     own = list(model.parameters())
@@ -141,7 +145,9 @@ def fsdp_step(params: Any, *, synchronise: bool) -> Way:
         dist.all_reduce(num_tokens)
         total = torch.zeros(())
         for position, batch in enumerate(group):
-            model.set_requires_gradient_sync(synchronise or position == len(group) - 1)
+            last = position == len(group) - 1
+            model.set_requires_gradient_sync(synchronise or last)
+            model.set_reshard_after_backward(synchronise or last or not kept)
             logits = model(batch["tokens"])
             loss = functional.cross_entropy(
                 logits.flatten(0, 1), batch["labels"].flatten(), reduction="sum"
@@ -164,11 +170,11 @@ def fsdp_step(params: Any, *, synchronise: bool) -> Way:
         ]
         return {**outer, "layers": layers}
 
-    def kept() -> list[Tensor]:
+    def state() -> list[Tensor]:
         moments = [leaf for each in optimizer.state.values() for leaf in each.values()]
         return [getattr(leaf, "_local_tensor", leaf) for leaf in [*own, *moments]]
 
-    return Way(update, whole, kept)
+    return Way(update, whole, state)
 
 
 MAKE: dict[str, Callable[[Any], Way]] = {
@@ -178,6 +184,8 @@ MAKE: dict[str, Callable[[Any], Way]] = {
     BLOCKS: partial(pure_step, gather="loss", blocks=True),
     NOT: partial(fsdp_step, synchronise=False),
     SYNCHRONISING: partial(fsdp_step, synchronise=True),
+    NOT_KEPT: partial(fsdp_step, synchronise=False, kept=True),
+    KEPT: partial(fsdp_step, synchronise=True, kept=True),
 }
 
 
@@ -185,7 +193,7 @@ def times(options: argparse.Namespace) -> dict[str, Any]:
     """Seconds of each way in turn."""
     params = gpt.init(CONFIG, torch.Generator().manual_seed(0))
     generator = torch.Generator().manual_seed(dist.get_rank())
-    ways = {name: make(params) for name, make in MAKE.items()}
+    ways = {name: MAKE[name](params) for name in WAYS}
     orders = list(itertools.permutations(WAYS))
     seconds: dict[str, dict[str, list[float]]] = {}
     for k in options.microbatches:
@@ -223,7 +231,30 @@ def bytes_of(options: argparse.Namespace) -> dict[str, Any]:
     gc.collect()
     dist.barrier()
     peak = memory.peak_on_host(lambda: way.update(group))
-    return {"state": sum(leaf.nbytes for leaf in way.state()), "peak": peak}
+    with Traffic() as traffic:
+        way.update(group)
+    return {
+        "state": sum(leaf.nbytes for leaf in way.state()), "peak": peak,
+        "collectives": traffic.collectives, "sent": traffic.sent,
+    }  # fmt: skip
+
+
+class Traffic(TorchDispatchMode):
+    """Counts collectives, and the bytes that a rank sends for them where ranks stand in a ring."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.collectives = self.sent = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d" and "barrier" not in func.__name__:
+            size = dist.get_world_size()
+            # An all-reduce sends everything twice; others have the whole on one side, and a part of it on the other.
+            rounds = 2 if "allreduce" in func.__name__ else 1
+            whole = max(leaf.nbytes for leaf in tree.leaves_of(args) if isinstance(leaf, Tensor))
+            self.collectives += 1
+            self.sent += rounds * whole * (size - 1) // size
+        return func(*args, **(kwargs or {}))
 
 
 def worker(options: argparse.Namespace) -> None:
@@ -255,7 +286,7 @@ def joined(reports: list[dict[str, Any]]) -> dict[str, Any]:
 
 COLORS = {
     WHOLE: "0.45", STEP: "#0072b2", MICROBATCH: "#56b4e9", BLOCKS: "#009e73",
-    NOT: "#e69f00", SYNCHRONISING: "#d55e00",
+    NOT: "#e69f00", SYNCHRONISING: "#d55e00", NOT_KEPT: "#f0c987", KEPT: "#e5a27c",
 }  # fmt: skip
 
 
@@ -268,7 +299,8 @@ def draw(path: Path, report: dict[str, Any]) -> None:
 
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4.2), dpi=150, layout="constrained")
     ks = [int(k) for k in report["times"]]
-    for way, color in COLORS.items():
+    for way in WAYS:
+        color = COLORS[way]
         lines = [1e3 * report["times"][str(k)]["seconds"][way] / k for k in ks]
         left.plot(ks, lines, "o-", color=color, label=way, linewidth=2)
     left.set_xscale("log", base=2)
@@ -309,16 +341,18 @@ def main() -> None:
     for way, value in report["distances"].items():
         print(f"distance of the parameters from the state on every rank, {way}: {value:.1e}")
     report["bytes"] = {}
-    for way in WAYS:
+    for way in [*WAYS, *BESIDE]:
         how = ("--way", way, "--microbatches", "4")
         seen = [
             timing.launch_ranks(2, "benchmarks.sharded", *how, **memory.THRESHOLD)
             for _ in range(options.launches)
         ]
-        here = {name: statistics.median(each[name] for each in seen) for name in ("state", "peak")}
+        here = {name: statistics.median(each[name] for each in seen) for name in seen[0]}
         report["bytes"][way] = here
+        state, peak, sent = (here[name] / 2**20 for name in ("state", "peak", "sent"))
         print(
-            f"{way:>20}: {here['state'] / 2**20:6.1f} MiB of state, {here['peak'] / 2**20:6.1f} at the peak"
+            f"{way:>26}: {state:6.1f} MiB of state, {peak:6.1f} at the peak above it; "
+            f"{here['collectives']:.0f} collectives send {sent:.1f} MiB"
         )
     picture = timing.write(options.results, "sharded", report)
     draw(picture, report)
