@@ -172,7 +172,7 @@ def fsdp_step(params: Any, *, synchronise: bool, kept: bool = False) -> Way:
 
     def state() -> list[Tensor]:
         moments = [leaf for each in optimizer.state.values() for leaf in each.values()]
-        return [getattr(leaf, "_local_tensor", leaf) for leaf in [*own, *moments]]
+        return [leaf.to_local() if hasattr(leaf, "to_local") else leaf for leaf in [*own, *moments]]
 
     return Way(update, whole, state)
 

@@ -2,9 +2,9 @@
 
     unshard(step(shard(θ), shard(s))) = step(θ, s)
 
-The axis over which the state is spread is the step's own (the ranks that split the tokens), or one that
-does not split tokens (tensor parallelism). Some pieces are empty, some shorter than others. Norms, clipping and
-skips are those of the whole.
+The axis over which the state is spread is the step's own (the ranks that split the tokens), one dimension of it, or one that
+does not split tokens (tensor parallelism). The step gathers once, or for each microbatch, or leaves it to the loss. Some pieces
+are empty, some shorter than others. Norms, clipping and skips are those of the whole.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from purestep.axis.packets import Scatters, gathered, packets
 from purestep.axis.queue import Queue
 from purestep.axis.whole import scattered, whole
 from purestep.backward import GradientSums
-from purestep.form import Flat, flat, without_shards
+from purestep.form import Flat, without_shards
 from purestep.objective import check_untouched, versions_of
 from purestep.pieces import Place
 from purestep.regather import Regather
@@ -75,6 +75,7 @@ class Gathering:
         self._gathers = self._own if gather != "loss" else {}
         self.each_microbatch = gather == "microbatch" and bool(self._gathers)
         self.meets = bool(self._own)
+        self._bare: Flat | None = None
         self._look: Look | None = None
         self._totals = GradientSums(given.leaves if dtypes else (), dtypes, out)
 
@@ -102,13 +103,15 @@ class Gathering:
         given, axis = self.given, self._axis
         if not given.form.spread:
             return given if axis is None else given._replace(leaves=pvary(given.leaves, axis))
-        left = () if self._gathers else {place.axis for place in self._own.values()}
-        seen = without_shards(given, left)
+        if self._bare is None:
+            left = () if self._gathers else {place.axis for place in self._own.values()}
+            self._bare = without_shards(given, left)
         wholes = self._wholes()
-        leaves = [wholes.get(at, leaf) for at, leaf in enumerate(seen.leaves)]
-        over = map(self._summed_over, range(len(leaves)))
-        pairs = zip(leaves, over, strict=True)
-        return flat(seen.tree([leaf if ax is None else pvary(leaf, ax) for leaf, ax in pairs]))
+        leaves = [wholes.get(at, leaf) for at, leaf in enumerate(self._bare.leaves)]
+        for at, leaf in enumerate(leaves):
+            over = self._summed_over(at)
+            leaves[at] = leaf if over is None else pvary(leaf, over)
+        return self._bare._replace(leaves=leaves)
 
     def _wholes(self) -> Mapping[int, Tensor]:
         return {at: whole(self.given.leaves[at], place) for at, place in self._gathers.items()}

@@ -19,7 +19,7 @@ from purestep.axis.packets import Scatters, begin_gather, packets
 from purestep.axis.queue import Queue
 from purestep.axis.whole import scattered
 from purestep.pieces import Place
-from purestep.torch_internals import in_backward, version
+from purestep.torch_internals import base_of, in_backward, version
 from purestep.tree import accumulation_dtype
 
 MOST = 2
@@ -124,7 +124,8 @@ class Regather:
 
     def _pack(self, kept: Tensor) -> Tensor | _Recipe:
         # What is computed again in a backward pass is needed there at once.
-        whole = kept if kept._base is None else kept._base
+        base = base_of(kept)
+        whole = kept if base is None else base
         node: Any = whole.grad_fn
         gather = getattr(node, "gather", None)
         if not isinstance(gather, Gather) or in_backward() or kept.dtype != whole.dtype:

@@ -147,6 +147,9 @@ gradient_hooks = _attribute("Tensor._backward_hooks")
 version = _attribute("Tensor._version")
 """How often a tensor was written to."""
 
+base_of: Callable[[Tensor], Tensor | None] = _attribute("Tensor._base")
+"""The tensor that this is a view of."""
+
 storage_address: Callable[[Any], int] = _attribute("UntypedStorage._cdata")
 """Where the storage's own structure lies: one number for all tensors that share memory."""
 
