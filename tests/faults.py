@@ -81,8 +81,10 @@ def step(axis: ps.Axis, arguments: Arguments) -> Any:
     settings = dict(arguments)
     *state, group = [settings.pop(name) for name in ("params", "opt_state", "microbatches")]
     if "gather" not in settings:
-        return ps.make_update_step(**settings, axis=axis)(*state, group)
-    *new, metrics = ps.make_update_step(**settings, axis=axis)(*ps.shard(state, axis), group)
+        params, opt_state = state
+        return ps.make_update_step(**settings, axis=axis)(params, opt_state, group)
+    params, opt_state = ps.shard(state, axis)
+    *new, metrics = ps.make_update_step(**settings, axis=axis)(params, opt_state, group)
     return *ps.unshard(tuple(new)), metrics
 
 

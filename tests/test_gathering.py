@@ -176,6 +176,39 @@ def test_a_loss_that_gathers_is_told_what_every_rank_must_bring() -> None:
         axis.map(program)(range(2), [gather] * 2, [recorded] * 2)
 
 
+@pytest.mark.parametrize("gather", GATHERS)
+def test_pieces_over_both_axes_of_a_mesh(gather: Gather) -> None:
+    """One leaf over the step's own axis, one over the other, one over none: the step of whole tensors."""
+    world = ps.testing.ThreadAxis(4)
+    dp, tp = world.split(2, 2)
+    whole = {"in": network(1)[0], "up": network(2)[1], "bias": torch.ones(WIDTH).double()}
+    optimizer = ps.optim.chain(ps.optim.clip_by_global_norm(8.0), ps.optim.sgd(0.5))
+
+    def plain(params: Any, x: Tensor) -> Tensor:
+        return ((x @ params["in"]) @ params["up"] + params["bias"]).square().sum(-1)
+
+    def loss_fn(params: Any, x: Tensor) -> Tensor:
+        # What each rank of tp computes of it enters a sum there.
+        first = ps.pvary(ps.unshard(params["in"]), tp)
+        mine = (x @ first).chunk(2, -1)[tp.rank] @ params["up"]
+        return (ps.psum(mine, tp) + params["bias"]).square().sum(-1)
+
+    how: Any = {"weight_fn": ones}
+    x = rows(4)
+    step = ps.make_update_step(plain, optimizer, **how)
+    expected, _, metrics = step(whole, optimizer.init(whole), [x])
+
+    def program(_: int) -> Any:
+        params = {**whole, "in": ps.shard(whole["in"], dp), "up": ps.shard(whole["up"], tp)}
+        step = ps.make_update_step(loss_fn, optimizer, axis=dp, gather=gather, **how)
+        new, _, told = step(params, optimizer.init(params), [x[2 * dp.rank :][:2]])
+        return ps.unshard(new), told
+
+    for new, told in world.map(program)(range(4)):
+        assert torch.equal(told.grad_norm, metrics.grad_norm)
+        assert all(map(torch.equal, tree.leaves_of(new), tree.leaves_of(expected)))
+
+
 @pytest.mark.parametrize(
     ("gather", "compile"),
     [*[(gather, False) for gather in GATHERS], ("step", True), ("microbatch", True)],
