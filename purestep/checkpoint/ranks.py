@@ -1,0 +1,126 @@
+"""What ranks do together, so that whatever goes wrong on one of them is an error on all, and on none of them a wait."""
+
+from __future__ import annotations
+
+import os
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeAlias, TypeVar
+
+import torch.distributed as dist
+
+from purestep.axis import MeshAxis, RankError
+from purestep.checkpoint.whole import File
+from purestep.pieces import Shard
+from purestep.state import Slot, kind
+
+T = TypeVar("T")
+
+Group: TypeAlias = Any
+"""A process group; None where there is one process, or each acts for itself."""
+
+KINDS: dict[str, type[Exception]] = {"OSError": OSError, "ValueError": ValueError, "TypeError": TypeError}  # fmt: skip
+"""The errors that arrive as what they are."""
+
+
+def world(slots: Mapping[str, Slot]) -> Group:
+    """All processes, where some tensor is spread over them."""
+    spread = {name: slot.axis for name, slot in slots.items() if isinstance(slot, Shard)}
+    for name, axis in spread.items():
+        if not isinstance(axis, MeshAxis):
+            raise TypeError(
+                f"{name} is spread over {axis}, which is no ps.MeshAxis: take ps.unshard(tree), whose tensors are whole"
+            )
+    return dist.group.WORLD if spread else None
+
+
+def is_first(group: Group) -> bool:
+    """Whether this rank does what one of them has to do."""
+    return group is None or dist.get_rank(group) == 0
+
+
+def together(group: Group, act: Callable[[], T]) -> list[T]:
+    """What ``act`` returns on each rank, on every rank; what it raises on some, too.
+
+    Raised is what this rank raises where all raise the same, and otherwise an error that names the ranks.
+    """
+    if group is None:
+        return [act()]
+    error: BaseException | None = None
+    try:
+        said: tuple[str, Any] = "", act()
+    except BaseException as caught:
+        error = caught
+        kinds = (name for name, kind in KINDS.items() if isinstance(error, kind))
+        said = next(kinds, type(error).__name__), words(error)
+    heard: list[Any] = [None] * dist.get_world_size(group)
+    with explained():
+        dist.all_gather_object(heard, said, group=group)
+    failures = {rank: failure for rank, failure in enumerate(heard) if failure[0]}
+    if error is not None and (
+        all(other == said for other in heard) or not isinstance(error, Exception)
+    ):
+        raise error
+    if failures:
+        raise joint(failures) from error
+    return [value for _, value in heard]
+
+
+def check_same_state(group: Group, slots: Mapping[str, Slot]) -> None:
+    """Refuses what is not the same on all ranks but for the values."""
+    kinds = [f"{name} is {kind(slot)}" for name, slot in slots.items()]
+    if len({*together(group, lambda: zlib.crc32("\n".join(kinds).encode()))}) > 1:
+        first, *others = together(group, lambda: kinds)
+        for rank, found in enumerate(others, 1):
+            if found != first:
+                raise ValueError(
+                    f"rank {rank} has not the state of rank 0: {_first_of(found, first)}; rank 0: {_first_of(first, found)}; "
+                    "all ranks save, or load, trees of one structure"
+                )
+
+
+def _first_of(ours: list[str], theirs: list[str]) -> str:
+    return next(
+        (each for each in ours if each not in theirs), "no more than that, or in a different order"
+    )
+
+
+def check_same(path: File, checksums: Sequence[int]) -> None:
+    """Refuses to load different checkpoints on different ranks."""
+    for rank, checksum in enumerate(checksums):
+        if checksum != checksums[0]:
+            raise ValueError(
+                f"{os.fspath(path)} is not the same on rank {rank} as on rank 0: name the same file, or folder, of a disk that "
+                "all ranks share"
+            )
+
+
+def words(error: BaseException) -> str:
+    """What an error says, without what will be said around it."""
+    return (isinstance(error, OSError) and error.strerror) or str(error)
+
+
+def joint(failures: Mapping[int, tuple[str, str]]) -> Exception:
+    """One error for those of several ranks, each of which is a kind and a text."""
+    kinds = {kind for kind, _ in failures.values()}
+    made = KINDS.get(kinds.pop(), RankError) if len(kinds) == 1 else RankError
+    shown = [
+        f"rank {rank}: {text if made is not RankError else f'{kind}: {text}'}"
+        for rank, (kind, text) in failures.items()
+    ]
+    return made("; ".join(shown))
+
+
+@contextmanager
+def explained() -> Iterator[None]:
+    """A broken connection, in words that say what to look for."""
+    try:
+        yield
+    except RuntimeError as error:
+        what, *_ = str(error).split("\n")
+        raise RankError(
+            "ranks could not save or load together: most likely another rank has died, and its own output tells why. End the "
+            "process, and start again from the last checkpoint, as torchrun --max-restarts does. What the backend says: "
+            f"{what}"
+        ) from error
