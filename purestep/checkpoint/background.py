@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
-from types import TracebackType
-from typing import Any
+from concurrent.futures import Future
+from threading import Thread
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from purestep.checkpoint.ranks import Group, world
+from purestep.axis import RankError
+from purestep.checkpoint.ranks import Group, LostError, world
 from purestep.checkpoint.series import check_step, write_step
 from purestep.checkpoint.trees import slots_of, write
 from purestep.checkpoint.whole import File
@@ -19,16 +20,18 @@ from purestep.pieces import Shard
 from purestep.state import Slot
 from purestep.types import Tree
 
+Slots: TypeAlias = Mapping[str, Slot]
+
 
 class Background:
     """``save`` and ``save_step`` in a thread, one after the other, while the training goes on.
 
     Each waits for the one before, copies the tensors to the host and returns: what is written is what they were at the call, whatever
     a donated step does to them. Copies are made into the same memory each time, once the size of the state. What goes wrong is raised
-    by the next one, by ``wait()``, or where the ``with`` block ends.
+    by the next one, by ``wait()``, or where the ``with`` block ends. A save that nobody waits for may be lost; the last one is there.
 
     Ranks that save together do so over a process group of their own, of gloo, so that their steps go on meanwhile. All of them make
-    the same calls in the same order, the end of the block included.
+    the same calls in the same order, the end of the block included. Where the block fails, they do not wait.
 
     >>> import tempfile
     >>> from purestep.checkpoint import latest, load
@@ -42,7 +45,6 @@ class Background:
     """
 
     def __init__(self) -> None:
-        self._thread = ThreadPoolExecutor(1, "checkpoint")
         self._saving: Future[None] | None = None
         self._copies: dict[str, Tensor] = {}
         self._group: Group = None
@@ -62,14 +64,24 @@ class Background:
         if saving is not None:
             saving.result()
 
-    def _begin(self, tree: Tree, write: Callable[[Mapping[str, Slot], Group], None]) -> None:
+    def _begin(self, tree: Tree, write: Callable[[Slots, Group], None]) -> None:
         self.wait()
         slots = slots_of(tree)
-        if world(slots) is not None and self._group is None:
+        together = world(slots) is not None
+        if together and self._group is None:
             self._group = dist.new_group(backend="gloo")
-        group = None if world(slots) is None else self._group
         copies = {name: self._copy(name, slot) for name, slot in slots.items()}
-        self._saving = self._thread.submit(write, copies, group)
+        saving = self._saving = Future[None]()
+
+        def run() -> None:
+            try:
+                self._write(write, copies, together)
+                saving.set_result(None)
+            except BaseException as error:
+                saving.set_exception(error)
+
+        # A program that fails does not wait for it, since one of those it meets may have ended.
+        Thread(target=run, name="checkpoint", daemon=True).start()
 
     def _copy(self, name: str, slot: Slot) -> Any:
         if isinstance(slot, Shard):
@@ -79,15 +91,27 @@ class Background:
             copy = self._copies[name] = torch.empty_like(slot, device="cpu")
         return copy.copy_(slot)
 
+    def _write(self, write: Callable[[Slots, Group], None], copies: Slots, together: bool) -> None:
+        lost = ""
+        try:
+            write(copies, self._group if together else None)
+        except LostError as error:
+            lost = str(error)
+        if lost:
+            # Over this group others wait for this rank, and hear from its end alone that they need not. It ends with the last
+            # reference to it, so none may be in what is raised.
+            self._leave()
+            raise RankError(lost)
+
+    def _leave(self) -> None:
+        if self._group is not None:
+            dist.destroy_process_group(self._group)
+            self._group = None
+
     def __enter__(self) -> Background:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
-    ) -> None:
-        try:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None or self._group is None:
             self.wait()
-        finally:
-            self._thread.shutdown()
-            if self._group is not None and kind is None:
-                dist.destroy_process_group(self._group)
+            self._leave()

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from purestep import state
-from purestep.checkpoint.whole import File, replacing
+from purestep.checkpoint.whole import File, replaced
 from purestep.pieces import Shard
 from purestep.state import Slot
 
@@ -90,7 +90,7 @@ def write(
         }
         for (name, slot), offsets in zip(slots.items(), itertools.pairwise(ends), strict=True)
     }
-    with replacing(path) as file:
+    with replaced(path) as file:
         file.write(_header(entries, 0, notes or {}))
         checksum = 0
         for slot in slots.values():

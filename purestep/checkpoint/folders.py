@@ -16,7 +16,7 @@ from contextlib import ExitStack
 from dataclasses import is_dataclass
 from enum import Enum
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.distributed.checkpoint import filesystem, metadata as records
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from purestep import state
@@ -37,14 +38,12 @@ from purestep.checkpoint.ranks import (
     together,
     words,
 )
-from purestep.checkpoint.whole import SUMS, File, naming, replacing_folder
+from purestep.checkpoint.whole import SUMS, File, naming, replaced_folder
 from purestep.shard import to_dtensor
 from purestep.state import Slot
 
 METADATA = ".metadata"
 AS_IT_IS: Any = {"flatten_state_dict": False, "flatten_sharded_tensors": False}
-Sums: TypeAlias = dict[str, Tensor]
-"""Of each file, how many bytes it has, and their checksum."""
 
 
 def write(path: File, slots: Mapping[str, Slot], group: Group) -> None:
@@ -53,7 +52,7 @@ def write(path: File, slots: Mapping[str, Slot], group: Group) -> None:
     with naming(path), ExitStack() as published:
 
         def begin() -> Path | None:
-            return published.enter_context(replacing_folder(path)) if is_first(group) else None
+            return published.enter_context(replaced_folder(path)) if is_first(group) else None
 
         folder, *_ = together(group, begin)
         assert folder is not None
@@ -63,17 +62,29 @@ def write(path: File, slots: Mapping[str, Slot], group: Group) -> None:
         def publish() -> None:
             if is_first(group):
                 _check_seen(folder, sums)
-                files.write(folder / SUMS, {name: s for each in sums for name, s in each.items()})
+                files.write(
+                    folder / SUMS,
+                    {name: torch.tensor(s) for each in sums for name, s in each.items()},
+                )
                 published.close()
 
         together(group, publish)
 
 
 class _Writer(filesystem.FileSystemWriter):
-    """Without the name of the folder, which will be different."""
+    """The writer of ``torch.distributed.checkpoint``, which says what the system says, and not the name of a folder that will be renamed."""
 
     def storage_meta(self) -> None:
         return None
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Any:
+        try:
+            return super().write_data(plan, planner)
+        except RuntimeError as error:
+            # Where a file cannot be written, torch.save says at what place of it.
+            if isinstance(error.__context__, OSError):
+                raise error.__context__ from None
+            raise
 
 
 def _write_pieces(folder: Path, spread: dict[str, Tensor], group: Group) -> None:
@@ -99,15 +110,16 @@ def _own(folder: Path, group: Group) -> list[Path]:
     return [*own, folder / METADATA] if is_first(group) else own
 
 
-def _sum(path: Path) -> Tensor:
+def _sum(path: Path) -> list[int]:
+    """How many bytes a file has, and their checksum."""
     checksum = 0
     with path.open("rb") as file:
         while chunk := file.read(files.CHUNK):
             checksum = zlib.crc32(chunk, checksum)
-        return torch.tensor([file.tell(), checksum])
+        return [file.tell(), checksum]
 
 
-def _check_seen(folder: Path, sums: list[Sums]) -> None:
+def _check_seen(folder: Path, sums: list[dict[str, list[int]]]) -> None:
     for rank, each in enumerate(sums):
         for name in each:
             if not (folder / name).exists():
@@ -152,7 +164,7 @@ def _check_sums(folder: Path, group: Group) -> int:
     for name in [*sums][mine]:
         path = folder / name
         try:
-            if path.name != name or sums[name].tolist() != _sum(path).tolist():
+            if path.name != name or sums[name].tolist() != _sum(path):
                 raise files.damaged(path)
         except FileNotFoundError as error:
             raise files.damaged(path) from error

@@ -20,6 +20,11 @@ T = TypeVar("T")
 Group: TypeAlias = Any
 """A process group; None where there is one process, or each acts for itself."""
 
+
+class LostError(RankError):
+    """The group is of no more use, and whoever waits for this rank there waits in vain."""
+
+
 KINDS: dict[str, type[Exception]] = {"OSError": OSError, "ValueError": ValueError, "TypeError": TypeError}  # fmt: skip
 """The errors that arrive as what they are."""
 
@@ -55,35 +60,36 @@ def together(group: Group, act: Callable[[], T]) -> list[T]:
         kinds = (name for name, kind in KINDS.items() if isinstance(error, kind))
         said = next(kinds, type(error).__name__), words(error)
     heard: list[Any] = [None] * dist.get_world_size(group)
-    with explained():
-        dist.all_gather_object(heard, said, group=group)
-    failures = {rank: failure for rank, failure in enumerate(heard) if failure[0]}
-    if error is not None and (
-        all(other == said for other in heard) or not isinstance(error, Exception)
-    ):
-        raise error
-    if failures:
-        raise joint(failures) from error
+    try:
+        with explained():
+            dist.all_gather_object(heard, said, group=group)
+        failures = {rank: failure for rank, failure in enumerate(heard) if failure[0]}
+        alike = len(failures) == len(heard) and len({*heard}) == 1
+        if error is not None and (alike or not isinstance(error, Exception)):
+            raise error
+        if failures:
+            raise joint(failures) from error
+    finally:
+        error = None  # which holds this very frame, and the group
     return [value for _, value in heard]
 
 
-def check_same_state(group: Group, slots: Mapping[str, Slot]) -> None:
+def check_same_save(path: File, slots: Mapping[str, Slot], group: Group) -> None:
     """Refuses what is not the same on all ranks but for the values."""
     kinds = [f"{name} is {kind(slot)}" for name, slot in slots.items()]
+    kinds.append(f"it goes to {os.fspath(path)}")
     if len({*together(group, lambda: zlib.crc32("\n".join(kinds).encode()))}) > 1:
         first, *others = together(group, lambda: kinds)
         for rank, found in enumerate(others, 1):
             if found != first:
                 raise ValueError(
-                    f"rank {rank} has not the state of rank 0: {_first_of(found, first)}; rank 0: {_first_of(first, found)}; "
-                    "all ranks save, or load, trees of one structure"
+                    f"rank {rank} does not save what rank 0 saves: {_first_of(found, first)}, and on rank 0 {_first_of(first, found)}; "
+                    "give all ranks one path, and trees of one structure"
                 )
 
 
 def _first_of(ours: list[str], theirs: list[str]) -> str:
-    return next(
-        (each for each in ours if each not in theirs), "no more than that, or in a different order"
-    )
+    return next((each for each in ours if each not in theirs), "there is no more")
 
 
 def check_same(path: File, checksums: Sequence[int]) -> None:
@@ -119,7 +125,7 @@ def explained() -> Iterator[None]:
         yield
     except RuntimeError as error:
         what, *_ = str(error).split("\n")
-        raise RankError(
+        raise LostError(
             "ranks could not save or load together: most likely another rank has died, and its own output tells why. End the "
             "process, and start again from the last checkpoint, as torchrun --max-restarts does. What the backend says: "
             f"{what}"

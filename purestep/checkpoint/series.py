@@ -8,7 +8,7 @@ from pathlib import Path
 
 from purestep.checkpoint.ranks import Group, is_first, together, world
 from purestep.checkpoint.trees import slots_of, write
-from purestep.checkpoint.whole import File, naming, remove
+from purestep.checkpoint.whole import File, clear, naming, remove
 from purestep.state import Slot
 from purestep.types import Tree
 
@@ -69,6 +69,7 @@ def write_step(folder: File, step: int, slots: Mapping[str, Slot], keep: int, gr
             with naming(folder):
                 for superfluous in [*_steps(folder).values()][:-keep]:
                     remove(superfluous)
+                clear(folder, "[0-9]*")
 
     together(group, begin)
     write(folder / f"{step:08}", slots, group)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from purestep import state, tree as trees
 from purestep.checkpoint import files
-from purestep.checkpoint.ranks import Group, check_same, check_same_state, is_first, together, world
+from purestep.checkpoint.ranks import Group, check_same, check_same_save, is_first, together, world
 from purestep.checkpoint.whole import File, naming
 from purestep.pieces import is_shard
 from purestep.shard import unshard
@@ -49,11 +49,12 @@ def slots_of(tree: Tree) -> dict[str, Slot]:
 def write(path: File, slots: Mapping[str, Slot], group: Group) -> None:
     """Writes a file, or with the ranks of a group a folder."""
     if group is None:
-        files.write(path, slots)
+        with naming(path):
+            files.write(path, slots)
     else:
         from purestep.checkpoint import folders
 
-        check_same_state(group, slots)
+        check_same_save(path, slots, group)
         folders.write(path, slots, group)
 
 
@@ -121,7 +122,7 @@ def export(path: File, tensors: Mapping[str, Slot]) -> None:
     slots = files.ordered({name: state.slot(name, tensor) for name, tensor in tensors.items()})
     files.check_dtypes(slots)
     group = world(slots)
-    check_same_state(group, slots)
+    check_same_save(path, slots, group)
     wholes = map(unshard, slots.values())
 
     def write_or_gather() -> None:

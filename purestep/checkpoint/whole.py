@@ -33,7 +33,14 @@ def replacing(path: File) -> Iterator[BinaryIO]:
     ...     Path(f"{folder}/losses").read_text()
     '0.5'
     """
-    with naming(path), _unfinished(real := Path(os.path.realpath(path))) as file:
+    with naming(path), replaced(path) as file:
+        yield file
+
+
+@contextmanager
+def replaced(path: File) -> Iterator[BinaryIO]:
+    """The same, whose errors are the system's own."""
+    with _unfinished(real := Path(os.path.realpath(path))) as file:
         yield file
         file.flush()
         if real.exists():
@@ -44,9 +51,9 @@ def replacing(path: File) -> Iterator[BinaryIO]:
 
 
 @contextmanager
-def replacing_folder(path: File) -> Iterator[Path]:
+def replaced_folder(path: File) -> Iterator[Path]:
     """The same of a folder to write files to, which are on the disk when the block is through; one that is no checkpoint stays."""
-    with naming(path), _unfinished(real := Path(os.path.realpath(path))) as file:
+    with _unfinished(real := Path(os.path.realpath(path))) as file:
         _check_replaceable(real)
         folder = _folder_of(Path(file.name))
         folder.mkdir()
@@ -102,10 +109,7 @@ def _unfinished(path: Path) -> Iterator[BinaryIO]:
 
     The same is true of a folder of its name.
     """
-    for leftover in path.parent.glob(f"{glob.escape(path.name)}.{'[0-9a-f]' * 8}.unfinished"):
-        with suppress(OSError), leftover.open("r+b") as file:
-            if _lock(file, wait=False):
-                _remove(leftover)
+    clear(path.parent, glob.escape(path.name))
     while True:
         unfinished = path.with_name(f"{path.name}.{os.urandom(4).hex()}.unfinished")
         with unfinished.open("xb") as file:
@@ -117,6 +121,14 @@ def _unfinished(path: Path) -> Iterator[BinaryIO]:
                 finally:
                     _remove(unfinished)
                 return
+
+
+def clear(folder: Path, names: str) -> None:
+    """Takes away what those who were killed have left beside files of such names."""
+    for leftover in folder.glob(f"{names}.{'[0-9a-f]' * 8}.unfinished"):
+        with suppress(OSError), leftover.open("r+b") as file:
+            if _lock(file, wait=False):
+                _remove(leftover)
 
 
 def _folder_of(unfinished: Path) -> Path:
