@@ -31,7 +31,7 @@ class Background:
     by the next one, by ``wait()``, or where the ``with`` block ends. A save that nobody waits for may be lost; the last one is there.
 
     Ranks that save together do so over a process group of their own, of gloo, so that their steps go on meanwhile. All of them make
-    the same calls in the same order, the end of the block included. Where the block fails, they do not wait.
+    the same calls in the same order, the end of the block included.
 
     >>> import tempfile
     >>> from purestep.checkpoint import latest, load
@@ -80,7 +80,7 @@ class Background:
             except BaseException as error:
                 saving.set_exception(error)
 
-        # A program that fails does not wait for it, since one of those it meets may have ended.
+        # A program that ends does not wait for it, since one of those it meets may have ended.
         Thread(target=run, name="checkpoint", daemon=True).start()
 
     def _copy(self, name: str, slot: Slot) -> Any:
@@ -112,6 +112,10 @@ class Background:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is None or self._group is None:
+        try:
             self.wait()
+        except Exception:
+            if kind is None:
+                raise
+        finally:
             self._leave()

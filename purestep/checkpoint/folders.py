@@ -191,7 +191,7 @@ def _read_metadata(folder: Path) -> records.Metadata:
     try:
         with path.open("rb") as file:
             metadata = _Records(file).load()
-    except (pickle.UnpicklingError, FileNotFoundError) as error:
+    except Exception as error:  # as many kinds as there are ways to be no pickle
         raise files.damaged(path) from error
     if not isinstance(metadata, records.Metadata):
         raise files.damaged(path)
