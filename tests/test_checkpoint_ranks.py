@@ -332,13 +332,36 @@ def test_pieces_that_are_no_pieces_are_refused(path: Path) -> None:
 
     for kind, text in threads.map(save)([torch.tensor(0), torch.tensor(1)]):
         assert kind == "TypeError"
-        assert text.startswith("tree['w'] is spread over ThreadAxis(2), which is no ps.MeshAxis")
+        assert text.startswith(
+            "a Shard over ThreadAxis(2), which is no ps.MeshAxis, is neither saved"
+        )
 
 
 def test_a_piece_of_another_length_is_refused(three: World, path: Path) -> None:
     for kind, text in together(three, save_wrong, path):
         assert kind == "ValueError"
         assert re.match(r"tree\['w'\].piece is torch.float32 of shape \(2,\), and .* holds \(1,\)", text)  # fmt: skip
+
+
+def test_what_one_rank_may_not_save_all_refuse(three: World, path: Path) -> None:
+    for kind, text in together(three, save_number, path):
+        assert kind == "TypeError"
+        assert text.startswith("rank 1: tree['n'] is int, no tensor")
+    for kind, text in together(three, load_number, path):
+        assert kind == "TypeError"
+        assert text.startswith("rank 1: tree['n'] is int, no tensor")
+
+
+def save_number(rank: int, path: Path) -> tuple[str, str]:
+    """No tensor, on one rank."""
+    state = {"w": ps.shard(torch.ones(3), axis()), "n": 1 if rank == BAD else torch.tensor(1)}
+    return refused(lambda: ps.checkpoint.save(path, state))
+
+
+def load_number(rank: int, path: Path) -> tuple[str, str]:
+    """Into no tensor, on one rank."""
+    state = {"w": ps.shard(torch.ones(3), axis()), "n": 1 if rank == BAD else torch.tensor(1)}
+    return refused(lambda: ps.checkpoint.load(path, state))
 
 
 def save_wrong(_: int, path: Path) -> tuple[str, str]:

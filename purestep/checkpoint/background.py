@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
+from pathlib import Path
 from threading import Thread
 from typing import Any, TypeAlias
 
@@ -21,6 +22,7 @@ from purestep.state import Slot
 from purestep.types import Tree
 
 Slots: TypeAlias = Mapping[str, Slot]
+Write: TypeAlias = Callable[[File, Slots, Group], None]
 
 
 class Background:
@@ -51,12 +53,16 @@ class Background:
 
     def save(self, path: File, tree: Tree) -> None:
         """``save(path, tree)``, which goes on when this returns."""
-        self._begin(tree, lambda slots, group: write(path, slots, group))
+        self._begin(path, tree, write)
 
     def save_step(self, folder: File, step: int, tree: Tree, keep: int = 3) -> None:
         """``save_step(folder, step, tree, keep)``, which goes on when this returns."""
         check_step(step, keep)
-        self._begin(tree, lambda slots, group: write_step(folder, step, slots, keep, group))
+        self._begin(
+            Path(folder, str(step)),
+            tree,
+            lambda _, slots, group: write_step(folder, step, slots, keep, group),
+        )
 
     def wait(self) -> None:
         """Returns when all is on the disk, or raises what went wrong."""
@@ -64,18 +70,18 @@ class Background:
         if saving is not None:
             saving.result()
 
-    def _begin(self, tree: Tree, write: Callable[[Slots, Group], None]) -> None:
+    def _begin(self, path: File, tree: Tree, write: Write) -> None:
         self.wait()
-        slots = slots_of(tree)
-        together = world(slots) is not None
+        together = world(tree) is not None
         if together and self._group is None:
             self._group = dist.new_group(backend="gloo")
+        slots = slots_of(tree, self._group if together else None, path)
         copies = {name: self._copy(name, slot) for name, slot in slots.items()}
         saving = self._saving = Future[None]()
 
         def run() -> None:
             try:
-                self._write(write, copies, together)
+                self._write(path, copies, write, together)
                 saving.set_result(None)
             except BaseException as error:
                 saving.set_exception(error)
@@ -91,10 +97,10 @@ class Background:
             copy = self._copies[name] = torch.empty_like(slot, device="cpu")
         return copy.copy_(slot)
 
-    def _write(self, write: Callable[[Slots, Group], None], copies: Slots, together: bool) -> None:
+    def _write(self, path: File, copies: Slots, write: Write, together: bool) -> None:
         lost = ""
         try:
-            write(copies, self._group if together else None)
+            write(path, copies, self._group if together else None)
         except LostError as error:
             lost = str(error)
         if lost:

@@ -63,13 +63,14 @@ T = TypeVar("T", bound=Slot)
 Kinds: TypeAlias = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
 
 
-def check_dtypes(slots: Mapping[str, Slot]) -> None:
-    """Refuses what has no name in the format."""
+def writable(slots: dict[str, Slot]) -> dict[str, Slot]:
+    """The same, but that what has no name in the format is refused."""
     for name, slot in slots.items():
         if _dtype(slot) not in DTYPES:
             raise TypeError(
                 f"{name} is {state.kind(slot)}, a dtype that no file holds; .view it as one of its size"
             )
+    return slots
 
 
 def write(

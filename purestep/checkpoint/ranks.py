@@ -10,10 +10,12 @@ from typing import Any, TypeAlias, TypeVar
 
 import torch.distributed as dist
 
+from purestep import tree as trees
 from purestep.axis import MeshAxis, RankError
 from purestep.checkpoint.whole import File
-from purestep.pieces import Shard
+from purestep.pieces import is_shard
 from purestep.state import Slot, kind
+from purestep.types import Tree
 
 T = TypeVar("T")
 
@@ -29,15 +31,16 @@ KINDS: dict[str, type[Exception]] = {"OSError": OSError, "ValueError": ValueErro
 """The errors that arrive as what they are."""
 
 
-def world(slots: Mapping[str, Slot]) -> Group:
+def world(tree: Tree) -> Group:
     """All processes, where some tensor is spread over them."""
-    spread = {name: slot.axis for name, slot in slots.items() if isinstance(slot, Shard)}
-    for name, axis in spread.items():
+    axes = [node.axis for node in trees.flatten(tree, is_shard)[0] if is_shard(node)]
+    for axis in axes:
         if not isinstance(axis, MeshAxis):
             raise TypeError(
-                f"{name} is spread over {axis}, which is no ps.MeshAxis: take ps.unshard(tree), whose tensors are whole"
+                f"a Shard over {axis}, which is no ps.MeshAxis, is neither saved nor loaded: take ps.unshard(tree), whose "
+                "tensors are whole"
             )
-    return dist.group.WORLD if spread else None
+    return dist.group.WORLD if axes else None
 
 
 def is_first(group: Group) -> bool:
@@ -74,18 +77,26 @@ def together(group: Group, act: Callable[[], T]) -> list[T]:
     return [value for _, value in heard]
 
 
-def check_same_save(path: File, slots: Mapping[str, Slot], group: Group) -> None:
-    """Refuses what is not the same on all ranks but for the values."""
-    kinds = [f"{name} is {kind(slot)}" for name, slot in slots.items()]
-    kinds.append(f"it goes to {os.fspath(path)}")
-    if len({*together(group, lambda: zlib.crc32("\n".join(kinds).encode()))}) > 1:
-        first, *others = together(group, lambda: kinds)
+def agreed(group: Group, slots_of: Callable[[], dict[str, Slot]], path: File) -> dict[str, Slot]:
+    """What this rank saves; refused on all ranks where it is not the same on all of them, but for the values."""
+    slots: dict[str, Slot] = {}
+    lines: list[str] = []
+
+    def describe() -> int:
+        slots.update(slots_of())
+        lines.extend(f"{name} is {kind(slot)}" for name, slot in slots.items())
+        lines.append(f"it goes to {os.fspath(path)}")
+        return zlib.crc32("\n".join(lines).encode())
+
+    if len({*together(group, describe)}) > 1:
+        first, *others = together(group, lambda: lines)
         for rank, found in enumerate(others, 1):
             if found != first:
                 raise ValueError(
                     f"rank {rank} does not save what rank 0 saves: {_first_of(found, first)}, and on rank 0 {_first_of(first, found)}; "
                     "give all ranks one path, and trees of one structure"
                 )
+    return slots
 
 
 def _first_of(ours: list[str], theirs: list[str]) -> str:

@@ -27,8 +27,8 @@ def save_step(folder: File, step: int, tree: Tree, keep: int = 3) -> None:
     ['00000400', '00000500']
     """
     check_step(step, keep)
-    slots = slots_of(tree)
-    write_step(folder, step, slots, keep, world(slots))
+    group = world(tree)
+    write_step(folder, step, slots_of(tree, group, Path(folder, str(step))), keep, group)
 
 
 def latest(folder: File) -> Path | None:

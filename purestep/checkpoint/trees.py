@@ -8,7 +8,7 @@ from pathlib import Path
 
 from purestep import state, tree as trees
 from purestep.checkpoint import files
-from purestep.checkpoint.ranks import Group, check_same, check_same_save, is_first, together, world
+from purestep.checkpoint.ranks import Group, agreed, check_same, is_first, together, world
 from purestep.checkpoint.whole import File, naming
 from purestep.pieces import is_shard
 from purestep.shard import unshard
@@ -35,15 +35,13 @@ def save(path: File, tree: Tree) -> None:
     ...
     OSError: nowhere/state cannot be written (No such file or directory): name a file in a folder that is there, ...
     """
-    slots = slots_of(tree)
-    write(path, slots, world(slots))
+    group = world(tree)
+    write(path, slots_of(tree, group, path), group)
 
 
-def slots_of(tree: Tree) -> dict[str, Slot]:
+def slots_of(tree: Tree, group: Group, path: File) -> dict[str, Slot]:
     """What has to be written of a tree, by name."""
-    slots = state.slots(tree)
-    files.check_dtypes(slots)
-    return slots
+    return agreed(group, lambda: files.writable(state.slots(tree)), path)
 
 
 def write(path: File, slots: Mapping[str, Slot], group: Group) -> None:
@@ -54,7 +52,6 @@ def write(path: File, slots: Mapping[str, Slot], group: Group) -> None:
     else:
         from purestep.checkpoint import folders
 
-        check_same_save(path, slots, group)
         folders.write(path, slots, group)
 
 
@@ -77,9 +74,14 @@ def load(path: File, like: Tree) -> Tree:
     ValueError: ... does not fit like:
       tree['w'] is torch.float32 of shape (2,), and torch.float32 of shape (3,) was expected
     """
-    slots = state.slots(like)
-    group = world(slots)
-    are_folders = together(group, Path(path).is_dir)
+    group = world(like)
+    slots: dict[str, Slot] = {}
+
+    def look() -> bool:
+        slots.update(state.slots(like))
+        return Path(path).is_dir()
+
+    are_folders = together(group, look)
     check_same(path, are_folders)
     if are_folders[0]:
         from purestep.checkpoint import folders
@@ -119,10 +121,13 @@ def export(path: File, tensors: Mapping[str, Slot]) -> None:
             f"export takes a dict of tensors by name, such as the params of ps.from_module, and not {type(tensors).__name__}: "
             "of a tree take ps.state_dict(tree)"
         )
-    slots = files.ordered({name: state.slot(name, tensor) for name, tensor in tensors.items()})
-    files.check_dtypes(slots)
-    group = world(slots)
-    check_same_save(path, slots, group)
+
+    def slots_of() -> dict[str, Slot]:
+        slots = {name: state.slot(name, tensor) for name, tensor in tensors.items()}
+        return files.ordered(files.writable(slots))
+
+    group = world(dict(tensors))
+    slots = agreed(group, slots_of, path)
     wholes = map(unshard, slots.values())
 
     def write_or_gather() -> None:
