@@ -337,6 +337,16 @@ def test_pieces_that_are_no_pieces_are_refused(path: Path) -> None:
         )
 
 
+def test_ranks_that_have_parted_save_nothing(path: Path) -> None:
+    place: Any = {"init_method": f"file://{path}.store", "rank": 0, "world_size": 1}
+    dist.init_process_group("gloo", **place)
+    state = {"w": ps.shard(torch.ones(3), axis())}
+    dist.destroy_process_group()
+    for act in (ps.checkpoint.save, ps.checkpoint.load, ps.checkpoint.export):
+        with pytest.raises(ValueError, match=r"a Shard over MeshAxis\('dp', 1 rank\) .* has ended"):
+            act(path, state)
+
+
 def test_a_piece_of_another_length_is_refused(three: World, path: Path) -> None:
     for kind, text in together(three, save_wrong, path):
         assert kind == "ValueError"

@@ -40,6 +40,11 @@ def world(tree: Tree) -> Group:
                 f"a Shard over {axis}, which is no ps.MeshAxis, is neither saved nor loaded: take ps.unshard(tree), whose "
                 "tensors are whole"
             )
+        if dist.group.WORLD is None:
+            raise ValueError(
+                f"a Shard over {axis} is neither saved nor loaded once its process group has ended: do so before "
+                "torch.distributed.destroy_process_group()"
+            )
     return dist.group.WORLD if axes else None
 
 
