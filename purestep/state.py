@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from enum import Enum
-from typing import Any
+from typing import Any, TypeAlias
 
 import optree
 import torch
 from torch import Tensor
 
 from purestep import tree as trees
+from purestep.pieces import Shard, is_shard
 from purestep.types import Tree
+
+Slot: TypeAlias = Tensor | Shard
+"""What has a name of its own where all ranks' state is one: a tensor, or this rank's piece of one."""
 
 SHOWN = 8
 """How many differences a message lists; it counts the others."""
@@ -70,8 +74,31 @@ def load_state_dict(like: Tree, flat: Mapping[str, Tensor]) -> Tree:
 
 def named(tree: Tree) -> dict[str, Tensor]:
     """The tree's own tensors by name, in the order of its leaves: all of them plain, none of them recorded."""
-    names, leaves = trees.paths(tree, "tree"), trees.leaves_of(tree)
-    for accessor, name in zip(_accessors(tree), names, strict=True):
+    return {name: _plain(name, leaf) for name, leaf in _named(tree, None)}
+
+
+def slots(tree: Tree) -> dict[str, Slot]:
+    """The same, but that a ``Shard`` stands for the tensor that it is a piece of, under the name of that."""
+    return {name: slot(name, node) for name, node in _named(tree, is_shard)}
+
+
+def slot(name: str, node: Any) -> Slot:
+    """A tensor, or a piece, that may be saved; anything else is refused by its name."""
+    if not is_shard(node):
+        return _plain(name, node)
+    piece, place = _plain(f"{name}.piece", node.piece), node.place
+    if piece.shape != place.piece_shape:
+        raise ValueError(
+            f"{name}.piece is {trees.kind(piece)}, and of a tensor of shape {place.shape} this rank of {place.axis} holds "
+            f"{place.piece_shape}: cut it as ps.shard does"
+        )
+    return Shard(piece, *place)
+
+
+def _named(tree: Tree, is_leaf: Callable[[Any], bool] | None) -> list[tuple[str, Any]]:
+    accessors = optree.tree_accessors(tree, is_leaf, namespace=trees.NAMESPACE)
+    names = [accessor.codify("tree") for accessor in accessors]
+    for accessor, name in zip(accessors, names, strict=True):
         for key in accessor.path:
             if not _is_stable(key):
                 raise ValueError(
@@ -84,11 +111,7 @@ def named(tree: Tree) -> dict[str, Tensor]:
             f"{repeated[0]} is the name of two leaves: give them keys that print differently; a class of your own that is "
             "registered with optree returns them as entries"
         )
-    return {name: _plain(name, leaf) for name, leaf in zip(names, leaves, strict=True)}
-
-
-def _accessors(tree: Tree) -> list[Any]:
-    return optree.tree_accessors(tree, namespace=trees.NAMESPACE)
+    return list(zip(names, trees.flatten(tree, is_leaf)[0], strict=True))
 
 
 _STABLE = {type(None), str, bytes, bool, int, float, torch.dtype}
@@ -115,9 +138,16 @@ def _plain(name: str, leaf: Any) -> Tensor:
     return leaf.detach().resolve_conj().resolve_neg()
 
 
-def check_fit(found: Mapping[str, str], wanted: Mapping[str, Tensor], what: str) -> None:
+def kind(slot: Slot) -> str:
+    """What a tensor is, or what the whole is of a piece."""
+    return (
+        f"{slot.piece.dtype} of shape {slot.shape}" if isinstance(slot, Shard) else trees.kind(slot)
+    )
+
+
+def check_fit(found: Mapping[str, str], wanted: Mapping[str, Slot], what: str) -> None:
     """Refuses what was ``found``, a kind by name, unless it is that of the tensors ``wanted``; names every difference."""
-    differences = list(_differences(found, {name: trees.kind(t) for name, t in wanted.items()}))
+    differences = list(_differences(found, {name: kind(slot) for name, slot in wanted.items()}))
     if differences:
         shown = "".join(f"\n  {difference}" for difference in differences[:SHOWN])
         hidden = len(differences) - SHOWN
@@ -135,6 +165,8 @@ def _differences(found: Mapping[str, str], wanted: Mapping[str, str]) -> Iterato
             yield f"{name} is {found[name]}, and {wanted[name]} was expected"
 
 
-def empty_like(leaf: Tensor) -> Tensor:
+def empty_like(slot: Slot) -> Any:
     """Fresh memory for a leaf like this one, in the same order: in a different one, a product may round differently."""
-    return torch.empty_like(leaf, requires_grad=False)
+    if isinstance(slot, Shard):
+        return Shard(empty_like(slot.piece), *slot.place)
+    return torch.empty_like(slot, requires_grad=False)

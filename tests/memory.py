@@ -31,6 +31,8 @@ class LiveBytes(TorchDispatchMode):
         return result
 
     def _see(self, tensor: Tensor, new: bool) -> None:
+        if tensor.is_meta:
+            return
         storage = tensor.untyped_storage()
         key, size = storage_address(storage), storage.nbytes() if new else 0
         if key in self._known:

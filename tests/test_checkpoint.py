@@ -25,7 +25,8 @@ from torch import Tensor
 
 import purestep as ps
 from proofs.devices import lazy
-from purestep import checkpoint, tree
+from purestep import tree
+from purestep.checkpoint import files
 from tests.memory import LiveBytes
 from tests.test_state import anything as anything, assert_same_bits, noise, zeros
 
@@ -71,7 +72,7 @@ def test_safetensors_opens_it(anything: Any, path: Path) -> None:
 
 def test_files_larger_than_a_chunk(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     state = [noise(torch.float32, 5000), noise(torch.int8, 7), noise(torch.float64, 300, 7).T]
-    monkeypatch.setattr(checkpoint, "CHUNK", 4096)
+    monkeypatch.setattr(files, "CHUNK", 4096)
     ps.checkpoint.save(path, state)
     assert_same_bits(ps.checkpoint.load(path, zeros(state)), state)
 
@@ -185,8 +186,8 @@ def test_nothing_in_a_file_is_run(path: Path) -> None:
 )  # fmt: skip
 def test_a_forged_header_is_refused(text: str, path: Path) -> None:
     """Even one whose checksum is right."""
-    header = checkpoint.START + checkpoint.BLANK + b'"' + text.encode()
-    sealed = checkpoint.START + b"%08x" % zlib.crc32(header) + header[len(checkpoint.START) + 8 :]
+    header = files.START + files.BLANK + b'"' + text.encode()
+    sealed = files.START + b"%08x" % zlib.crc32(header) + header[len(files.START) + 8 :]
     path.write_bytes(len(sealed).to_bytes(8, "little") + sealed)
     assert_refused(path, STATE)
 

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_distribut
 import purestep as ps
 from proofs.devices import lazy
 from purestep import tree
-from purestep.checkpoint import DTYPES
+from purestep.checkpoint.files import DTYPES
 from tests.torch_internals import FakeTensorMode
 
 
