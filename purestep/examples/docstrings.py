@@ -330,12 +330,12 @@ def train(options: argparse.Namespace, axis: ps.MeshAxis) -> None:
     optimizer, params = begin(options, generator)
     update_step = ps.make_update_step(loss_fn, optimizer, axis=axis, gather=options.shard or "step")
     begun = (params, optimizer.init(params), torch.tensor(0), torch.tensor(0))
-    params, opt_state, taken, position = elastic.from_rank_0(
-        axis, lambda: resume(options.checkpoint, settings, begun)
-    )
-    first = int(taken)
     if options.shard:
-        params, opt_state = ps.shard((params, opt_state), axis)
+        begun = (*ps.shard(begun[:2], axis), *begun[2:])
+    where = elastic.on_every_rank if options.shard else elastic.from_rank_0
+    state = where(axis, lambda: resume(options.checkpoint, settings, begun))
+    params, opt_state, taken, position = state
+    first = int(taken)
     if speaks:
         kept = sum(leaf.nbytes for leaf in tree.leaves_of((params, opt_state))) / 2**20
         print(lengths_of(corpus))
@@ -363,9 +363,8 @@ def train(options: argparse.Namespace, axis: ps.MeshAxis) -> None:
             due = step % options.save_every == 0 or step == options.steps
             if options.checkpoint and due:
                 # Where this step's examples end, however many more have been prefetched.
-                whole = ps.unshard((params, opt_state))
-                state = (*whole, torch.tensor(step), torch.tensor(stream.position))
-                if speaks:
+                state = (params, opt_state, torch.tensor(step), torch.tensor(stream.position))
+                if speaks or options.shard:
                     ps.checkpoint.save(options.checkpoint, (written(settings), state))
 
     params = ps.unshard(params)

@@ -82,6 +82,14 @@ def from_rank_0(axis: ps.MeshAxis, function: Callable[[], Result]) -> Result:
     return cast("Result", result)
 
 
+def on_every_rank(axis: ps.MeshAxis, function: Callable[[], Result]) -> Result:
+    """What the function gives on this rank. Where it raises, it does so on all of them, and every rank ends in the same way."""
+    try:
+        return function()
+    except (OSError, ValueError) as error:
+        _refuse(axis, str(error))
+
+
 def check_alike(axis: ps.MeshAxis, settings: Settings) -> None:
     """Ends every rank, rank 0 with one line, where they were not all started with the same settings."""
     heard: list[Any] = [None] * axis.size
