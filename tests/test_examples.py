@@ -161,6 +161,24 @@ def test_a_killed_run_ends_in_the_same_bits(undisturbed: Run, tmp_path: Path) ->
     assert run.fingerprints == undisturbed.fingerprints != set()
 
 
+@pytest.mark.parametrize("gather", ["step", "microbatch"])
+def test_a_killed_run_in_pieces_goes_on(undisturbed: Run, tmp_path: Path, gather: str) -> None:
+    """Half of the state on each rank, in a folder that all of them write; and the same losses, as they are printed."""
+    checkpoint = tmp_path / "state"
+    resumable = [*TRAINING, "--checkpoint", str(checkpoint), "--save-every", "2", "--shard", gather]
+
+    with running(tmp_path, *torchrun(), "--max-restarts", "1", *resumable) as run:
+        kill_after_a_save(run, 1, checkpoint)
+        assert run.process.wait(timeout=PATIENCE) == 0, run.stderr
+
+    first, second = map(int, re.findall(r"^from step (\d+)", run.stdout, re.M))
+    assert 0 == first < second < 80
+    assert run.losses[1] == undisturbed.losses[1]
+    assert "keeps 3.0 MiB" in undisturbed.stdout
+    assert run.stdout.count("keeps 1.5 MiB") == 2
+    assert checkpoint.is_dir()
+
+
 def interrupt(*runs: Run) -> list[int]:
     """Ctrl-C, which reaches all of them at once; and how they end."""
     for run in runs:
@@ -241,6 +259,7 @@ def test_what_would_end_a_run_late_is_refused_early(
         ("--max-tokens", "8"): "no room for an example of 256",
         ("--save-every", "0"): "0 is less than 1",
         ("--checkpoint", "state"): "needs torchrun",
+        ("--shard", "step"): "needs torchrun",
     }.items():
         with pytest.raises(SystemExit):
             docstrings.parse(arguments)

@@ -339,10 +339,8 @@ def train(options: argparse.Namespace, axis: ps.MeshAxis) -> None:
     if speaks:
         kept = sum(leaf.nbytes for leaf in tree.leaves_of((params, opt_state))) / 2**20
         print(lengths_of(corpus))
-        print(
-            f"from step {first} to {options.steps} over {axis.size} ranks, "
-            f"each of which keeps {kept:.1f} MiB of state"
-        )
+        print(f"from step {first} to {options.steps} over {axis.size} ranks")
+        print(f"each of them keeps {kept:.1f} MiB of state")
     losses: list[float] = []
     seconds, tokens = 0.0, 0
 
