@@ -218,8 +218,12 @@ class OwnPrograms:
 
     def _tell(self, error: BaseException) -> None:
         """Comes to the next meeting with an exception."""
-        if self._next == "sum" and self._recorded and self.gathering.meets:
-            return  # Others wait for what only a recorded pass can bring, until this process ends.
+        if (
+            self._next == "sum"
+            and self.gathering.meets
+            and (self._gather == "loss" or self._recorded)
+        ):
+            return  # Others wait for what only this rank's loss can bring, until this process ends.
         axis, heard_at_once = self._axis, self._next == "form" or self._axis.on_host
         if heard_at_once or self._next == "agree":
             self._meet(_message(axis, failed=True))

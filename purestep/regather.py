@@ -87,7 +87,9 @@ class _Gathered(Function):
 
 
 def wholes(gather: Gather, finish: Finish, pieces: Sequence[Tensor]) -> Sequence[Tensor]:
-    """The wholes of a gather that has begun, recorded for autograd."""
+    """The wholes of a gather that has begun, recorded for autograd where it records the pieces."""
+    if not (torch.is_grad_enabled() and tree.any_requires_grad(pieces)):
+        return finish()
     apply: Callable[..., Sequence[Tensor]] = _Gathered.apply
     return apply(gather, finish, *pieces)
 

@@ -82,7 +82,7 @@ def make_update_step(
         accum_dtype: the dtype in which gradients are summed and reduced; None: float32 for
             half-precision params, else the params' own.
         gather: when params in pieces over the step's own axis are whole: once a "step", once a "microbatch", or where the
-            "loss" itself calls ``ps.unshard``.
+            "loss" itself calls ``ps.unshard``; a rank whose loss fails there cannot tell the others, and should end.
         on_nonfinite: what an infinite or NaN gradient does: "propagate", or "skip" the step, on every
             rank alike, leaving params, moments and step counter as they were.
         donate: whether ``params`` and ``opt_state`` are given away: their buffers hold the results, and the

@@ -297,6 +297,45 @@ def test_state_is_a_piece() -> None:
         assert held <= 3 * (whole + 2 * 5) / 3 + 1  # params and two moments, and a step
 
 
+@pytest.mark.parametrize("recorded", [False, True])
+def test_a_rank_that_fails_where_its_loss_gathers(recorded: bool) -> None:
+    """It cannot bring what the others wait for, and does not disturb them with a message in its place; they hear that it has ended."""
+    axis = ps.testing.ThreadAxis(3)
+
+    def loss_fn(params: Any, x: Tensor) -> Tensor:
+        losses = of_pieces(params, x)
+        if axis.rank == 1:
+            raise ArithmeticError
+        return losses
+
+    def program(rank: int) -> str:
+        params = ps.shard(network(3), axis)
+        if recorded:
+            params = tree.map(lambda leaf: leaf.requires_grad_(), params)
+        step = ps.make_update_step(loss_fn, ADAMW, weight_fn=ones, axis=axis, gather="loss")
+        with pytest.raises(ArithmeticError if rank == 1 else ps.RankError) as info:
+            step(params, ADAMW.init(params), [rows(2)])
+        return str(info.value)
+
+    heard = axis.map(program)(range(3))
+    for rank in (0, 2):
+        assert "rank 1 has returned" in heard[rank]
+
+
+def test_unshard_in_inference_mode() -> None:
+    axis = ps.testing.ThreadAxis(2)
+
+    def program(_: int) -> Any:
+        params = ps.shard({"w": torch.arange(5.0), "n": torch.arange(3)}, axis)
+        with torch.inference_mode():
+            return ps.unshard(params), next(iter(ps.unshard_each([params])))
+
+    for found in axis.map(program)(range(2)):
+        for each in found:
+            assert torch.equal(each["w"], torch.arange(5.0))
+            assert torch.equal(each["n"], torch.arange(3))
+
+
 @pytest.mark.parametrize("gather", GATHERS)
 def test_nothing_waits_for_the_garbage_collector(gather: Gather) -> None:
     """What was whole, and what was summed, is gone when the step has returned."""

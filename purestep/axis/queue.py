@@ -75,8 +75,8 @@ class Queue:
         if self._most is not None:
             self.wait(but=self._most - 1)
         load = self._loads[self._left]
-        self._left += 1
         self._waits.append(load.launch())
+        self._left += 1
         begun = self._meetings.get(load.axis)
         if begun is not None:
             self._meetings[load.axis] = begun + 1
