@@ -23,6 +23,7 @@ from torch.nn import functional
 import purestep as ps
 from proofs.strategies import gamma
 from purestep import tree
+from purestep.gathering import Gather
 
 VOCABULARY, WIDTH, LAYERS, HEADS, CONTEXT, WINDOW = 64, 16, 2, 2, 32, 4
 LENGTHS = [10, 4, 7, 9, 3, 6]
@@ -175,6 +176,7 @@ class Setting(NamedTuple):
     axis: Any = None
     donate: bool = False
     compile: Any = False
+    gather: Gather | None = None
 
 
 SETTINGS = {
@@ -188,6 +190,11 @@ SETTINGS = {
     "packed, 4D mask, eager": Setting("packed, 4D mask", "eager"),
     "`donate=True`": Setting(donate=True),
     "`ThreadAxis(2)`": Setting(axis=ps.testing.ThreadAxis(2)),
+    '`gather="step"`': Setting(axis=ps.testing.ThreadAxis(2), gather="step"),
+    '`gather="microbatch"`': Setting(axis=ps.testing.ThreadAxis(2), gather="microbatch"),
+    '`gather="loss"`, checkpoints': Setting(
+        checkpoints=True, axis=ps.testing.ThreadAxis(2), gather="loss"
+    ),
     "`VmapAxis(2)`, 4D mask": Setting("4D mask", axis=ps.VmapAxis(2)),
     "`VmapAxis(2)`, 4D mask, eager": Setting("4D mask", "eager", axis=ps.VmapAxis(2)),
     "bfloat16": Setting(dtype=torch.bfloat16),
@@ -237,6 +244,9 @@ def microbatches(family: str, setting: Setting) -> list[list[Any]]:
         return [ps.pack(part, max_tokens=100, multiple_of=ROW) for part in (texts[:3], texts[3:])]
     else:
         parts = ps.pack(texts, max_tokens=20)
+    if setting.gather == "loss":  # as many on each rank
+        ignored = {**parts[0], "labels": torch.full_like(parts[0]["labels"], -100)}
+        return [parts[:1] + [ignored] * (len(parts) - 2), parts[1:]]
     return [parts[:1], parts[1:]] if setting.axis else [parts]
 
 
@@ -285,14 +295,15 @@ def step_grads(family: str, setting: Setting, group: list[list[Any]]) -> Grads:
     params, apply = ps.from_module(_model(family, setting))
 
     def loss_fn(params: Any, microbatch: Any) -> Tensor:
-        logits = apply(params, **inputs(family, setting, microbatch)).logits
+        logits = apply(ps.unshard(params), **inputs(family, setting, microbatch)).logits
         return ps.losses.cross_entropy(logits, microbatch["labels"])
 
     optimizer = ps.optim.sgd(0.1, momentum=0.9)
     axis = setting.axis or ps.LocalAxis()
     step = ps.make_update_step(
-        loss_fn, optimizer, axis=axis, donate=setting.donate, compile=setting.compile
-    )
+        loss_fn, optimizer, axis=axis, donate=setting.donate, compile=setting.compile,
+        gather=setting.gather or "step",
+    )  # fmt: skip
     opt_state = optimizer.init(params)
     if isinstance(axis, ps.VmapAxis):
         side_by_side = [
@@ -301,8 +312,14 @@ def step_grads(family: str, setting: Setting, group: list[list[Any]]) -> Grads:
         on_ranks = axis.map(step, in_dims=(None, None, 0), out_dims=None)
         _, opt_state, _ = on_ranks(params, opt_state, side_by_side)
     elif isinstance(axis, ps.testing.ThreadAxis):
-        ranks = axis.map(step)([params] * axis.size, [opt_state] * axis.size, group)
-        opt_state = ranks[0][1]
+
+        def on_rank(mine: list[Any]) -> Any:
+            if setting.gather is None:
+                return step(params, opt_state, mine)[1]
+            pieces, state = ps.shard((params, opt_state), axis)
+            return ps.unshard(step(pieces, state, mine)[1])
+
+        opt_state = axis.map(on_rank)(group)[0]
     else:
         _, opt_state, _ = step(params, opt_state, group[0])
     return opt_state[0].trace
@@ -339,7 +356,9 @@ def measure(family: str, setting: Setting) -> Measured:
     assert found.keys() == expected.keys()
     off = _norm({name: found[name].to(torch.float64) - expected[name] for name in expected})
     same_bits = None
-    if not setting.compile and not isinstance(setting.axis, ps.VmapAxis):
+    # Where each microbatch is summed over ranks, that is another order.
+    summed_first = setting.gather in ("microbatch", "loss")
+    if not (setting.compile or isinstance(setting.axis, ps.VmapAxis) or summed_first):
         same_bits = _same(found, _summed(family, setting, group))
     size = _norm(expected)
     bound = norms / size * _bound(FAMILIES[family], setting.dtype)
