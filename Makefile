@@ -26,6 +26,7 @@ bench: .venv/installed
 	$(BIN)/python -m pip install -q -c constraints.txt -e '.[bench]'
 	OMP_NUM_THREADS=2 $(BIN)/python benchmarks/batching.py
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.ranks
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.sharded
 	OMP_NUM_THREADS=2 $(BIN)/python -m benchmarks.peers
 	OMP_NUM_THREADS=2 $(BIN)/python -m benchmarks.step
 	OMP_NUM_THREADS=2 $(BIN)/python -m benchmarks.memory

@@ -42,6 +42,7 @@ MODULES = [
     "purestep.backward",
     "purestep.passes",
     "purestep.gathering",
+    "purestep.gathering_of_ranks",
     "purestep.grads",
     "purestep.conversation",
     "purestep.donation",
@@ -171,6 +172,11 @@ def shards(old: str, new: str) -> Patch:
 def gathering(old: str, new: str) -> Patch:
     """A patch of what a step does with pieces over its own axis."""
     return Patch("purestep.gathering", old, new)
+
+
+def of_ranks(old: str, new: str) -> Patch:
+    """A patch of the same, where ranks run programs of their own."""
+    return Patch("purestep.gathering_of_ranks", old, new)
 
 
 def trees(old: str, new: str) -> Patch:
@@ -837,7 +843,7 @@ MUTANTS = [
     Mutant(
         "52i",
         "a rank with fewer microbatches does not join the gathers of the others",
-        [gathering("while self._done < rounds:", "while False:")],
+        [of_ranks("while self._done < rounds:", "while False:")],
     ),
     Mutant(
         "52j",
@@ -847,7 +853,7 @@ MUTANTS = [
     Mutant(
         "52k",
         "each microbatch's piece replaces that of the one before",
-        [gathering("else (), self._totals.add_", "else (), self._totals.values.__setitem__")],
+        [of_ranks("else (), self._totals.add_", "else (), self._totals.values.__setitem__")],
     ),
     Mutant(
         "52l",

@@ -26,7 +26,8 @@ from purestep.axis import Axis, RankError, Ranks, over_tree
 from purestep.axis.buckets import packed, summed
 from purestep.fingerprint import describe, fingerprint, without_addresses
 from purestep.form import Flat, flat
-from purestep.gathering import Gather, Gathering, RanksGathering
+from purestep.gathering import Gather, Gathering
+from purestep.gathering_of_ranks import RanksGathering
 from purestep.torch_internals import is_watched, transformed
 from purestep.types import Count, Sums, Tree
 

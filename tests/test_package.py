@@ -91,6 +91,7 @@ def test_imports_run_downward() -> None:
         "regather",
         "shard",
         "gathering",
+        "gathering_of_ranks",
         "grads",
         "privacy",
         "gradient_noise",
