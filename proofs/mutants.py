@@ -853,7 +853,7 @@ MUTANTS = [
     Mutant(
         "52k",
         "each microbatch's piece replaces that of the one before",
-        [of_ranks("else (), self._totals.add_", "else (), self._totals.values.__setitem__")],
+        [of_ranks("travelling, self._totals.add_", "travelling, self._totals.values.__setitem__")],
     ),
     Mutant(
         "52l",

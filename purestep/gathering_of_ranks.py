@@ -20,8 +20,8 @@ from purestep.form import Flat
 from purestep.gathering import Gather, Gathering, Look
 from purestep.regather import Regather
 
-MOST = 3
-"""Packets of gradients that are under way at once; what one holds is freed when the third behind it leaves."""
+PACKET_BYTES, MOST = 2**22, 2
+"""The size of packets, and how many of gradients are under way at once: what one holds is freed when the second behind it leaves."""
 
 
 class RanksGathering(Gathering):
@@ -37,7 +37,7 @@ class RanksGathering(Gathering):
     ) -> None:
         super().__init__(given, axis, gather, dtypes)
         (device,) = given.form.devices
-        self._packets = packets(self._gathers, given.form.dtypes, device)
+        self._packets = packets(self._gathers, given.form.dtypes, device, PACKET_BYTES)
         self._rounds: Callable[[], int] = int
         self._gathered, self._done = False, 0
         self._regather = Regather() if gather == "loss" and self.meets and dtypes else None
@@ -49,9 +49,8 @@ class RanksGathering(Gathering):
         buffers = {at: total for bucket in self._buckets for at, total in bucket.sums.items()}
         self._out = [buffers.get(at) for at in range(len(dtypes))]
         self._totals = GradientSums(given.leaves if dtypes else (), dtypes, self._out)
-        self._scatters = Scatters(
-            packets(self._gathers, dtypes, device) if dtypes else (), self._totals.add_
-        )
+        travelling = packets(self._gathers, dtypes, device, PACKET_BYTES) if dtypes else ()
+        self._scatters = Scatters(travelling, self._totals.add_)
         loads = [load for bucket in self._buckets for load in bucket.loads]
         if self.each_microbatch:
             self._queue, self._microbatch = Queue(loads), Queue(self._scatters.loads(), MOST)

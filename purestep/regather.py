@@ -22,8 +22,8 @@ from purestep.pieces import Place
 from purestep.torch_internals import base_of, in_backward, version
 from purestep.tree import accumulation_dtype
 
-MOST = 2
-"""Packets of gradients that are under way at once."""
+PACKET_BYTES, MOST = 2**18, 2
+"""The size of packets, and how many of gradients are under way at once: what is packed is copied, so small ones hold less."""
 
 Finish: TypeAlias = Callable[[], list[Tensor]]
 
@@ -34,7 +34,8 @@ class Gather:
     def __init__(self, pieces: Sequence[Tensor], places: Sequence[Place]) -> None:
         self._pieces = [piece.detach() for piece in pieces]
         self._places = dict(enumerate(places))
-        self._packets = packets(self._places, [piece.dtype for piece in pieces], pieces[0].device)
+        dtypes, device = [piece.dtype for piece in pieces], pieces[0].device
+        self._packets = packets(self._places, dtypes, device, PACKET_BYTES)
 
     def begin(self) -> Finish:
         """Begins to gather them; returns what waits for the wholes."""
@@ -50,9 +51,8 @@ class Gather:
         """The transpose: this rank's pieces of the sums over ranks, each rounded once."""
         dtypes = [accumulation_dtype(piece.dtype) for piece in self._pieces]
         sums = [torch.zeros_like(piece) for piece in self._pieces]
-        scatters = Scatters(
-            packets(self._places, dtypes, sums[0].device), lambda at, piece: sums[at].copy_(piece)
-        )
+        travelling = packets(self._places, dtypes, sums[0].device, PACKET_BYTES)
+        scatters = Scatters(travelling, lambda at, piece: sums[at].copy_(piece))
         for at, grad in enumerate(grads):
             if grad is not None:
                 scatters.give(at, grad)

@@ -78,7 +78,7 @@ def test_what_travels() -> None:
     """However many microbatches: a gather and a scatter a step, or each for a microbatch, or two gathers of each layer."""
 
     def count(gather: Gather, microbatches: int) -> dict[str, int]:
-        axis = Log(2)
+        axis = Log(2, bucket_bytes=1 << 19)
 
         def program(rank: int) -> None:
             params = ps.shard(network(3, 256), axis)

@@ -21,9 +21,6 @@ from purestep.pieces import Place
 if TYPE_CHECKING:
     from purestep.axis.ranks import Ranks, Wait
 
-PACKET_BYTES = 2**18
-"""A leaf of at least so many bytes travels alone."""
-
 
 class Packet(NamedTuple):
     """Leaves whose rows travel side by side."""
@@ -40,9 +37,9 @@ class Packet(NamedTuple):
 
 
 def packets(
-    places: Mapping[int, Place], dtypes: Sequence[torch.dtype], device: torch.device
+    places: Mapping[int, Place], dtypes: Sequence[torch.dtype], device: torch.device, most: int
 ) -> list[Packet]:
-    """The leaves in packets, last first."""
+    """The leaves in packets of at most so many bytes, if not of a single leaf, and of at most ``bucket_bytes``; last first."""
     made: list[Packet] = []
     room: dict[Any, int] = {}
     latest: dict[Any, Packet] = {}
@@ -51,7 +48,8 @@ def packets(
         size = _width(place) * axis.size * dtypes[at].itemsize
         kind = axis, dtypes[at]
         if size > room.get(kind, -1):
-            latest[kind], room[kind] = Packet(axis, {}, dtypes[at], device), PACKET_BYTES
+            latest[kind] = Packet(axis, {}, dtypes[at], device)
+            room[kind] = min(most, axis.bucket_bytes)
             made.append(latest[kind])
         latest[kind].places[at] = place
         room[kind] -= size
