@@ -35,7 +35,7 @@ def normal_quantile(word: Tensor) -> Tensor:
     # From 0 to 1 along the octave: of its 32 digits the first five choose the part, and 27 are the place within it.
     along = (distance << (32 - octave)) & (2**32 - 1)
     part, place = along >> 27, along & (2**27 - 1)
-    table = torch.tensor(_table(), device=word.device)
+    table = torch.tensor(_table()).to(word.device, non_blocking=True)
     row = octave * _PARTS + part
     value = table[3][row]
     for power in (2, 1, 0):

@@ -125,7 +125,7 @@ def bernoulli(key: Tensor, p: float, shape: Sequence[int] = ()) -> Tensor:
     >>> bernoulli(key(0), 0.5, (4,))
     tensor([ True, False, False, False])
     """
-    limit = _limit(p)
+    limit = limit_of(p)
     return _drawn(key, shape, lambda word: word < limit)
 
 
@@ -146,10 +146,18 @@ def dropout(x: Tensor, p: float, key: Keys) -> Tensor:
     >>> dropout(x[1:, :2], 0.5, keys[1:])
     tensor([[0., 0.]])
     """
-    limit = _limit(p)
+    limit = limit_of(p)
     if p == 0:
         return x
-    dropped = drawn_for(x, key, lambda word: word < limit)
+    return scaled(x, drawn_for(x, key, lambda word: word < limit), p)
+
+
+def scaled(x: Tensor, dropped: Tensor, p: float) -> Tensor:
+    """``x / (1 - p)``, and 0 where it is dropped.
+
+    >>> scaled(torch.ones(2), torch.tensor([True, False]), 0.75)
+    tensor([0., 4.])
+    """
     return torch.where(dropped, 0, x * (1 / (1 - p) if p < 1 else 0.0))
 
 
@@ -304,6 +312,8 @@ def philox(
     ['0x6627e8d5', '0xe169c58d', '0xbc57ac4c', '0x9b00dbd8']
     """
     first, second, third, fourth = counters
+    # Of 32 bits; without this, torch's compiler multiplies what arange makes in 32 bits, too (pytorch#175966).
+    first, third = first & _LOW, third & _LOW
     low, high = key & _LOW, (key >> 32) & _LOW
     for _ in range(10):
         one, two = first * _FACTORS[0], third * _FACTORS[1]
@@ -324,7 +334,12 @@ def _as_key(words: tuple[_Word, _Word, _Word, _Word]) -> Tensor:
     return made
 
 
-def _limit(p: float) -> int:
+def limit_of(p: float) -> int:
+    """The words below it are those that come with probability p.
+
+    >>> limit_of(0.5) == 2**31
+    True
+    """
     if not 0 <= p <= 1:
         raise ValueError(f"{p=} must be a probability, from 0 to 1")
     return round(p * 2**32)

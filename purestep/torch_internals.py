@@ -11,6 +11,7 @@ RuntimeError: torch ... has no torch._no_such_name, which purestep needs for thi
 
 from __future__ import annotations
 
+import inspect
 import re
 import sys
 from collections.abc import Callable, Sequence
@@ -137,6 +138,32 @@ function_mode: Callable[[], Any] = _private("overrides._get_current_function_mod
 
 without_function_mode: Callable[[], Any] = _private("overrides._pop_mode_temporarily")
 """Within it, the innermost of these modes sees nothing."""
+
+function_modes: Callable[[], list[Any]] = _private("overrides._get_current_function_mode_stack")
+"""All of these modes, the innermost last."""
+
+
+def checkpoint_frame() -> Any | None:
+    """What keeps the innermost checkpoint that is being computed for the first time, with its ``recompute_fn``; None outside of any."""
+    hooks = saved_tensors_hooks(False)
+    pack = None if hooks is None else hooks[0]
+    if getattr(pack, "__qualname__", "") != "_checkpoint_hook.__init__.<locals>.pack_hook":
+        return None
+    frame = inspect.getclosurevars(pack).nonlocals.get("frame")
+    if not hasattr(frame, "recompute_fn"):
+        _missing("utils.checkpoint._CheckpointFrame.recompute_fn")()
+    return frame
+
+
+def in_reentrant_checkpoint() -> bool:
+    """Whether the caller is within a checkpoint with ``use_reentrant=True``."""
+    from torch.utils.checkpoint import CheckpointFunction
+
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_code is not CheckpointFunction.forward.__code__:
+        frame = frame.f_back
+    return frame is not None
+
 
 accumulate_hooks = _attribute("Tensor._post_accumulate_grad_hooks")
 """Those that ``register_post_accumulate_grad_hook`` has put on a leaf."""
@@ -314,6 +341,11 @@ def watching(look: Callable[[Any, Any, Any], None]) -> Any:
             return func(*args, **(kwargs or {}))
 
     return Watch()  # type: ignore[no-untyped-call]
+
+
+def is_operation(func: Any) -> bool:
+    """Whether a function is one of ``torch.ops``, with all that is known of it."""
+    return isinstance(func, torch._ops.OpOverload)
 
 
 def may_draw(operation: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:

@@ -130,7 +130,13 @@ def test_the_same_everywhere(name: str) -> None:
 def test_the_same_compiled() -> None:
     """In one graph, and under vmap within it."""
     keys = ps.random.split(ps.random.key(1), 4)
-    draws = [*DRAWS.values(), *map(torch.vmap, DRAWS.values())]
+    draws = [*DRAWS.values(), torch.vmap(DRAWS["dropout"])]
+    # So large that the compiler uses vectors.
+    draws += [
+        lambda keys: ps.random.bits(keys, (9, 64)),
+        lambda keys: ps.random.split(keys, 64),
+        lambda keys: ps.random.dropout(torch.ones(4, 2, 33, 33), 0.5, keys).sum(-1),
+    ]
     compiled = ps.compile(lambda keys: [draw(keys) for draw in draws], fullgraph=True)(keys)
     for made, draw in zip(compiled, draws, strict=True):
         assert torch.equal(made, draw(keys))
