@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from types import FunctionType
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -22,8 +22,9 @@ from purestep.torch_internals import (
     checkpoint_frame,
     function_modes,
     in_reentrant_checkpoint,
-    is_operation,
     may_draw,
+    operations,
+    traced_number,
 )
 
 
@@ -57,6 +58,11 @@ class _Keyed(TorchFunctionMode):
         self._places: list[Keys] = []
         self._first = count
         self._recorded = torch.is_grad_enabled()
+        # No region that a compiler traces may write to what is there before it: the compiler itself counts.
+        self._call = None
+        if torch.compiler.is_dynamo_compiling():
+            (number,) = traced_number("calls")
+            self._call = f"call {number}"
 
     def again(self) -> Callable[[], AbstractContextManager[object]]:
         keys, count = self._keys, self._count
@@ -66,7 +72,11 @@ class _Keyed(TorchFunctionMode):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if not torch.compiler.is_dynamo_compiling():
+        if torch.compiler.is_dynamo_compiling():
+            if args and isinstance(args[0], FunctionType | MethodType | torch.nn.Module):
+                # A region, to a compiler, which traces it when the function is called here, without this mode.
+                args = (self._within(args[0]), *args[1:])
+        else:
             self._follow()
         if func in _DROPOUTS:
             return self._dropout(func, *args, **kwargs)
@@ -81,6 +91,13 @@ class _Keyed(TorchFunctionMode):
             )
         return func(*args, **kwargs)
 
+    def _within(self, region: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with self:
+                return region(*args, **kwargs)
+
+        return run
+
     def _follow(self) -> None:
         """Lets a checkpoint that has begun draw the same once more when it computes again, without this mode."""
         frame = checkpoint_frame()
@@ -89,16 +106,26 @@ class _Keyed(TorchFunctionMode):
 
     def _next(self) -> Keys:
         """The keys of the next place. Those of many places are made at once, which takes as long as those of one."""
+        if torch.compiler.is_dynamo_compiling():
+            # What is made in one of the compiler's regions is not there in the next.
+            return fold_in(self._keys, self._traced_place())
         if self._count - self._first == len(self._places):
-            places = torch.arange(self._count, self._count + _AT_ONCE)
             keys = self._keys.keys if isinstance(self._keys, TokenKeys) else self._keys
-            made = fold_in(keys[..., None], places.to(keys.device)).unbind(-1)
+            places = torch.arange(self._count, self._count + _AT_ONCE, device=keys.device)
+            made = fold_in(keys[..., None], places).unbind(-1)
             self._places += [
                 TokenKeys(each, self._keys.positions) if isinstance(self._keys, TokenKeys) else each
                 for each in made
             ]
         self._count += 1
         return self._places[self._count - self._first - 1]
+
+    def _traced_place(self) -> int:
+        if self._call is None:
+            self._count += 1
+            return self._count - 1
+        place: tuple[int] = traced_number(self._call)
+        return self._first + place[0]
 
     def _dropped(self, x: Tensor, p: float, what: str) -> Tensor:
         """Which elements are dropped, at the next place."""
@@ -153,7 +180,8 @@ class _Keyed(TorchFunctionMode):
         enable_gqa: bool = False,
     ) -> Tensor:
         if dropout_p == 0:
-            return func(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)  # fmt: skip
+            plain: Tensor = func(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)  # fmt: skip
+            return plain
         wide = torch.promote_types(query.dtype, torch.float32)
         if enable_gqa:
             times = query.shape[-3] // key.shape[-3]
@@ -228,7 +256,8 @@ def _alpha(x: Tensor, dropped: Tensor, p: float, fill: float) -> Tensor:
     if p == 1:
         return torch.zeros_like(x)
     scale = ((1 - p) * (1 + p * fill**2)) ** -0.5
-    return torch.where(dropped, fill, x) * scale - scale * fill * p
+    made: Tensor = torch.where(dropped, fill, x) * scale - scale * fill * p
+    return made
 
 
 def _draws(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
@@ -248,7 +277,7 @@ def _draws(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
     rate = kwargs.get("dropout_p")
     if isinstance(rate, float) and rate > 0:
         return True
-    return is_operation(func) and may_draw(func, args, kwargs)
+    return any(may_draw(operation, args, kwargs) for operation in operations(func))
 
 
 _ROWS = (
@@ -300,6 +329,15 @@ _POOLING = _named(
 )  # fmt: skip
 _DRAWING = _named(
     "bernoulli", "bernoulli_", "binomial", "cauchy_", "exponential_", "geometric_", "gumbel_softmax", "kaiming_uniform_",
-    "log_normal_", "multinomial", "native_dropout", "normal", "normal_", "poisson", "rand", "rand_like", "randint",
+    "log_normal_", "miopen_rnn", "multinomial", "native_dropout", "normal", "normal_", "poisson", "rand", "rand_like", "randint",
     "randint_like", "randn", "randn_like", "random_", "randperm", "uniform_",
 )  # fmt: skip
+
+
+def known(func: Any) -> bool:
+    """Whether a function of torch's is one that draws: by key, or refused.
+
+    >>> known(torch.rand), known(torch.add)
+    (True, False)
+    """
+    return func in _DROPOUTS or func in _DRAWING | _RECURRENT | _LEAKY | _POOLING

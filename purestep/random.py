@@ -40,7 +40,7 @@ class TokenKeys(NamedTuple):
 
 
 Keys: TypeAlias = Tensor | TokenKeys
-_K = TypeVar("_K", Tensor, TokenKeys)
+_K = TypeVar("_K", bound=Tensor | TokenKeys)
 
 
 def key(seed: int, device: torch.device | str | None = None) -> Tensor:
@@ -63,13 +63,16 @@ def fold_in(key: _K, data: int | Tensor) -> _K:
     >>> bool(a != b), bool(b == fold_in(key(0), 1))
     (True, True)
     """
+    made: Any
     if isinstance(key, TokenKeys):
-        return TokenKeys(fold_in(key.keys, data), key.positions)
+        made = TokenKeys(fold_in(key.keys, data), key.positions)
+        return made
     _check_keys(key)
     if isinstance(data, Tensor) and (data.is_floating_point() or data.is_complex()):
         raise TypeError(f"fold_in: data is {tree.kind(data)}, and must be whole numbers")
     wide = data.to(torch.int64) if isinstance(data, Tensor) else data
-    return _as_key(philox(key, (wide & _LOW, (wide >> 32) & _LOW, 0, _APART)))
+    made = _as_key(philox(key, (wide & _LOW, (wide >> 32) & _LOW, 0, _APART)))
+    return made
 
 
 def split(key: Tensor, number: int = 2) -> Tensor:

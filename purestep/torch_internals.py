@@ -146,7 +146,7 @@ function_modes: Callable[[], list[Any]] = _private("overrides._get_current_funct
 def checkpoint_frame() -> Any | None:
     """What keeps the innermost checkpoint that is being computed for the first time, with its ``recompute_fn``; None outside of any."""
     hooks = saved_tensors_hooks(False)
-    pack = None if hooks is None else hooks[0]
+    pack: Any = None if hooks is None else hooks[0]
     if getattr(pack, "__qualname__", "") != "_checkpoint_hook.__init__.<locals>.pack_hook":
         return None
     frame = inspect.getclosurevars(pack).nonlocals.get("frame")
@@ -286,6 +286,19 @@ def traced_versions(tensors: Sequence[Tensor]) -> tuple[int, ...]:
     return tuple(0 if each is None else version(each) for each in there)
 
 
+@asked_once
+def traced_number(name: str) -> tuple[int]:
+    """How often this was asked before, for this name, by the function that is being traced."""
+    try:
+        from torch._dynamo.symbolic_convert import InstructionTranslator
+
+        counts = vars(InstructionTranslator.current_tx().output).setdefault("_purestep_counts", {})
+    except (ImportError, AttributeError):
+        return _missing("_dynamo.symbolic_convert.InstructionTranslator.current_tx")()
+    counts[name] = counts.get(name, -1) + 1
+    return (counts[name],)
+
+
 def traced_writes(things: Sequence[Any]) -> dict[int, tuple[str, ...]]:
     """The things that the function that is being traced has changed by now, by position, and which of their attributes.
 
@@ -343,9 +356,11 @@ def watching(look: Callable[[Any, Any, Any], None]) -> Any:
     return Watch()  # type: ignore[no-untyped-call]
 
 
-def is_operation(func: Any) -> bool:
-    """Whether a function is one of ``torch.ops``, with all that is known of it."""
-    return isinstance(func, torch._ops.OpOverload)
+def operations(func: Any) -> list[Any]:
+    """The operations that a function of ``torch.ops`` may be, with all that is known of them; none for any other function."""
+    if isinstance(func, torch._ops.OpOverloadPacket):
+        return [getattr(func, overload) for overload in func.overloads()]
+    return [func] if isinstance(func, torch._ops.OpOverload) else []
 
 
 def may_draw(operation: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
