@@ -8,7 +8,7 @@ cut changes what is drawn for it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeAlias, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -63,16 +63,13 @@ def fold_in(key: _K, data: int | Tensor) -> _K:
     >>> bool(a != b), bool(b == fold_in(key(0), 1))
     (True, True)
     """
-    made: Any
     if isinstance(key, TokenKeys):
-        made = TokenKeys(fold_in(key.keys, data), key.positions)
-        return made
+        return cast(_K, TokenKeys(fold_in(key.keys, data), key.positions))
     _check_keys(key)
     if isinstance(data, Tensor) and (data.is_floating_point() or data.is_complex()):
         raise TypeError(f"fold_in: data is {tree.kind(data)}, and must be whole numbers")
     wide = data.to(torch.int64) if isinstance(data, Tensor) else data
-    made = _as_key(philox(key, (wide & _LOW, (wide >> 32) & _LOW, 0, _APART)))
-    return made
+    return cast(_K, _as_key(philox(key, (wide & _LOW, (wide >> 32) & _LOW, 0, _APART))))
 
 
 def split(key: Tensor, number: int = 2) -> Tensor:
