@@ -2,8 +2,9 @@
 
     python -m benchmarks.dropout        writes benchmarks/results/dropout.json
 
-In a network of two layers (256, 1024, 256) of ReLU with dropout after each, forward and backward, compiled and eager; and alone. The ways
-take turns, and ratios are of the same turn. ``ps.random.dropout`` is given one key for each row, and each place folds its number in.
+In the demo's network (``purestep.examples.gpt``) with dropout of the embedding and of both residuals of each layer, and alone, forward and
+backward, compiled and eager. The ways take turns, and ratios are of the same turn. ``ps.random.dropout`` is given one key for each row,
+and each place folds its number in.
 """
 
 from __future__ import annotations
@@ -15,13 +16,16 @@ from functools import partial
 from typing import Any
 
 import torch
+from einops import rearrange
 from torch import Tensor
 from torch.nn import functional
 
 import purestep as ps
 from benchmarks import timing
+from purestep import tree
+from purestep.examples import gpt
 
-WIDTH, P = 256, 0.1
+CONFIG, P = gpt.Config(), 0.1
 
 Dropout = Callable[[Tensor, Tensor, int], Tensor]
 DROPOUTS: dict[str, Dropout] = {
@@ -33,33 +37,40 @@ DROPOUTS: dict[str, Dropout] = {
 }
 
 
-def network(dropout: Dropout, params: list[Tensor], x: Tensor, keys: Tensor) -> Tensor:
-    """The sum of squares of what comes out."""
-    for place, weight in enumerate(params):
-        x = dropout(functional.relu(x @ weight), keys, place)
-    return x.square().sum()
+def network(dropout: Dropout, params: Any, tokens: Tensor, keys: Tensor) -> Tensor:
+    """The demo's loss, summed."""
+    x = functional.embedding(tokens, params["embedding"]) + params["position"][: tokens.shape[1]]
+    x = dropout(x, keys, 0)
+    for place, layer in enumerate(params["layers"]):
+        qkv = functional.layer_norm(x, x.shape[-1:]) * layer["norms"][0] @ layer["qkv"]
+        query, key, value = rearrange(
+            qkv, "batch time (three head d) -> three batch head time d", three=3, head=CONFIG.heads
+        )
+        mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        mixed = rearrange(mixed, "batch head time d -> batch time (head d)") @ layer["out"]
+        x = x + dropout(mixed, keys, 2 * place + 1)
+        hidden = functional.layer_norm(x, x.shape[-1:]) * layer["norms"][1] @ layer["up"]
+        x = x + dropout(functional.gelu(hidden) @ layer["down"], keys, 2 * place + 2)
+    logits = functional.layer_norm(x, x.shape[-1:]) * params["norm"] @ params["embedding"].T
+    return ps.losses.cross_entropy(logits, tokens).sum()
 
 
-def alone(dropout: Dropout, params: list[Tensor], x: Tensor, keys: Tensor) -> Tensor:
+def alone(dropout: Dropout, params: Any, tokens: Tensor, keys: Tensor) -> Tensor:
     """Of dropout alone."""
-    return dropout(x * params[0][:, 0], keys, 0).square().sum()
+    x = params["position"].expand(len(tokens), -1, -1)
+    return dropout(x, keys, 0).square().sum()
 
 
 def calls_of(options: argparse.Namespace, compiled: bool) -> dict[str, dict[str, Any]]:
     """Forward and backward of each program with each dropout."""
-    generator = torch.Generator().manual_seed(0)
-    device = timing.device()
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator).to(device)
-
-    shapes = [(WIDTH, 4 * WIDTH), (4 * WIDTH, WIDTH)]
-    params = [(normal(*shape) / shape[0] ** 0.5).requires_grad_() for shape in shapes]
-    x = normal(options.rows, options.length, WIDTH)
+    generator, device = torch.Generator().manual_seed(0), timing.device()
+    params = tree.map(lambda leaf: leaf.to(device), gpt.init(CONFIG, generator))
+    leaves = [leaf.requires_grad_() for leaf in tree.leaves_of(params)]
+    tokens = torch.randint(256, (options.rows, CONFIG.context), generator=generator).to(device)
     keys = ps.random.split(ps.random.key(0, device), options.rows)
 
     def run(fn: Callable[..., Tensor]) -> None:
-        torch.autograd.grad(fn(params, x, keys), params, allow_unused=True)
+        torch.autograd.grad(fn(params, tokens, keys), leaves, allow_unused=True)
 
     calls: dict[str, dict[str, Any]] = {}
     for program in (network, alone):
@@ -74,7 +85,6 @@ def main() -> None:
     """Measures in fresh processes and prints."""
     parser = timing.arguments(__doc__, repeats=20, launches=3)
     parser.add_argument("--rows", type=int, default=16)
-    parser.add_argument("--length", type=int, default=128)
     options = parser.parse_args()
     if options.report:
         timing.same_cores()
