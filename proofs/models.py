@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -60,7 +61,11 @@ def transformer_params(generator: torch.Generator, dtype: torch.dtype = torch.fl
     }
 
 
-def transformer_loss(params: Params, batch: Batch) -> Tensor:
+Drop = Callable[[Tensor, int], Tensor]
+"""What is done to a tensor at each of the places where people drop elements."""
+
+
+def transformer_loss(params: Params, batch: Batch, drop: Drop = lambda x, place: x) -> Tensor:
     """Cross entropy of each next token: ``tokens`` and ``labels`` are ``(rows, length)``.
 
     Rows of several documents bring their own ``positions`` and ``mask``.
@@ -71,9 +76,10 @@ def transformer_loss(params: Params, batch: Batch) -> Tensor:
     x = x + params["position"][batch.get("positions", torch.arange(length, device=tokens.device))]
     mask = torch.ones(length, length, dtype=torch.bool, device=tokens.device).tril()
     mask = batch.get("mask", mask)
-    x = x + _attention(_norm(x, params["norms"][0]), mask, params["attention"])
+    x = drop(x, 0)
+    x = x + drop(_attention(_norm(x, params["norms"][0]), mask, params["attention"], drop), 2)
     hidden = functional.gelu(_norm(x, params["norms"][1]) @ params["feedforward"]["up"])
-    x = x + hidden @ params["feedforward"]["down"]
+    x = x + drop(hidden @ params["feedforward"]["down"], 3)
     logits = _norm(x, params["norms"][2]) @ params["embedding"].T
     wide = torch.promote_types(logits.dtype, torch.float32)
     losses = functional.cross_entropy(
@@ -86,12 +92,13 @@ def _norm(x: Tensor, scale: Tensor) -> Tensor:
     return functional.layer_norm(x, (WIDTH,)) * scale
 
 
-def _attention(x: Tensor, mask: Tensor, params: Params) -> Tensor:
+def _attention(x: Tensor, mask: Tensor, params: Params, drop: Drop) -> Tensor:
     rows, length, _ = x.shape
     heads = (x @ params["qkv"]).view(rows, length, 3, HEADS, WIDTH // HEADS).transpose(1, 3)
     query, key, value = (heads.select(2, which) for which in range(3))
     scores = query @ key.transpose(-1, -2) / (WIDTH // HEADS) ** 0.5
-    mixed = scores.masked_fill(~mask, torch.finfo(x.dtype).min).softmax(-1) @ value
+    weights = scores.masked_fill(~mask, torch.finfo(x.dtype).min).softmax(-1)
+    mixed = drop(weights, 1) @ value
     return mixed.transpose(1, 2).reshape(rows, length, WIDTH) @ params["out"]
 
 

@@ -27,6 +27,9 @@ MODULES = [
     "purestep.pieces",
     "purestep.tree",
     "purestep.form",
+    "purestep.random",
+    "purestep.keyed",
+    "purestep.modules",
     "purestep.axis.queue",
     "purestep.axis.buckets",
     "purestep.axis.packets",
@@ -76,6 +79,8 @@ OWN_TYPES = {
             "regather",
             "conversation",
             "gathering",
+            "keyed",
+            "modules",
         )
     )
 }
@@ -93,6 +98,7 @@ THEOREM_FILES = [
     "test_t12_shard",
     "test_t13_donation",
     "test_t14_repartition",
+    "test_t15_random",
     "test_t16_resume",
     "test_t17_denominators",
 ]
@@ -122,6 +128,11 @@ def grads(old: str, new: str) -> Patch:
 def passes(old: str, new: str) -> Patch:
     """A patch of a microbatch's pass."""
     return Patch("purestep.passes", old, new)
+
+
+def drawing(old: str, new: str) -> Patch:
+    """A patch of what is drawn."""
+    return Patch("purestep.random", old, new)
 
 
 def backward(old: str, new: str) -> Patch:
@@ -876,11 +887,55 @@ MUTANTS = [
             )
         ],
     ),
+    Mutant(
+        "25a",
+        "the same random key for two microbatches",
+        [drawing("_drawn(key, x.shape[key.ndim :], of)", "_drawn(torch.tensor(7), x.shape, of)")],
+    ),
+    Mutant(
+        "25b",
+        "one key for all examples of a microbatch, that of the first",
+        [
+            drawing(
+                "_drawn(key, x.shape[key.ndim :], of)",
+                "_drawn(key.sum() if key.numel() == 0 else key.reshape(-1)[0], x.shape, of)",
+            )
+        ],
+    ),
+    Mutant(
+        "25c",
+        "the flat index as counter, which the padded length changes",
+        [
+            drawing(
+                "_drawn(key, x.shape[key.ndim :], of)",
+                "_drawn(key, (x.shape[key.ndim :].numel(),), of).view(x.shape)",
+            )
+        ],
+    ),
+    Mutant(
+        "25d",
+        "the place in a row of several examples as counter",
+        [drawing("[positions[..., None], within]", "[torch.arange(length)[:, None], within]")],
+    ),
+    Mutant(
+        "25e",
+        "a checkpoint that draws different numbers when it computes again",
+        [Patch("purestep.keyed", "lambda: _Keyed(keys, count)", "lambda: _Keyed(keys, count + 1)")],
+    ),
+    Mutant(
+        "25f",
+        "a module's noise by the number of the call, and not by the example",
+        [
+            Patch(
+                "purestep.keyed",
+                "made = fold_in(keys[..., None]",
+                "made = fold_in(0 * keys[..., None] + torch.arange(keys.numel()).view(keys.shape)[..., None]",
+            )
+        ],
+    ),
 ]
 
-NOT_YET = {
-    "25": "the same random key for two microbatches: needs `ps.random`",
-}
+NOT_YET: dict[str, str] = {}
 
 
 def build(patches: list[Patch]) -> System:
@@ -918,6 +973,8 @@ def build(patches: list[Patch]) -> System:
         mutated["proofs.parallel"].tensor_parallel_step,
         mutated["purestep.shard"].shard,
         mutated["purestep.shard"].unshard,
+        mutated["purestep.modules"].from_module,
+        mutated["purestep.random"],
         mutated["purestep.tree"],
         mutated["purestep.optim"],
     )

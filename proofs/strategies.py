@@ -304,8 +304,14 @@ class RealCase:
 
 
 @st.composite
-def real_cases(draw: st.DrawFn, dtypes: Sequence[torch.dtype]) -> RealCase:
-    """Random text of uneven length, padded, for the transformer in one of the dtypes."""
+def real_cases(
+    draw: st.DrawFn,
+    dtypes: Sequence[torch.dtype],
+    loss_fn: Callable[[Any, Batch], Tensor] = models.transformer_loss,
+    make_params: Callable[[torch.Generator, torch.dtype], Any] = models.transformer_params,
+    keyed: bool = False,
+) -> RealCase:
+    """Random text of uneven length, padded, for the transformer in one of the dtypes; ``keyed``: each with a key."""
     dtype = draw(st.sampled_from(dtypes))
     seed = draw(st.integers(0, 2**20))
     generator = torch.Generator().manual_seed(seed)
@@ -320,12 +326,14 @@ def real_cases(draw: st.DrawFn, dtypes: Sequence[torch.dtype]) -> RealCase:
         "labels": torch.where(present, labels, -100),
         "w": present,
     }
-    params = models.transformer_params(generator, dtype)
+    if keyed:
+        batch["key"] = ps.random.fold_in(ps.random.key(seed), torch.arange(rows))
+    params = make_params(generator, dtype)
     exact = tree.map(lambda leaf: leaf.to(torch.float64), params)
 
     def loss_of(params: Any, row: int) -> Tensor:
         one = {key: value[row : row + 1] for key, value in batch.items()}
-        return models.transformer_loss(params, one).sum() / present.sum()
+        return loss_fn(params, one).sum() / present.sum()
 
     terms = [torch.func.grad(loss_of)(exact, row) for row in range(rows)]
     losses = torch.stack([loss_of(exact, row) for row in range(rows)])

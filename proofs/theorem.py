@@ -29,6 +29,8 @@ class System:
     tensor_parallel_step: Callable[..., Any]
     shard: Callable[..., Any]
     unshard: Callable[..., Any]
+    from_module: Callable[..., Any]
+    random: Any
     tree: Any
     optim: Any
 
@@ -44,6 +46,8 @@ PURESTEP = System(
     parallel.tensor_parallel_step,
     ps.shard,
     ps.unshard,
+    ps.from_module,
+    ps.random,
     ps.tree,
     ps.optim,
 )

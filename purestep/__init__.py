@@ -3,7 +3,7 @@
 The names below stand in the order in which data flows through an update.
 """
 
-from purestep import checkpoint, losses, optim, testing, tree
+from purestep import checkpoint, losses, optim, random, testing, tree
 from purestep.axis import (
     Axis,
     LocalAxis,
@@ -58,6 +58,7 @@ from purestep.types import (
 
 __all__ = [
     "tree",
+    "random",
     "from_module",
     "shift_labels",
     "BatchPlan",

@@ -19,6 +19,8 @@ from torch.nn import Module, Parameter
 from torch.nn.parameter import is_lazy
 
 from purestep import skeleton, tree
+from purestep.keyed import keyed
+from purestep.random import Keys
 from purestep.torch_internals import (
     accumulate_hooks,
     adds_its_masks,
@@ -59,7 +61,11 @@ def from_module(
     **Checkpoints** (``use_reentrant=False``) compute again with the params of their call, whatever ``apply`` is called with
     before the backward pass. ``torch.func`` knows no checkpoints, and a step refuses reentrant ones.
 
-    **Dropout** in training mode draws from torch's global generator, as in every module.
+    **Dropout** in training mode draws from torch's global generator, as in every module. ``apply(params, *args, key=keys)`` draws from keys
+    instead, of shape ``(rows,)``, one for each example along the first dimension (``ps.random.with_keys``); or from ``ps.random.token_keys``, where a row
+    holds several examples. Each example's noise is its own then: it depends neither on the cut, nor on padding, order or neighbours. This
+    holds for all of ``torch.nn.functional``'s kinds of dropout, attention's included; whatever else draws is refused by name. The n-th
+    dropout of a call draws from ``ps.random.fold_in(keys, n)``, and so does what a checkpoint computes again.
 
     >>> params, apply = from_module(torch.nn.Linear(2, 1))
     >>> {name: tuple(p.shape) for name, p in params.items()}
@@ -163,18 +169,22 @@ class Apply:
         /,
         *args: Any,
         buffers: Mapping[str, Tensor] | None = None,
+        key: Keys | None = None,
         **kwargs: Any,
     ) -> Any:
-        """What the module returns; with ``buffers``, ``(output, buffers)``."""
+        """What the module returns; with ``buffers``, ``(output, buffers)``. With ``key``, dropout draws from it."""
         given = {} if buffers is None else {name: value.clone() for name, value in buffers.items()}
         _check_names("params", params, self._names, self._names)
         _check_names("buffers", given, self._buffers, self._written)
         held = {**self._buffers, **given, **self._own}
         inputs = [*[params[name] for name in self._names], *held.values()]
-        if torch.compiler.is_dynamo_compiling():
-            output, given = self._trace(inputs, given, args, kwargs)
+        run = self._trace if torch.compiler.is_dynamo_compiling() else self._call
+        if key is None:
+            output, given = run(inputs, given, args, kwargs)
         else:
-            output, given = self._call(inputs, given, args, kwargs)
+            _check_key(key)
+            with keyed(key):
+                output, given = run(inputs, given, args, kwargs)
         return output if buffers is None else (output, given)
 
     def _trace(
@@ -242,6 +252,15 @@ class Apply:
                 raise ValueError(f"the module has written to its tensor {name}: {_OWN}")
             if now:
                 raise ValueError(f"the module has written to its buffer {name}: {_BUFFERS}")
+
+
+def _check_key(key: Keys) -> None:
+    leaves = tree.leaves_of(key)
+    if not all(isinstance(each, Tensor) and each.dtype == torch.int64 for each in leaves):
+        raise TypeError(
+            f"key= are keys of ps.random, tensors of dtype int64, got {tree.kind(leaves[0])}: a module's own argument of that name "
+            "is passed by position"
+        )
 
 
 def _uncompiled(module: Module, *args: Any, **kwargs: Any) -> Any:

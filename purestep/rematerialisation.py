@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from copy import copy
 from functools import partial
 from typing import Any, ParamSpec, TypeAlias, TypeVar
@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.overrides import TorchFunctionMode
 
-from purestep import tree
+from purestep import keyed, tree
 from purestep.axis.vmap import bound_as, mapping
 from purestep.backward import check_twice_differentiable, graph_below, recomputing
 from purestep.torch_internals import (
@@ -223,6 +223,7 @@ class _Record:
     """What is known of a call once it has run: what it gives beside tensors, and what surrounded it."""
 
     autocast: _Autocast
+    keyed: Callable[[], AbstractContextManager[object]]
     random: _Random | None = None
 
     def note(self, output: Tree) -> tuple[Tensor, ...]:
@@ -265,7 +266,7 @@ class _Call:
     def first(self, given: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """The tensors that it gives. Of those that it is given, nothing is recorded."""
         given = tree.cut_off(given)
-        self.record.autocast = _Autocast(given)
+        self.record.autocast, self.record.keyed = _Autocast(given), keyed.again()
         if self.traced:
             return self._run(given, self._leaves)
         random, versions = _Random(given, self._leaves), self._versions(given)
@@ -298,6 +299,7 @@ class _Call:
         random = self.record.random
         with ExitStack() as within:
             within.enter_context(self.record.autocast.again())
+            within.enter_context(self.record.keyed())
             leaves = within.enter_context(random.again(self._leaves)) if random else self._leaves
             return self._run(given, leaves)
 

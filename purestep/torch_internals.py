@@ -11,6 +11,7 @@ RuntimeError: torch ... has no torch._no_such_name, which purestep needs for thi
 
 from __future__ import annotations
 
+import inspect
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -137,6 +138,32 @@ function_mode: Callable[[], Any] = _private("overrides._get_current_function_mod
 
 without_function_mode: Callable[[], Any] = _private("overrides._pop_mode_temporarily")
 """Within it, the innermost of these modes sees nothing."""
+
+function_modes: Callable[[], list[Any]] = _private("overrides._get_current_function_mode_stack")
+"""All of these modes, the innermost last."""
+
+
+def checkpoint_frame() -> Any | None:
+    """What keeps the innermost checkpoint that is being computed for the first time, with its ``recompute_fn``; None outside of any."""
+    hooks = saved_tensors_hooks(False)
+    pack: Any = None if hooks is None else hooks[0]
+    if getattr(pack, "__qualname__", "") != "_checkpoint_hook.__init__.<locals>.pack_hook":
+        return None
+    frame = inspect.getclosurevars(pack).nonlocals.get("frame")
+    if not hasattr(frame, "recompute_fn"):
+        _missing("utils.checkpoint._CheckpointFrame.recompute_fn")()
+    return frame
+
+
+def in_reentrant_checkpoint() -> bool:
+    """Whether the caller is within a checkpoint with ``use_reentrant=True``."""
+    from torch.utils.checkpoint import CheckpointFunction
+
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_code is not CheckpointFunction.forward.__code__:
+        frame = frame.f_back
+    return frame is not None
+
 
 accumulate_hooks = _attribute("Tensor._post_accumulate_grad_hooks")
 """Those that ``register_post_accumulate_grad_hook`` has put on a leaf."""
@@ -270,6 +297,19 @@ def traced_versions(tensors: Sequence[Tensor]) -> tuple[int, ...]:
     return tuple(0 if each is None else version(each) for each in there)
 
 
+@asked_once
+def traced_number(name: str) -> tuple[int]:
+    """How often this was asked before, for this name, by the function that is being traced."""
+    try:
+        from torch._dynamo.symbolic_convert import InstructionTranslator
+
+        counts = vars(InstructionTranslator.current_tx().output).setdefault("_purestep_counts", {})
+    except (ImportError, AttributeError):
+        return _missing("_dynamo.symbolic_convert.InstructionTranslator.current_tx")()
+    counts[name] = counts.get(name, -1) + 1
+    return (counts[name],)
+
+
 def traced_writes(things: Sequence[Any]) -> dict[int, tuple[str, ...]]:
     """The things that the function that is being traced has changed by now, by position, and which of their attributes.
 
@@ -325,6 +365,13 @@ def watching(look: Callable[[Any, Any, Any], None]) -> Any:
             return func(*args, **(kwargs or {}))
 
     return Watch()  # type: ignore[no-untyped-call]
+
+
+def operations(func: Any) -> list[Any]:
+    """The operations that a function of ``torch.ops`` may be, with all that is known of them; none for any other function."""
+    if isinstance(func, torch._ops.OpOverloadPacket):
+        return [getattr(func, overload) for overload in func.overloads()]
+    return [func] if isinstance(func, torch._ops.OpOverload) else []
 
 
 def may_draw(operation: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:

@@ -57,7 +57,7 @@ def test_public_names_are_documented() -> None:
 
 def test_public_names_show_an_example() -> None:
     """Every public function and class runs in its own docstring."""
-    for namespace in (ps, ps.optim, ps.losses, ps.checkpoint, ps.testing):
+    for namespace in (ps, ps.optim, ps.losses, ps.random, ps.checkpoint, ps.testing):
         for name, value in vars(namespace).items():
             if (
                 (inspect.isfunction(value) or inspect.isclass(value))
@@ -75,7 +75,10 @@ def test_imports_run_downward() -> None:
         "pieces",
         "tree",
         "form",
+        "quantile",
+        "random",
         "skeleton",
+        "keyed",
         "modules",
         "fingerprint",
         "tokens",

@@ -57,3 +57,7 @@ def few_recompilations() -> AbstractContextManager[None]:
 def forward_hooks(module: torch.nn.Module) -> int:
     """How many hooks its parts hold that run after them, and how many notes about such hooks."""
     return sum(len(m._forward_hooks) + len(m._forward_hooks_with_kwargs) for m in module.modules())
+
+
+attention_in_steps = torch.ops.aten._scaled_dot_product_attention_math
+"""Attention as an operation of ``torch.ops``, which drops elements when it is told to."""

@@ -37,6 +37,7 @@ PAD: Mapping[str, float] = {
     "decoder_input_ids": 0,
     "decoder_attention_mask": 0,
     "labels": IGNORE_INDEX,
+    "key": 0,
 }
 
 

@@ -1,0 +1,352 @@
+"""Randomness as data: a key is a tensor, and what is drawn is a function of the key and of coordinates alone.
+
+Philox4x32-10 [Salmon et al., 2011], in whole numbers: a word of 32 bits follows from a key of 64 bits and four counters.
+Counters are an element's coordinates within its example, never its place in memory, so that neither padding nor packing nor the
+cut changes what is drawn for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias, TypeVar, cast
+
+import torch
+from torch import Tensor
+
+from purestep import tree
+from purestep.quantile import normal_quantile
+from purestep.types import Tree
+
+_Word: TypeAlias = Any
+"""32 bits: an int, or a tensor of dtype int64."""
+
+_LOW = 2**32 - 1
+_APART = _LOW
+"""The last counter of what is a key itself. No example has as many coordinates."""
+
+
+class TokenKeys(NamedTuple):
+    """The key of each token, and its position in its own example: what several examples in one row draw from.
+
+    ``token_keys`` makes them. ``dropout`` and ``fold_in`` take them where they take keys.
+
+    >>> packed = TokenKeys(torch.tensor([[5, 5, 6]]), torch.tensor([[0, 1, 0]]))
+    >>> dropout(torch.ones(1, 3), 0.5, packed)[:, 2] == dropout(torch.ones(1), 0.5, torch.tensor(6))
+    tensor([True])
+    """
+
+    keys: Tensor
+    positions: Tensor
+
+
+Keys: TypeAlias = Tensor | TokenKeys
+_K = TypeVar("_K", bound=Tensor | TokenKeys)
+
+
+def key(seed: int, device: torch.device | str | None = None) -> Tensor:
+    """The key of this seed, a tensor of dtype int64 without a dimension. Further dimensions make many keys.
+
+    Draw from a key once; of what is to be drawn twice, ``fold_in`` or ``split`` makes keys.
+
+    >>> [hex(word) for word in bits(key(0), (4,)).tolist()]
+    ['0x6627e8d5', '0xe169c58d', '0xbc57ac4c', '0x9b00dbd8']
+    """
+    if not (isinstance(seed, int) and -(2**63) <= seed < 2**64):
+        raise ValueError(f"key: {seed=} must be a whole number of 64 bits")
+    return torch.tensor(seed - 2**64 if seed >= 2**63 else seed, device=device)
+
+
+def fold_in(key: _K, data: int | Tensor) -> _K:
+    """A new key of a key and a whole number: of the step, the layer, the place in the program. Tensors broadcast.
+
+    >>> a, b = fold_in(key(0), torch.arange(2))
+    >>> bool(a != b), bool(b == fold_in(key(0), 1))
+    (True, True)
+    """
+    if isinstance(key, TokenKeys):
+        return cast(_K, TokenKeys(fold_in(key.keys, data), key.positions))
+    _check_keys(key)
+    if isinstance(data, Tensor) and (data.is_floating_point() or data.is_complex()):
+        raise TypeError(f"fold_in: data is {tree.kind(data)}, and must be whole numbers")
+    wide = data.to(torch.int64) if isinstance(data, Tensor) else data
+    return cast(_K, _as_key(philox(key, (wide & _LOW, (wide >> 32) & _LOW, 0, _APART))))
+
+
+def split(key: Tensor, number: int = 2) -> Tensor:
+    """So many new keys, along a new last dimension.
+
+    >>> a, b = split(key(0))
+    >>> split(torch.stack([a, b]), 3).shape
+    torch.Size([2, 3])
+    """
+    _check_keys(key)
+    places = torch.arange(number, device=key.device)
+    return _as_key(philox(key[..., None], (places, 0, 1, _APART)))
+
+
+def bits(key: Tensor, shape: Sequence[int] = ()) -> Tensor:
+    """32 random bits for each element, as whole numbers from 0 to 2³² − 1 of dtype int64.
+
+    ``shape`` is that of what each key draws: of keys of shape ``(rows,)`` come ``(rows, *shape)``. An element's value depends on its
+    key and its coordinates, so a larger shape with as many dimensions begins with the same.
+
+    >>> bits(key(0), (2, 3))[:, :2].equal(bits(key(0), (5, 2))[:2])
+    True
+    """
+    return _drawn(key, shape, lambda word: word)
+
+
+def uniform(key: Tensor, shape: Sequence[int] = (), dtype: torch.dtype = torch.float32) -> Tensor:
+    """Evenly from 0 up to, but not including, 1: multiples of 2⁻²⁴ in float32, of 2⁻³² in float64, of 2⁻⁸ in bfloat16, of 2⁻¹¹ in float16.
+
+    Exact, and so the same everywhere.
+
+    >>> uniform(key(0), (2,))
+    tensor([0.3990, 0.8805])
+    """
+    digits = min(32, 1 - int(torch.tensor(torch.finfo(dtype).eps).log2()))
+    return (bits(key, shape) >> (32 - digits)).to(dtype) * 2.0**-digits
+
+
+def normal(key: Tensor, shape: Sequence[int] = (), dtype: torch.dtype = torch.float32) -> Tensor:
+    """Of the normal distribution of mean 0 and deviation 1: the quantile of (bits + ½) / 2³², at most 6.338 away from 0.
+
+    Computed in whole numbers, to within 2⁻²⁸, and rounded to ``dtype`` once: no logarithm whose last bit depends on the device.
+
+    >>> normal(key(0), (2,))
+    tensor([-0.2558,  1.1776])
+    """
+    return normal_quantile(bits(key, shape)).to(dtype)
+
+
+def bernoulli(key: Tensor, p: float, shape: Sequence[int] = ()) -> Tensor:
+    """True with probability p, rounded to a multiple of 2⁻³².
+
+    >>> bernoulli(key(0), 0.5, (4,))
+    tensor([ True, False, False, False])
+    """
+    limit = limit_of(p)
+    return _drawn(key, shape, lambda word: word < limit)
+
+
+def dropout(x: Tensor, p: float, key: Keys) -> Tensor:
+    """``x / (1 - p)``, and 0 where ``bernoulli`` says so: with probability p, rounded to a multiple of 2⁻³².
+
+    Keys of shape ``(rows,)`` are those of the rows of ``x``, ``(rows, ...)``: each row draws from its own, by the coordinates
+    within it. What is drawn for an element does not depend on how long its row is padded, nor on what else is in the batch.
+
+    Several examples in one row, as ``pack_documents`` makes them, draw from ``token_keys``: ``x`` is ``(rows, length, features)``, or a
+    weight for each pair, ``(rows, heads, length, length)``, or ``(rows, length)``. Each token draws what it draws alone.
+
+    >>> x = torch.ones(2, 3)
+    >>> keys = torch.stack([key(1), key(2)])
+    >>> dropout(x, 0.5, keys)
+    tensor([[2., 2., 2.],
+            [0., 0., 2.]])
+    >>> dropout(x[1:, :2], 0.5, keys[1:])
+    tensor([[0., 0.]])
+    """
+    limit = limit_of(p)
+    if p == 0:
+        return x
+    return scaled(x, drawn_for(x, key, lambda word: word < limit), p)
+
+
+def scaled(x: Tensor, dropped: Tensor, p: float) -> Tensor:
+    """``x / (1 - p)``, and 0 where it is dropped.
+
+    >>> scaled(torch.ones(2), torch.tensor([True, False]), 0.75)
+    tensor([0., 4.])
+    """
+    return torch.where(dropped, 0, x * (1 / (1 - p) if p < 1 else 0.0))
+
+
+def token_keys(keys: Tensor, segments: Tensor, positions: Tensor) -> TokenKeys:
+    """The keys of the tokens of rows that hold several examples, from what ``pack_documents`` returns.
+
+    Args:
+        keys: of the examples, ``(rows, most segments of a row)``.
+        segments: of the tokens, ``(rows, length)``: from 1, and 0 where there is none.
+        positions: of the tokens in their own examples, ``(rows, length)``.
+
+    >>> segments, positions = torch.tensor([[1, 1, 2]]), torch.tensor([[0, 1, 0]])
+    >>> packed = token_keys(torch.tensor([[5, 6]]), segments, positions)
+    >>> packed.keys
+    tensor([[5, 5, 6]])
+    >>> alone = dropout(torch.ones(1, 1, 4), 0.5, torch.tensor([6]))
+    >>> dropout(torch.ones(1, 3, 4), 0.5, packed)[:, 2:].equal(alone)
+    True
+    """
+    _check_keys(keys)
+    if segments.shape != positions.shape or keys.shape[:-1] != segments.shape[:-1]:
+        raise ValueError(
+            f"token_keys: keys {tuple(keys.shape)}, segments {tuple(segments.shape)} and positions "
+            f"{tuple(positions.shape)} must be those of pack_documents: (rows, segments), (rows, length), (rows, length)"
+        )
+    of_token = torch.gather(keys, -1, (segments.to(torch.int64) - 1).clamp(min=0))
+    return TokenKeys(of_token, positions.to(torch.int64))
+
+
+def with_keys(
+    examples: Iterable[Mapping[str, Tree]],
+    key: Tensor,
+    *,
+    start: int = 0,
+    identity: str | None = None,
+    name: str = "key",
+) -> list[dict[str, Tree]]:
+    """The examples, each with a key of its own, before they are packed: ``fold_in`` of its number in the data.
+
+    A key has no dimension, so that it belongs to its example as a whole: ``pack`` makes ``(rows,)`` of them, and ``pack_documents``
+    ``(rows, most segments)``. For new noise in each epoch or step, pass ``fold_in(key, step)``.
+
+    Args:
+        examples: mappings by name.
+        key: of all of them.
+        start: the number of the first.
+        identity: the name of a leaf, a whole number that is the example's own, whose value is folded in instead of the number.
+        name: under which each finds its key.
+
+    >>> examples = [{"tokens": torch.arange(n)} for n in (3, 1)]
+    >>> keyed = with_keys(examples, key(0))
+    >>> bool(keyed[1]["key"] == fold_in(key(0), 1))
+    True
+    """
+    examples = [dict(example) for example in examples]
+    for i, example in enumerate(examples):
+        if name in example:
+            raise ValueError(f"with_keys: examples[{i}] has {name!r} already: choose a free name=")
+        if identity is not None and identity not in example:
+            raise ValueError(f"with_keys: examples[{i}] has no {identity!r}, only {[*example]}")
+    if not examples:
+        return []
+    numbers = torch.arange(start, start + len(examples), device=key.device)
+    if identity is not None:
+        numbers = torch.stack([torch.as_tensor(each[identity]) for each in examples])
+        if numbers.ndim != 1:
+            raise ValueError(f"with_keys: {identity!r} must be one whole number in each example")
+    keys = fold_in(key, numbers.to(key.device)).unbind()
+    return [{**example, name: own} for example, own in zip(examples, keys, strict=True)]
+
+
+def drawn_for(x: Tensor, key: Keys, of: Callable[[Tensor], Tensor]) -> Tensor:
+    """``of`` the word that is drawn for each element of x, as ``dropout`` draws it.
+
+    >>> drawn_for(torch.ones(2), key(0), lambda word: word).equal(bits(key(0), (2,)))
+    True
+    """
+    if isinstance(key, TokenKeys):
+        return _drawn_for_tokens(x.shape, key, of)
+    _check_keys(key)
+    if x.shape[: key.ndim] != key.shape:
+        raise ValueError(
+            f"keys of shape {tuple(key.shape)} for {tree.kind(x)}: its first dimensions must be those of the keys, "
+            "one key for each example"
+        )
+    return _drawn(key, x.shape[key.ndim :], of)
+
+
+def _drawn(key: Tensor, shape: Sequence[int], of: Callable[[Tensor], Tensor]) -> Tensor:
+    """``of`` the word of each element. The last coordinate counts by fours, since there are four words to a counter."""
+    _check_keys(key)
+    if not shape:
+        return of(philox(key, (0, 0, 0, 0))[0])
+    while len(shape) > 4:
+        key = fold_in(key[..., None], torch.arange(shape[0], device=key.device))
+        shape = shape[1:]
+    *others, last = shape
+    sizes = [*others, -(-last // 4)]
+    coordinates = [
+        torch.arange(size, device=key.device).view(-1, *[1] * after)
+        for size, after in zip(sizes, range(len(sizes))[::-1], strict=True)
+    ]
+    words = philox(key.view(*key.shape, *[1] * len(shape)), _counters(coordinates))
+    return torch.stack([of(word) for word in words], -1).flatten(-2)[..., :last]
+
+
+def _drawn_for_tokens(
+    shape: Sequence[int], key: TokenKeys, of: Callable[[Tensor], Tensor]
+) -> Tensor:
+    keys, positions = key
+    _check_keys(keys)
+    *rows, length = keys.shape
+    extra = len(shape) - keys.ndim
+    if extra == 1 and [*shape[:-1]] == [*rows, length]:
+        within = torch.arange(-(-shape[-1] // 4), device=keys.device)
+        words = philox(keys[..., None], _counters([positions[..., None], within]))
+        return torch.stack([of(word) for word in words], -1).flatten(-2)[..., : shape[-1]]
+    if extra == 2 and [*shape[:-3], *shape[-2:]] == [*rows, length, length]:
+        heads = torch.arange(shape[-3], device=keys.device).view(-1, 1, 1)
+        at, to = positions[..., None, :, None], positions[..., None, None, :]
+        counters, own = _counters([heads, at, to >> 2]), keys[..., None, :, None]
+    elif extra == 0 and [*shape] == [*rows, length]:
+        to, own = positions, keys
+        counters = _counters([to >> 2])
+    else:
+        raise ValueError(
+            f"token keys of shape {tuple(keys.shape)} for a tensor of shape {tuple(shape)}: its dimensions must be (rows, length, "
+            "features), (rows, heads, length, length) or (rows, length)"
+        )
+    one, two, three, four = map(of, philox(own, counters))
+    odd, high = (to & 1) == 1, (to & 2) == 2
+    return torch.where(high, torch.where(odd, four, three), torch.where(odd, two, one))
+
+
+def _counters(coordinates: Sequence[Tensor]) -> tuple[_Word, _Word, _Word, _Word]:
+    """The last coordinate first, so that those that are not there count as 0."""
+    one, two, three, four = [*coordinates[::-1], 0, 0, 0][:4]
+    return one, two, three, four
+
+
+# Less 2³², so that products of them and a word of 32 bits stay within 63.
+_FACTORS = 0xD2511F53 - 2**32, 0xCD9E8D57 - 2**32
+_STEPS = 0x9E3779B9, 0xBB67AE85
+
+
+def philox(
+    key: _Word, counters: tuple[_Word, _Word, _Word, _Word]
+) -> tuple[_Word, _Word, _Word, _Word]:
+    """The four words of a key and four counters, all of which broadcast.
+
+    >>> [hex(word) for word in philox(0, (0, 0, 0, 0))]
+    ['0x6627e8d5', '0xe169c58d', '0xbc57ac4c', '0x9b00dbd8']
+    """
+    first, second, third, fourth = counters
+    # Of 32 bits; without this, torch's compiler multiplies what arange makes in 32 bits, too (pytorch#175966).
+    first, third = first & _LOW, third & _LOW
+    low, high = key & _LOW, (key >> 32) & _LOW
+    for _ in range(10):
+        one, two = first * _FACTORS[0], third * _FACTORS[1]
+        # The upper half of the product is that of this one, and the word that 2³² was multiplied with.
+        first, second, third, fourth = (
+            ((two >> 32) + third) ^ second ^ low,
+            two & _LOW,
+            ((one >> 32) + first) ^ fourth ^ high,
+            one & _LOW,
+        )
+        low, high = (low + _STEPS[0]) & _LOW, (high + _STEPS[1]) & _LOW
+    return first, second, third, fourth
+
+
+def _as_key(words: tuple[_Word, _Word, _Word, _Word]) -> Tensor:
+    first, second, _, _ = words
+    made: Tensor = first | (second << 32)
+    return made
+
+
+def limit_of(p: float) -> int:
+    """The words below it are those that come with probability p.
+
+    >>> limit_of(0.5) == 2**31
+    True
+    """
+    if not 0 <= p <= 1:
+        raise ValueError(f"{p=} must be a probability, from 0 to 1")
+    return round(p * 2**32)
+
+
+def _check_keys(key: Any) -> None:
+    if not isinstance(key, Tensor) or key.dtype != torch.int64:
+        raise TypeError(
+            f"{tree.kind(key)} is no key: keys are tensors of dtype int64, as ps.random.key(seed) makes them"
+        )
