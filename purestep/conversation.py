@@ -31,6 +31,10 @@ from purestep.gathering_of_ranks import RanksGathering
 from purestep.torch_internals import is_watched, transformed
 from purestep.types import Count, Sums, Tree
 
+GATHERED = (
+    'what their losses gathered (with gather="loss" all ranks gather the same in the same order, whatever their tokens '
+    'are; gather="microbatch" is free of that)'
+)
 ALIKE = (
     "the number of microbatches, while the loss gathers params (add some whose weights are zero)"
 )
@@ -183,6 +187,8 @@ class OwnPrograms:
         """The sum of what all ranks have computed; those without microbatches take part with zeros."""
         axis, dtype = self._axis, here.loss.dtype
         form = _form(here.aux, dtype) if self._holds else {}
+        if self._holds and self.gathering.gathers is not None:
+            form[GATHERED] = f"{self.gathering.gathers.number:08x}"
         number = fingerprint(form) if form else 0
         returned = packed(self.gathering.alike(here) if self._recorded else here.aux)
         computed = () if self._recorded else (*here.counted, here.loss)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import cast
 
 from torch import Tensor
@@ -81,13 +82,16 @@ def evaluator(loss_fn: LossFn) -> Callable[[Gathering, Group, Count | None], Sum
 
     def evaluate(gathering: Gathering, group: Group, total: Count | None, /) -> Sums:
         total = total and Count(divisor(total.num_tokens), total.num_microbatches)
-        sums: Worth | None = None
+        given: Worth | None = None
         for microbatch, weights in group.weighed:
-            with gathering as (params, _):
-                part = part_of(params.tree(), microbatch, weights, total)
+            with gathering as (params, sums):
+                gathers = gathering.gathers
+                own = params.leaves
+                with gathers.microbatch(own, sums) if gathers else nullcontext():
+                    part = part_of(params.tree(), microbatch, weights, total)
             here = worth(*tree.detached((value(*part[:2]), part.num_tokens, part.aux)))
-            sums = plus(sums, here)
-            del params, part
-        return sums_of(gathering.gradients(), sums, group.counted, gathering.given.leaves[0])
+            given = plus(given, here)
+            del params, own, part
+        return sums_of(gathering.gradients(), given, group.counted, gathering.given.leaves[0])
 
     return evaluate

@@ -71,7 +71,7 @@ def flat(whole: Tree) -> Flat:
 
 
 def without_shards(given: Flat, but: Collection[Any] = ()) -> Flat:
-    """The same tree with a piece in the place of each ``Shard``, but for those over these axes.
+    """The same tree with what it holds in the place of each ``Shard``, but for those over these axes.
 
     >>> from purestep import LocalAxis
     >>> without_shards(flat({"w": pieces.Shard(torch.ones(2), LocalAxis(), (2,))})).tree()
@@ -84,7 +84,9 @@ def without_shards(given: Flat, but: Collection[Any] = ()) -> Flat:
     def is_leaf(node: Any) -> bool:
         return pieces.is_shard(node) and node.axis not in but
 
-    structure = tree.flatten(given.tree(), is_leaf=is_leaf)[1]
+    nodes, structure = tree.flatten(given.tree(), is_leaf=is_leaf)
+    bare = [node.piece if is_leaf(node) else node for node in nodes]
+    structure = tree.flatten(tree.unflatten(structure, bare))[1]
     own = [pieces.own(leaf, place) for leaf, place in zip(leaves, form.spread, strict=True)]
     return Flat(own, structure, form)
 

@@ -22,6 +22,7 @@ from purestep.backward import GradientSums
 from purestep.form import Flat, without_shards
 from purestep.objective import check_untouched, versions_of
 from purestep.pieces import Place
+from purestep.regather import LossGathers
 from purestep.types import Sums
 
 Gather: TypeAlias = Literal["step", "microbatch", "loss"]
@@ -68,6 +69,7 @@ class Gathering:
         self._gathers = self._own if gather != "loss" else {}
         self.each_microbatch = gather == "microbatch" and bool(self._gathers)
         self.meets = bool(self._own)
+        self.gathers: LossGathers | None = None
         self._bare: Flat | None = None
         self._look: Look | None = None
         self._totals = GradientSums(given.leaves if dtypes else (), dtypes, out)

@@ -17,8 +17,8 @@ from purestep.axis.packets import Scatters, gathered, packets
 from purestep.axis.queue import Queue
 from purestep.backward import GradientSums
 from purestep.form import Flat
-from purestep.gathering import Gather, Gathering, Look
-from purestep.regather import Regather
+from purestep.gathering import Gather, Gathering
+from purestep.regather import LossGathers
 
 PACKET_BYTES, MOST = 2**22, 2
 """The size of packets, and how many of gradients are under way at once: what one holds is freed when the second behind it leaves."""
@@ -40,7 +40,7 @@ class RanksGathering(Gathering):
         self._packets = packets(self._gathers, given.form.dtypes, device, PACKET_BYTES)
         self._rounds: Callable[[], int] = int
         self._gathered, self._done = False, 0
-        self._regather = Regather() if gather == "loss" and self.meets and dtypes else None
+        self.gathers = LossGathers() if gather == "loss" and self.meets else None
         groups: dict[Any, dict[int, Tensor]] = {}
         for at, leaf in enumerate(given.leaves if dtypes else ()):
             if at not in self._gathers and (over := self._summed_over(at)) is not None:
@@ -71,7 +71,8 @@ class RanksGathering(Gathering):
     def launch(self) -> None:
         """Sends all that has not been sent yet."""
         if self.each_microbatch:
-            rounds = self._rounds()
+            # What asks for it holds what holds this.
+            rounds, self._rounds = self._rounds(), int
             while self._done < rounds:
                 if not self._gathered:
                     self._wholes()
@@ -122,16 +123,6 @@ class RanksGathering(Gathering):
         wholes = gathered(self._packets, self.given.leaves)
         self._microbatch.begin()
         return wholes
-
-    def __enter__(self) -> Look:
-        if self._regather is not None:
-            self._regather.__enter__()
-        return super().__enter__()
-
-    def __exit__(self, *error: object) -> None:
-        if self._regather is not None:
-            self._regather.__exit__(*error)
-        super().__exit__(*error)
 
     def _announced(self, at: int) -> None:
         """The sum of a leaf is final, of this microbatch or of all of them."""

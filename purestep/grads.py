@@ -277,10 +277,11 @@ def accumulator(
                     sums.add(grads, copy=not own)
                 else:
                     detached = tree.unflatten(kind, tree.cut_off(data))
-                    task = Task(seen.leaves, seen.structure, detached, weights, total)
+                    given_ = (detached, weights, total, gathering.gathers)
+                    task = Task(seen.leaves, seen.structure, *given_)
                     last = gathering.each_microbatch or position == group.length
                     told = in_place(task, sums, gathering.ready if last else None)
-                    del detached, task
+                    del detached, given_, task
                 del seen, sums
             reached = reached or told.reached
             given = plus(given, worth(*told[:3]))

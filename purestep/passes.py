@@ -6,6 +6,7 @@ All of them differentiate the same part of the objective, and give the same besi
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
@@ -15,6 +16,7 @@ from purestep import tree
 from purestep.backward import GradientSums, backward, own_leaves
 from purestep.compiler import Compiler, NoGraph, compiled, one_graph
 from purestep.objective import PartOf, value
+from purestep.regather import LossGathers
 from purestep.tokens import checked_weights
 from purestep.types import Count, GradAndValue, Microbatch, Params, Tally, Tree, WeightFn
 
@@ -30,6 +32,7 @@ class Task(NamedTuple):
     microbatch: Microbatch
     weights: Tensor | None
     total: Count | None
+    gathers: LossGathers | None = None
 
 
 class Told(NamedTuple):
@@ -50,9 +53,12 @@ def in_place_pass(part_of: PartOf) -> Pass:
 
     def run(task: Task, sums: GradientSums, ready: Ready | None) -> Told:
         own = own_leaves(task.leaves)
-        with torch.enable_grad():
-            part = part_of(tree.unflatten(task.structure, own), *task[2:])
-        reached = backward(part.terms, part.cotangents, own, sums, ready)
+        with task.gathers.microbatch(own, sums) if task.gathers else nullcontext() as gathered:
+            with torch.enable_grad():
+                part = part_of(tree.unflatten(task.structure, own), *task[2:5])
+            chain = gathered.chain() if gathered else []
+            ends = [*part.terms, *chain], [*part.cotangents, *map(torch.zeros_like, chain)]
+            reached = backward(*ends, own, sums, ready) or bool(chain)
         loss = value([term.detach() for term in part.terms], part.cotangents)
         return Told(loss, part.num_tokens, tree.detached(part.aux), reached)
 
@@ -89,7 +95,7 @@ def compiled_pass(
         if makes_graph and ready is None:
             params, so_far = tree.unflatten(task.structure, task.leaves), sums.begun()
             try:
-                made, told = graph(params, so_far, sums.dtypes, *task[2:])
+                made, told = graph(params, so_far, sums.dtypes, *task[2:5])
             except NoGraph:
                 pass
             else:

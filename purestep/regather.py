@@ -1,13 +1,18 @@
-"""Whole tensors that a loss gathers, which are not kept for its backward pass, but gathered again when that needs them.
+"""What a loss gathers by itself, on ranks that run programs of their own: in one order on all of them, forward and backward.
 
-What an operation keeps for its backward pass is, of a whole that was gathered or a view of it, which gather it came from. So one
-block of a network is whole at a time; while the backward pass goes through it, the block before it is on its way.
+    forward     gather 0, gather 1, ..., gather n
+    backward    gather n, gather n-1, scatter n, gather n-2, scatter n-1, ..., scatter 0
+
+Each gather is scattered, whether the loss has used it on this rank or not. Those of ``unshard_each`` are not kept for the backward
+pass, but gathered again in it, one ahead: what an operation keeps of such a whole, or of a view of it, is where it came from.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+import threading
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -18,8 +23,14 @@ from purestep import tree
 from purestep.axis.packets import Scatters, begin_gather, packets
 from purestep.axis.queue import Queue
 from purestep.axis.whole import scattered
+from purestep.backward import GradientSums
 from purestep.pieces import Place
-from purestep.torch_internals import base_of, in_backward, version
+from purestep.torch_internals import (
+    base_of,
+    in_backward,
+    tensor_hooks,
+    version,
+)
 from purestep.tree import accumulation_dtype
 
 PACKET_BYTES, MOST = 2**18, 2
@@ -28,70 +39,139 @@ PACKET_BYTES, MOST = 2**18, 2
 Finish: TypeAlias = Callable[[], list[Tensor]]
 
 
-class Gather:
-    """Pieces that are gathered at once, by ranks that run programs of their own."""
+class LossGathers:
+    """The gathers and scatters of the losses of one step. ``number`` tells which they were: the same on ranks that did the same."""
 
-    def __init__(self, pieces: Sequence[Tensor], places: Sequence[Place]) -> None:
+    def __init__(self) -> None:
+        self.number = 0
+
+    def note(self, what: str) -> None:
+        """One of them begins."""
+        self.number = zlib.crc32(what.encode(), self.number)
+
+    @contextmanager
+    def microbatch(self, own: Sequence[Tensor], sums: GradientSums) -> Iterator[_Microbatch]:
+        """Within it a loss of these leaves is computed, and differentiated into the sums."""
+        outer, here = _open(), _Microbatch(self, own, sums)
+        _thread.microbatch = here
+        try:
+            with torch.autograd.graph.saved_tensors_hooks(_pack, here.unpack):
+                yield here
+        except RuntimeError as error:
+            if "saved tensor hooks" not in str(error):
+                raise
+            raise ValueError(
+                'with gather="loss", what a loss gathers is not kept, which torch.func.grad and vjp inside of the loss do not know: '
+                'take torch.autograd.grad(..., create_graph=True) there, or gather="microbatch"'
+            ) from error
+        finally:
+            _thread.microbatch = outer
+            here.end()
+
+
+_thread = threading.local()
+
+
+def _open() -> _Microbatch | None:
+    """The microbatch that this thread computes."""
+    found: _Microbatch | None = getattr(_thread, "microbatch", None)
+    return found
+
+
+class Gather:
+    """Pieces that are gathered at once; ``again`` in the backward pass, and not kept for it."""
+
+    def __init__(self, pieces: Sequence[Tensor], places: Sequence[Place], again: bool) -> None:
+        self.places, self.again = places, again
         self._pieces = [piece.detach() for piece in pieces]
-        self._places = dict(enumerate(places))
-        dtypes, device = [piece.dtype for piece in pieces], pieces[0].device
-        self._packets = packets(self._places, dtypes, device, PACKET_BYTES)
+        self.of = [id(piece) for piece in pieces]
+        self._dtypes, self._device = [piece.dtype for piece in pieces], pieces[0].device
 
     def begin(self) -> Finish:
         """Begins to gather them; returns what waits for the wholes."""
-        finish = begin_gather(self._packets, self._pieces)
+        self._note("all_gather")
+        finish = begin_gather(self._packets(self._dtypes), self._pieces)
 
         def wholes() -> list[Tensor]:
             found = finish()
-            return [found[at] for at in self._places]
+            return [found[at] for at in range(len(self.places))]
 
         return wholes
 
-    def scattered(self, grads: Sequence[Tensor | None]) -> list[Tensor]:
-        """The transpose: this rank's pieces of the sums over ranks, each rounded once."""
-        dtypes = [accumulation_dtype(piece.dtype) for piece in self._pieces]
-        sums = [torch.zeros_like(piece) for piece in self._pieces]
-        travelling = packets(self._places, dtypes, sums[0].device, PACKET_BYTES)
-        scatters = Scatters(travelling, lambda at, piece: sums[at].copy_(piece))
+    def scattered(
+        self, grads: Sequence[Tensor | None], dtypes: Sequence[torch.dtype]
+    ) -> list[Tensor]:
+        """The transpose: this rank's pieces of the sums over ranks, in these dtypes."""
+        self._note("psum_scatter")
+        pairs = zip(self._pieces, dtypes, strict=True)
+        sums = [torch.zeros_like(piece, dtype=dtype) for piece, dtype in pairs]
+        scatters = Scatters(self._packets(dtypes), lambda at, piece: sums[at].copy_(piece))
         for at, grad in enumerate(grads):
             if grad is not None:
-                scatters.give(at, grad)
+                scatters.give(at, grad.to_dense() if grad.is_sparse else grad)
         queue = Queue(scatters.loads(), MOST)
         queue.launch()
         queue.wait()
         return sums
 
-    @property
-    def places(self) -> Sequence[Place]:
-        """How each of them is spread."""
-        return [*self._places.values()]
+    def sum_dtypes(self) -> list[torch.dtype]:
+        """Those in which gradients are summed that nobody asks for in a dtype."""
+        return [accumulation_dtype(dtype) for dtype in self._dtypes]
 
+    def _packets(self, dtypes: Sequence[torch.dtype]) -> Any:
+        return packets(dict(enumerate(self.places)), dtypes, self._device, PACKET_BYTES)
 
-class _Gathered(Function):
-    """Pieces to wholes, where nobody transforms."""
-
-    @staticmethod
-    def forward(ctx: Any, gather: Gather, finish: Finish, *pieces: Tensor) -> tuple[Tensor, ...]:
-        # Not views of what they came in: of views of them, this is what they are views of.
-        wholes = tuple([whole.data for whole in finish()])
-        ctx.gather, ctx.versions = gather, [version(whole) for whole in wholes]
-        ctx.set_materialize_grads(False)
-        return wholes
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        if torch.is_grad_enabled() and tree.any_requires_grad([g for g in grads if g is not None]):
-            pairs = zip(grads, ctx.gather.places, strict=True)
-            return None, None, *[None if g is None else scattered(g, place) for g, place in pairs]
-        return None, None, *ctx.gather.scattered(grads)
+    def _note(self, law: str) -> None:
+        if (microbatch := _open()) is not None:
+            shapes = [(place.shape, place.dim) for place in self.places]
+            microbatch.step.note(f"{law} {microbatch.positions(self.of)} {shapes} {self._dtypes}")
 
 
 def wholes(gather: Gather, finish: Finish, pieces: Sequence[Tensor]) -> Sequence[Tensor]:
     """The wholes of a gather that has begun, recorded for autograd where it records the pieces."""
     if not (torch.is_grad_enabled() and tree.any_requires_grad(pieces)):
         return finish()
+    microbatch = None if in_backward() else _open()
+    before = microbatch.last if microbatch is not None else None
     apply: Callable[..., Sequence[Tensor]] = _Gathered.apply
-    return apply(gather, finish, *pieces)
+    *made, last = apply(gather, finish, microbatch, before, *pieces)
+    if microbatch is not None:
+        microbatch.add(gather, last)
+    return made
+
+
+class _Gathered(Function):
+    """Pieces to wholes, where nobody transforms; and an end of a chain through all gathers, which are so differentiated in one order."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        gather: Gather,
+        finish: Finish,
+        microbatch: _Microbatch | None,
+        before: Tensor | None,
+        *pieces: Tensor,
+    ) -> tuple[Tensor, ...]:
+        # Not views of what they came in: of views of them, this is what they are views of.
+        wholes = tuple([whole.data for whole in finish()])
+        ctx.gather, ctx.versions = gather, [version(whole) for whole in wholes]
+        ctx.microbatch = microbatch
+        ctx.first = before is None
+        ctx.set_materialize_grads(False)
+        return (*wholes, torch.zeros(()))
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor | None) -> Any:
+        *grads, _ = cotangents
+        gather, microbatch = ctx.gather, ctx.microbatch
+        before = None if ctx.first else torch.zeros(())
+        if torch.is_grad_enabled() and tree.any_requires_grad([g for g in grads if g is not None]):
+            pairs = zip(grads, gather.places, strict=True)
+            by_law = [None if g is None else scattered(g, place) for g, place in pairs]
+            return None, None, None, before, *by_law
+        if microbatch is not None and microbatch.ends:
+            return None, None, None, before, *microbatch.scatter(gather, grads)
+        return None, None, None, before, *gather.scattered(grads, gather.sum_dtypes())
 
 
 class _Recipe(NamedTuple):
@@ -104,58 +184,98 @@ class _Recipe(NamedTuple):
     offset: int
 
 
-class Regather:
-    """Within the block, of wholes that are gathered nothing is kept for a backward pass, which is to end within it."""
+def _pack(kept: Tensor) -> Tensor | _Recipe:
+    base = base_of(kept)
+    whole = kept if base is None else base
+    node: Any = whole.grad_fn
+    gather = getattr(node, "gather", None)
+    if not isinstance(gather, Gather) or not gather.again or kept.dtype != whole.dtype:
+        return kept
+    microbatch, position = node.microbatch, whole.output_nr
+    # What was gathered before the last one is kept: the backward pass needs it first. And what the loss has written to.
+    if microbatch is None or not microbatch.is_last(gather) or in_backward():
+        return kept
+    if version(whole) != node.versions[position]:
+        return kept
+    offset = int(kept.storage_offset() - whole.storage_offset())
+    return _Recipe(gather, position, kept.shape, tuple(kept.stride()), offset)
 
-    def __init__(self) -> None:
-        self._order: dict[Gather, int] = {}
-        self._now: tuple[Gather, list[Tensor]] | None = None
-        self._ahead: tuple[Gather, Finish] | None = None
-        self._within = ExitStack()
 
-    def __enter__(self) -> None:
-        saved = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
-        self._within.enter_context(saved)
+class _Microbatch:
+    """The gathers of one microbatch."""
 
-    def __exit__(self, *error: object) -> None:
-        self._within.close()
-        self._order.clear()
-        ahead, self._ahead, self._now = self._ahead, None, None
-        if ahead is not None:
-            ahead[1]()
+    def __init__(self, step: LossGathers, own: Sequence[Tensor], sums: GradientSums) -> None:
+        self.step, self._sums = step, sums
+        self._own = {id(leaf): (at, leaf) for at, leaf in enumerate(own)}
+        self._gathers: list[Gather] = []
+        self._again: list[Gather] = []
+        self._coming: dict[Gather, Finish] = {}
+        self._wholes: dict[Gather, list[Tensor]] = {}
+        self.last: Tensor | None = None
+        self.ends = False
 
-    def _pack(self, kept: Tensor) -> Tensor | _Recipe:
-        # What is computed again in a backward pass is needed there at once.
-        base = base_of(kept)
-        whole = kept if base is None else base
-        node: Any = whole.grad_fn
-        gather = getattr(node, "gather", None)
-        if not isinstance(gather, Gather) or in_backward() or kept.dtype != whole.dtype:
-            return kept
-        position = whole.output_nr
-        if version(whole) != node.versions[position]:
-            return kept  # The loss has written to it.
-        self._order.setdefault(gather, len(self._order))
-        offset = int(kept.storage_offset() - whole.storage_offset())
-        return _Recipe(gather, position, kept.shape, tuple(kept.stride()), offset)
+    def add(self, gather: Gather, last: Tensor) -> None:
+        """One more, and what the chain of all of them ends in."""
+        self._gathers.append(gather)
+        self.last = last
 
-    def _unpack(self, kept: Tensor | _Recipe) -> Tensor:
+    def positions(self, pieces: Sequence[int]) -> list[int]:
+        """Which of the step's leaves these are; -1 for what the loss has made of them."""
+        return [self._own[piece][0] if piece in self._own else -1 for piece in pieces]
+
+    def is_last(self, gather: Gather) -> bool:
+        """Whether nothing was gathered after it."""
+        return self._gathers[-1] is gather
+
+    def chain(self) -> list[Tensor]:
+        """What the backward pass must reach, so that all ranks scatter everything; it begins, and ends the microbatch."""
+        self.ends = True
+        self._again = [gather for gather in self._gathers if gather.again]
+        self._gather_ahead()
+        return [] if self.last is None else [self.last]
+
+    def scatter(self, gather: Gather, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Gradients of the wholes to those of the pieces, of which the step's own leaves are added to the sums here, without rounding."""
+        dtypes, places = gather.sum_dtypes(), [self._own.get(piece) for piece in gather.of]
+        for number, place in enumerate(places):
+            if place is not None and not self._is_hooked(place[1]):
+                dtypes[number] = self._sums.dtypes[place[0]]
+        found: list[Tensor | None] = [*gather.scattered(grads, dtypes)]
+        for number, place in enumerate(places):
+            if place is not None and not self._is_hooked(place[1]):
+                piece, found[number] = found[number], None
+                assert piece is not None
+                self._sums.add_(place[0], piece)
+        if gather.again:
+            self._wholes.pop(gather, None)
+            if (unused := self._coming.pop(gather, None)) is not None:
+                unused()
+            self._gather_ahead()
+        return found
+
+    def _is_hooked(self, leaf: Tensor) -> bool:
+        return bool(tensor_hooks(leaf))
+
+    def _gather_ahead(self) -> None:
+        """Of those that the backward pass comes to next, two are whole, or on their way."""
+        while self._again and len(self._coming) + len(self._wholes) < 2:
+            gather = self._again.pop()
+            self._coming[gather] = gather.begin()
+
+    def unpack(self, kept: Tensor | _Recipe) -> Tensor:
+        """What an operation has kept for its backward pass."""
         if isinstance(kept, Tensor):
             return kept
-        if self._now is None or self._now[0] is not kept.gather:
-            self._now = None  # freed before the next is whole
-            self._now = kept.gather, self._gathered(kept.gather)
-        whole = self._now[1][kept.position]
+        if kept.gather in self._coming:
+            self._wholes[kept.gather] = self._coming.pop(kept.gather)()
+        # A loss may differentiate before its own backward pass begins.
+        wholes = self._wholes.get(kept.gather) or kept.gather.begin()()
+        whole = wholes[kept.position]
         return whole.as_strided(kept.shape, kept.stride, whole.storage_offset() + kept.offset)
 
-    def _gathered(self, gather: Gather) -> list[Tensor]:
-        """Again. The one that was gathered before it begins, since the backward pass most likely needs it next."""
-        ahead, self._ahead = self._ahead, None
-        if ahead is not None and ahead[0] is not gather:
-            ahead[1]()
-        finish = ahead[1] if ahead is not None and ahead[0] is gather else gather.begin()
-        place = self._order[gather]
-        if place:
-            before = [*self._order][place - 1]
-            self._ahead = before, before.begin()
-        return finish()
+    def end(self) -> None:
+        """Waits for what nobody has needed, and lets go of everything."""
+        coming, self._coming = self._coming, {}
+        for finish in coming.values():
+            finish()
+        self._gathers, self._again, self._wholes, self.last = [], [], {}, None

@@ -11,7 +11,8 @@ from torch import Tensor
 from purestep import tree
 from purestep.axis import Axis, MeshAxis, check_axis, pvary
 from purestep.axis.whole import filled_up, whole
-from purestep.pieces import Shard, is_shard, own_programs
+from purestep.form import flat, without_shards
+from purestep.pieces import Place, Shard, own_programs
 from purestep.regather import Gather, wholes
 from purestep.types import Tree
 
@@ -35,7 +36,7 @@ def shard(tree_: Tree, axis: Axis, dim: int = 0) -> Tree:
 
 def _cut(whole: Tensor, axis: Axis, dim: int) -> Tensor | Shard:
     if whole.ndim == 0:
-        return whole
+        return whole.clone()  # as each piece is the rank's own
     made = Shard(None, axis, tuple(whole.shape), dim)
     dim, place = made.dim, made.place
     if own_programs(axis):
@@ -80,37 +81,49 @@ def unshard_each(trees: Iterable[Tree]) -> Iterator[Tree]:
     tensor(18.)
     """
     coming: Callable[[], Tree] | None = None
-    for tree_ in trees:
-        next_ = _begun(tree_)
+    try:
+        for tree_ in trees:
+            next_ = _begun(tree_, again=True)
+            if coming is not None:
+                now, coming = coming, next_
+                yield now()
+                del now
+            else:
+                coming = next_
         if coming is not None:
-            yield coming()
-        coming = next_
-    if coming is not None:
-        yield coming()
+            now, coming = coming, None
+            yield now()
+    finally:
+        if coming is not None:
+            coming()  # Others have begun it, too.
 
 
-def _begun(tree_: Tree) -> Callable[[], Tree]:
+def _begun(tree_: Tree, *, again: bool = False) -> Callable[[], Tree]:
     """Begins to gather a tree; returns what waits for it."""
-    nodes, structure = tree.flatten(tree_, is_leaf=is_shard)
-    at_once = [at for at, node in enumerate(nodes) if is_shard(node) and _in_packets(node)]
-    pieces = [nodes[at].piece for at in at_once]
-    gather = Gather(pieces, [nodes[at].place for at in at_once]) if at_once else None
+    given = flat(tree_)
+    leaves, _, form = given
+    # Beside pieces, an optimizer may keep other things for a param, such as a count.
+    places = {
+        at: place
+        for at, place in enumerate(form.spread)
+        if place is not None and tuple(leaves[at].shape) == place.piece_shape
+    }
+    # Several in one collective: of ranks that run programs of their own, where nobody transforms.
+    at_once = [at for at in places if own_programs(places[at].axis) and tree.eager()]
+    pieces = [leaves[at] for at in at_once]
+    gather = Gather(pieces, [places[at] for at in at_once], again) if at_once else None
     finish = gather.begin() if gather else None
 
     def finished() -> Tree:
-        filled = list(nodes)
+        filled = list(leaves)
         if gather and finish:
             for at, each in zip(at_once, wholes(gather, finish, pieces), strict=True):
                 filled[at] = each
-        filled = [whole(node.piece, node.place) if is_shard(node) else node for node in filled]
-        return tree.unflatten(structure, filled)
+        for at in places.keys() - {*at_once}:
+            filled[at] = whole(leaves[at], places[at])
+        return without_shards(given).tree(filled)
 
     return finished
-
-
-def _in_packets(node: Shard) -> bool:
-    """Whether several of these may be gathered in one collective: by ranks that run programs of their own, and nobody transforms."""
-    return own_programs(node.axis) and tree.eager()
 
 
 def to_dtensor(tree_: Tree) -> Tree:
@@ -128,22 +141,23 @@ def to_dtensor(tree_: Tree) -> Tree:
     """
     from torch.distributed import tensor  # takes a second to import
 
-    def converted(node: Any) -> Any:
-        if not is_shard(node):
-            return node
-        if not isinstance(node.axis, MeshAxis):
+    def converted(piece: Tensor, place: Place | None) -> Any:
+        if place is None or tuple(piece.shape) != place.piece_shape:
+            return piece
+        if not isinstance(place.axis, MeshAxis):
             raise TypeError(
-                f"a Shard over {node.axis} cannot be a DTensor, which lies on a DeviceMesh: spread it over a "
+                f"a Shard over {place.axis} cannot be a DTensor, which lies on a DeviceMesh: spread it over a "
                 "ps.MeshAxis, or take ps.unshard"
             )
-        shape = torch.Size(node.shape)
+        shape = torch.Size(place.shape)
         stride = torch.empty(shape, device="meta").stride()
         how: Any = {"run_check": False, "shape": shape, "stride": stride}
-        placements = [tensor.Shard(node.dim)]
-        return tensor.DTensor.from_local(node.piece.detach(), node.axis.mesh, placements, **how)
+        placements = [tensor.Shard(place.dim)]
+        return tensor.DTensor.from_local(piece.detach(), place.axis.mesh, placements, **how)
 
-    nodes, structure = tree.flatten(tree_, is_leaf=is_shard)
-    return tree.unflatten(structure, [converted(node) for node in nodes])
+    given = flat(tree_)
+    pairs = zip(given.leaves, given.form.spread or [None] * len(given.leaves), strict=True)
+    return without_shards(given).tree([converted(piece, place) for piece, place in pairs])
 
 
 def from_dtensor(tree_: Tree, axis: MeshAxis) -> Tree:

@@ -174,6 +174,9 @@ gradient_hooks = _attribute("Tensor._backward_hooks")
 version = _attribute("Tensor._version")
 """How often a tensor was written to."""
 
+tensor_hooks: Callable[[Tensor], Any] = _attribute("Tensor._backward_hooks")
+"""The hooks of ``Tensor.register_hook``; None or empty where there are none."""
+
 base_of: Callable[[Tensor], Tensor | None] = _attribute("Tensor._base")
 """The tensor that this is a view of."""
 

@@ -99,8 +99,7 @@ def test_what_travels() -> None:
         assert count("step", microbatches) == {"all_gather": 3, "psum_scatter": 3}
         each = {"all_gather": 3 * microbatches, "psum_scatter": 3 * microbatches}
         assert count("microbatch", microbatches) == each
-        # The first layer is not needed to differentiate by it.
-        again = {"all_gather": 5 * microbatches, "psum_scatter": 3 * microbatches}
+        again = {"all_gather": 6 * microbatches, "psum_scatter": 3 * microbatches}
         assert count("loss", microbatches) == again
 
 
@@ -354,10 +353,15 @@ def test_nothing_waits_for_the_garbage_collector(gather: Gather) -> None:
         step(params, state, [rows(2)] * 2)
         return [sum(each() is not None for each in wholes[rank])]
 
+    axis.map(program)(range(2))
+    for each in wholes:
+        each.clear()
     gc.collect()
     gc.disable()
     try:
+        before = sum(type(each) is Tensor for each in gc.get_objects())
         assert axis.map(program)(range(2)) == [[0], [0]]
+        assert sum(type(each) is Tensor for each in gc.get_objects()) == before
     finally:
         gc.enable()
 
@@ -389,6 +393,180 @@ def test_unshard_each_is_unshard() -> None:
     assert torch.equal(
         run(torch.arange(3.0)), torch.stack([torch.arange(3.0), 2 * torch.arange(3.0)])
     )
+
+
+def experts(params: Any, batch: dict[str, Tensor]) -> ps.LossTerms:
+    """Each row goes to one of three experts; of those that no row here goes to, nothing is used. A term for each microbatch."""
+    x, place, total = batch["x"], batch["expert"], torch.zeros(len(batch["x"])).double()
+    for number, expert in enumerate(ps.unshard_each(params["experts"])):
+        chosen = place == number
+        if chosen.any():
+            total = total.index_add(
+                0, chosen.nonzero()[:, 0], (x[chosen] @ expert).square().sum(-1)
+            )
+    router = ps.unshard(params["router"])
+    return ps.LossTerms(total, microbatch=router.square().sum())
+
+
+def routed(params: Any, batch: dict[str, Tensor]) -> ps.LossTerms:
+    """The same, of experts that are gathered only where a row goes to them."""
+    hit = sorted(set(batch["expert"].tolist()))
+    place = torch.tensor([hit.index(each) for each in batch["expert"].tolist()])
+    chosen = {**params, "experts": [params["experts"][number] for number in hit]}
+    return experts(chosen, {**batch, "expert": place})
+
+
+def expert_step(axis: Any, loss_fn: Any, gather: Gather, groups: Sequence[Any]) -> list[Any]:
+    """A step of whole tensors, or of pieces on each rank, who hold these groups."""
+    optimizer = ps.optim.sgd(0.5)
+    params = {"experts": network(3), "router": torch.arange(6.0).double()}
+    how: Any = {"weight_fn": lambda m: m["w"], "axis": axis, "gather": gather}
+
+    def program(group: Any) -> Any:
+        step = ps.make_update_step(loss_fn, optimizer, **how)
+        given = params if isinstance(axis, ps.LocalAxis) else ps.shard(params, axis)
+        new, _, metrics = step(given, optimizer.init(given), group)
+        return ps.unshard(new), metrics
+
+    return [program(groups[0])] if isinstance(axis, ps.LocalAxis) else axis.map(program)(groups)
+
+
+def expert_batch(*places: int, weight: int = 1) -> dict[str, Tensor]:
+    """A row for each of these experts."""
+    count = len(places)
+    weights = torch.full((count,), weight)
+    return {"x": rows(count, sum(places)), "expert": torch.tensor(places), "w": weights}
+
+
+@pytest.mark.parametrize("gather", GATHERS)
+def test_ranks_that_use_different_wholes(gather: Gather) -> None:
+    """A mixture of experts, where each rank's rows go to different ones; and a rank that brings tokens of weight zero alone."""
+    axis = ps.testing.ThreadAxis(3)
+    groups = [[expert_batch(0, 0)], [expert_batch(2, 1)], [expert_batch(1, weight=0)]]
+    everything = [part for group in groups for part in group]
+    ((expected, metrics),) = expert_step(ps.LocalAxis(), experts, "step", [everything])
+    for new, told in expert_step(axis, experts, gather, groups):
+        assert torch.equal(told.loss, metrics.loss)
+        assert all(map(torch.equal, tree.leaves_of(new), tree.leaves_of(expected)))
+
+
+def test_ranks_that_gather_different_wholes() -> None:
+    """Wholes of one shape are taken for each other's, so nothing is updated, and it is said; by microbatches it is right."""
+    axis = ps.testing.ThreadAxis(2)
+    groups = [[expert_batch(0, 0)], [expert_batch(2, 2)]]
+    with pytest.raises(
+        ValueError, match=r'disagree on what their losses gathered .with gather="loss"'
+    ):
+        expert_step(axis, routed, "loss", groups)
+    (new, _), _ = expert_step(axis, routed, "microbatch", groups)
+    everything = [part for group in groups for part in group]
+    ((expected, _),) = expert_step(ps.LocalAxis(), experts, "step", [everything])
+    assert all(map(torch.equal, tree.leaves_of(new), tree.leaves_of(expected)))
+
+
+@pytest.mark.parametrize("gather", GATHERS)
+def test_sums_over_ranks_are_not_rounded_to_params(gather: Gather) -> None:
+    """257 is none of bfloat16's numbers, nor 2^24 + 1 one of float32's."""
+    axis = ps.testing.ThreadAxis(2)
+
+    def norm(slope: float, dtype: torch.dtype, accum_dtype: Any) -> Tensor:
+        params = ps.shard({"w": torch.zeros(1, dtype=dtype)}, axis)
+        step = ps.make_update_step(
+            lambda p, x: (ps.unshard(p)["w"] * x).sum()[None], ps.optim.sgd(1.0), axis=axis,
+            weight_fn=lambda x: torch.ones(1), normalize="grads", gather=gather, accum_dtype=accum_dtype,
+        )  # fmt: skip
+        return step(params, ps.optim.sgd(1.0).init(params), [torch.tensor(slope)])[2].grad_norm * 2
+
+    half = axis.map(norm)([256.0, 1.0], [torch.bfloat16] * 2, [None] * 2)
+    assert [float(each) for each in half] == [257.0] * 2
+    single = axis.map(norm)([2.0**24, 1.0], [torch.float32] * 2, [torch.float64] * 2)
+    assert [float(each) for each in single] == [2.0**24 + 1] * 2
+
+
+@pytest.mark.parametrize("gather", GATHERS)
+def test_sparse_gradients_and_reverse_modes_of_others(gather: Gather) -> None:
+    """An embedding's, torch.func's own, and a step that nobody records."""
+    axis, optimizer = ps.testing.ThreadAxis(2), ps.optim.sgd(0.5)
+    whole = torch.arange(12.0).view(6, 2)
+
+    def program(rank: int, sparse: bool, how: Any) -> Any:
+        def loss_fn(w: Any, x: Tensor) -> Tensor:
+            found = torch.nn.functional.embedding(x, ps.unshard(w), sparse=sparse)
+            return found.square().sum(-1)
+
+        w = ps.shard(whole, axis)
+        x = torch.tensor([[0, 1, 1, 5], [2, 1, 3, 0]])[rank]
+        step = ps.make_update_step(
+            loss_fn, optimizer, axis=axis, weight_fn=ones, gather=gather, **how
+        )
+        return ps.unshard(step(w, optimizer.init(w), [x])[0])
+
+    expected = whole - 0.5 * 2 * whole * torch.tensor([2, 3, 1, 1, 0, 1.0])[:, None] / 8
+    for sparse, how in [
+        (True, {}),
+        (False, {"grad_and_value": torch.func.grad_and_value}),
+        (False, {}),
+    ]:
+        for new in axis.map(program)(range(2), [sparse] * 2, [how] * 2):
+            assert torch.equal(new, expected)
+
+    def inference(rank: int) -> Any:
+        with torch.inference_mode():
+            return program(rank, False, {})
+
+    assert torch.equal(axis.map(inference)(range(2))[0], expected)
+
+
+def test_a_loss_that_transforms_itself_is_told_so() -> None:
+    axis = ps.testing.ThreadAxis(1)
+
+    def loss_fn(w: Any, x: Tensor) -> Tensor:
+        force: Tensor = torch.func.grad(lambda x: (ps.unshard(w) * x).sum())(x)
+        return force.square()
+
+    def program(_: int) -> None:
+        w = ps.shard(torch.ones(2), axis)
+        step = ps.make_update_step(
+            loss_fn, ps.optim.sgd(1.0), axis=axis, weight_fn=ones, gather="loss"
+        )
+        with pytest.raises(
+            ValueError, match=r"torch.func.grad and vjp inside.*torch.autograd.grad"
+        ):
+            step(w, ps.optim.sgd(1.0).init(w), [torch.ones(2)])
+
+    axis.map(program)(range(1))
+
+
+def test_the_state_of_others_in_pieces_and_whole_again() -> None:
+    """What ``from_torch`` keeps for a param is a node with tensors of the piece's shape, and counts."""
+    axis, whole = ps.testing.ThreadAxis(2), {"w": torch.arange(5.0), "b": torch.tensor(1.0)}
+    optimizer = ps.optim.from_torch(torch.optim.RMSprop, lr=0.1)
+
+    def program(_: int) -> Any:
+        params = ps.shard(whole, axis)
+        new = optimizer.update(tree.map(torch.ones_like, params), optimizer.init(params), params)
+        assert params["b"] is not whole["b"]  # A donated step would write to it.
+        return ps.unshard(new)
+
+    expected = optimizer.update(tree.map(torch.ones_like, whole), optimizer.init(whole), whole)
+    for found in axis.map(program)(range(2)):
+        assert all(map(torch.equal, tree.leaves_of(found), tree.leaves_of(expected)))
+
+
+def test_who_leaves_unshard_each_early_waits() -> None:
+    """The next tree is on its way already; a following collective is not taken for it."""
+    axis = ps.testing.ThreadAxis(2)
+
+    def program(rank: int) -> Any:
+        layers = [ps.shard(layer, axis) for layer in network(3)]
+        for layer in ps.unshard_each(layers):
+            first = layer
+            break
+        return first, axis.apply("psum", torch.tensor(rank))
+
+    for first, total in axis.map(program)(range(2)):
+        assert torch.equal(first, network(3)[0])
+        assert total == 1
 
 
 def test_half_precision_is_summed_over_ranks_in_float32() -> None:

@@ -77,9 +77,7 @@ class Queue:
         load = self._loads[self._left]
         self._waits.append(load.launch())
         self._left += 1
-        begun = self._meetings.get(load.axis)
-        if begun is not None:
-            self._meetings[load.axis] = begun + 1
+        self._meetings[load.axis] = load.axis.meetings
 
 
 def _waited() -> None:
