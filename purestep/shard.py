@@ -53,7 +53,6 @@ def unshard(tree_: Tree) -> Tree:
     """The tree with the whole tensor in the place of each ``Shard``, gathered from all ranks; other leaves as they are.
 
     The whole is each rank's own, and a derivative sums over ranks what each computes of it: ``unshard(shard(x))`` is ``pvary(x)``.
-    In the loss of a step with ``gather="loss"``, what is gathered is not kept for the backward pass, which gathers it again.
 
     >>> from purestep import VmapAxis
     >>> axis = VmapAxis(2)
@@ -68,10 +67,12 @@ def unshard(tree_: Tree) -> Tree:
 def unshard_each(trees: Iterable[Tree]) -> Iterator[Tree]:
     """``unshard`` of one tree after the other, where each is gathered while you work with the one before.
 
-    So of a network one block and the next are whole:
+    In the loss of a step with ``gather="loss"``, they are not kept for the backward pass either, which gathers them again, one
+    ahead. So of a network one block and the next are whole:
 
         for layer in ps.unshard_each(params["layers"]):
             x = block(layer, x)
+            del layer  # before the one after the next is gathered
 
     >>> from purestep import VmapAxis
     >>> axis = VmapAxis(2)

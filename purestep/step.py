@@ -105,8 +105,8 @@ def make_update_step(
     the step's own, or some of its dimensions. ``grad_norm``, clipping and ``on_nonfinite`` are about the whole. ``gather="step"`` gathers
     once, sums whole gradients, and scatters their sums while the last backward pass runs; "microbatch" gathers for each, and
     scatters each gradient as soon as it is there, so that sums are pieces; with "loss", the loss is given every such ``Shard`` as it is
-    and gathers what it needs when it needs it (``ps.unshard_each``). What it gathers is gathered again for its backward
-    pass, and all ranks must hold equally many microbatches then.
+    and gathers what it needs when it needs it. What ``ps.unshard_each`` gathers is gathered again for the backward pass. Then all ranks
+    must hold equally many microbatches, and gather the same in each.
 
     **What is recorded.** A step is recorded for autograd where params, state, a microbatch or a learning rate require
     grad, or under a transform. Then the new parameters require grad, and the graph grows from step to step:
