@@ -102,6 +102,12 @@ class Gather:
         self, grads: Sequence[Tensor | None], dtypes: Sequence[torch.dtype]
     ) -> list[Tensor]:
         """The transpose: this rank's pieces of the sums over ranks, in these dtypes."""
+        return self.begin_scatter(grads, dtypes)()
+
+    def begin_scatter(
+        self, grads: Sequence[Tensor | None], dtypes: Sequence[torch.dtype]
+    ) -> Finish:
+        """Begins that; returns what waits for the pieces."""
         self._note("psum_scatter")
         pairs = zip(self._pieces, dtypes, strict=True)
         sums = [torch.zeros_like(piece, dtype=dtype) for piece, dtype in pairs]
@@ -111,8 +117,12 @@ class Gather:
                 scatters.give(at, grad.to_dense() if grad.is_sparse else grad)
         queue = Queue(scatters.loads(), MOST)
         queue.launch()
-        queue.wait()
-        return sums
+
+        def finish() -> list[Tensor]:
+            queue.wait()
+            return sums
+
+        return finish
 
     def sum_dtypes(self) -> list[torch.dtype]:
         """Those in which gradients are summed that nobody asks for in a dtype."""
@@ -211,6 +221,7 @@ class _Microbatch:
         self._again: list[Gather] = []
         self._coming: dict[Gather, Finish] = {}
         self._wholes: dict[Gather, list[Tensor]] = {}
+        self._scattering: tuple[Finish, dict[int, int]] | None = None
         self.last: Tensor | None = None
         self.ends = False
 
@@ -237,15 +248,22 @@ class _Microbatch:
     def scatter(self, gather: Gather, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Gradients of the wholes to those of the pieces, of which the step's own leaves are added to the sums here, without rounding."""
         dtypes, places = gather.sum_dtypes(), [self._own.get(piece) for piece in gather.of]
-        for number, place in enumerate(places):
-            if place is not None and not self._is_hooked(place[1]):
-                dtypes[number] = self._sums.dtypes[place[0]]
-        found: list[Tensor | None] = [*gather.scattered(grads, dtypes)]
-        for number, place in enumerate(places):
-            if place is not None and not self._is_hooked(place[1]):
-                piece, found[number] = found[number], None
-                assert piece is not None
-                self._sums.add_(place[0], piece)
+        ours = {
+            number: place[0]
+            for number, place in enumerate(places)
+            if place is not None and not tensor_hooks(place[1])
+        }
+        for number, at in ours.items():
+            dtypes[number] = self._sums.dtypes[at]
+        self._add_up()
+        finish = gather.begin_scatter(grads, dtypes)
+        found: list[Tensor | None] = [None] * len(places)
+        if len(ours) < len(places):
+            pieces = finish()
+            found = [None if number in ours else piece for number, piece in enumerate(pieces)]
+        self._scattering = finish, ours
+        if any(self._sums.buffer(at) is not None for at in ours.values()):
+            self._add_up()  # It is summed over further ranks, and announced when this returns.
         if gather.again:
             self._wholes.pop(gather, None)
             if (unused := self._coming.pop(gather, None)) is not None:
@@ -253,8 +271,13 @@ class _Microbatch:
             self._gather_ahead()
         return found
 
-    def _is_hooked(self, leaf: Tensor) -> bool:
-        return bool(tensor_hooks(leaf))
+    def _add_up(self) -> None:
+        """Waits for the last scatter, and adds its pieces to the sums."""
+        if self._scattering is not None:
+            (finish, ours), self._scattering = self._scattering, None
+            pieces = finish()
+            for number, at in ours.items():
+                self._sums.add_(at, pieces[number])
 
     def _gather_ahead(self) -> None:
         """Of those that the backward pass comes to next, two are whole, or on their way."""
@@ -274,7 +297,8 @@ class _Microbatch:
         return whole.as_strided(kept.shape, kept.stride, whole.storage_offset() + kept.offset)
 
     def end(self) -> None:
-        """Waits for what nobody has needed, and lets go of everything."""
+        """Waits for what is still under way, and lets go of everything."""
+        self._add_up()
         coming, self._coming = self._coming, {}
         for finish in coming.values():
             finish()
