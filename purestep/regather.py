@@ -33,7 +33,7 @@ from purestep.torch_internals import (
 )
 from purestep.tree import accumulation_dtype
 
-PACKET_BYTES, MOST = 2**18, 2
+PACKET_BYTES, MOST = 2**19, 2
 """The size of packets, and how many of gradients are under way at once: what is packed is copied, so small ones hold less."""
 
 Finish: TypeAlias = Callable[[], list[Tensor]]
