@@ -307,7 +307,7 @@ def draw(path: Path, report: dict[str, Any]) -> None:
     left.set_xticks(ks, [str(k) for k in ks])
     left.set_xlabel("microbatches per update")
     left.set_ylabel("milliseconds per microbatch")
-    left.set_ylim(bottom=0)
+    left.set_ylim(0, 1.05 * left.get_ylim()[1])
     left.legend(frameon=False, fontsize=9)
     for place, (way, color) in enumerate(COLORS.items()):
         state, peak = (report["bytes"][way][name] / 2**20 for name in ("state", "peak"))
@@ -316,7 +316,7 @@ def draw(path: Path, report: dict[str, Any]) -> None:
         right.text(state + peak + 2, place, f"{state:.0f} + {peak:.0f}", va="center", fontsize=9)
     right.set_yticks(range(len(COLORS)), list(COLORS))
     right.invert_yaxis()
-    right.set_xlabel("megabytes on a rank: state (dark), and the peak of an update above it")
+    right.set_xlabel("MiB on a rank: state, and an update's peak above it")
     right.margins(x=0.2)
     for axes in (left, right):
         axes.spines[["top", "right"]].set_visible(False)
