@@ -187,8 +187,8 @@ class OwnPrograms:
         """The sum of what all ranks have computed; those without microbatches take part with zeros."""
         axis, dtype = self._axis, here.loss.dtype
         form = _form(here.aux, dtype) if self._holds else {}
-        if self._holds and self.gathering.gathers is not None:
-            form[GATHERED] = f"{self.gathering.gathers.number:08x}"
+        if self._holds and self.gathering.loss_gathers is not None:
+            form[GATHERED] = f"{self.gathering.loss_gathers.number:08x}"
         number = fingerprint(form) if form else 0
         returned = packed(self.gathering.alike(here) if self._recorded else here.aux)
         computed = () if self._recorded else (*here.counted, here.loss)

@@ -85,7 +85,7 @@ def evaluator(loss_fn: LossFn) -> Callable[[Gathering, Group, Count | None], Sum
         given: Worth | None = None
         for microbatch, weights in group.weighed:
             with gathering as (params, sums):
-                gathers = gathering.gathers
+                gathers = gathering.loss_gathers
                 own = params.leaves
                 with gathers.microbatch(own, sums) if gathers else nullcontext():
                     part = part_of(params.tree(), microbatch, weights, total)

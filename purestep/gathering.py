@@ -11,18 +11,18 @@ linear: the three are one sum.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Literal, NamedTuple, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias, cast
 
 import torch
 from torch import Tensor
 
-from purestep.axis import Axis, pvary, within
+from purestep.axis import Axis, Ranks, pvary, within
 from purestep.axis.whole import scattered, whole
 from purestep.backward import GradientSums
 from purestep.form import Flat, without_shards
+from purestep.loss_gathers import LossGathers
 from purestep.objective import check_untouched, versions_of
 from purestep.pieces import Place
-from purestep.regather import LossGathers
 from purestep.types import Sums
 
 Gather: TypeAlias = Literal["step", "microbatch", "loss"]
@@ -69,7 +69,7 @@ class Gathering:
         self._gathers = self._own if gather != "loss" else {}
         self.each_microbatch = gather == "microbatch" and bool(self._gathers)
         self.meets = bool(self._own)
-        self.gathers: LossGathers | None = None
+        self.loss_gathers: LossGathers | None = None
         self._bare: Flat | None = None
         self._look: Look | None = None
         self._totals = GradientSums(given.leaves if dtypes else (), dtypes, out)
@@ -118,8 +118,7 @@ class Gathering:
         inner = self._own[at].axis
         if inner == self._axis:
             return None
-        across: Axis = self._axis.across(inner)  # type: ignore[attr-defined]
-        return across
+        return cast("Ranks", self._axis).across(inner)
 
     def _leave(self) -> GradientSums:
         """No loss looks at these any more. What it has been given for them."""

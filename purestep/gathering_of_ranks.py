@@ -18,7 +18,7 @@ from purestep.axis.queue import Queue
 from purestep.backward import GradientSums
 from purestep.form import Flat
 from purestep.gathering import Gather, Gathering
-from purestep.regather import LossGathers
+from purestep.loss_gathers import LossGathers
 
 PACKET_BYTES, MOST = 2**22, 2
 """The size of packets, and how many of gradients are under way at once: what one holds is freed when the second behind it leaves."""
@@ -40,7 +40,7 @@ class RanksGathering(Gathering):
         self._packets = packets(self._gathers, given.form.dtypes, device, PACKET_BYTES)
         self._rounds: Callable[[], int] = int
         self._gathered, self._done = False, 0
-        self.gathers = LossGathers() if gather == "loss" and self.meets else None
+        self.loss_gathers = LossGathers() if gather == "loss" and self.meets else None
         groups: dict[Any, dict[int, Tensor]] = {}
         for at, leaf in enumerate(given.leaves if dtypes else ()):
             if at not in self._gathers and (over := self._summed_over(at)) is not None:

@@ -277,7 +277,7 @@ def accumulator(
                     sums.add(grads, copy=not own)
                 else:
                     detached = tree.unflatten(kind, tree.cut_off(data))
-                    given_ = (detached, weights, total, gathering.gathers)
+                    given_ = (detached, weights, total, gathering.loss_gathers)
                     task = Task(seen.leaves, seen.structure, *given_)
                     last = gathering.each_microbatch or position == group.length
                     told = in_place(task, sums, gathering.ready if last else None)

@@ -15,8 +15,8 @@ from torch import Tensor
 from purestep import tree
 from purestep.backward import GradientSums, backward, own_leaves
 from purestep.compiler import Compiler, NoGraph, compiled, one_graph
+from purestep.loss_gathers import LossGathers
 from purestep.objective import PartOf, value
-from purestep.regather import LossGathers
 from purestep.tokens import checked_weights
 from purestep.types import Count, GradAndValue, Microbatch, Params, Tally, Tree, WeightFn
 
@@ -32,7 +32,7 @@ class Task(NamedTuple):
     microbatch: Microbatch
     weights: Tensor | None
     total: Count | None
-    gathers: LossGathers | None = None
+    loss_gathers: LossGathers | None = None
 
 
 class Told(NamedTuple):
@@ -53,7 +53,11 @@ def in_place_pass(part_of: PartOf) -> Pass:
 
     def run(task: Task, sums: GradientSums, ready: Ready | None) -> Told:
         own = own_leaves(task.leaves)
-        with task.gathers.microbatch(own, sums) if task.gathers else nullcontext() as gathered:
+        with (
+            task.loss_gathers.microbatch(own, sums)
+            if task.loss_gathers
+            else nullcontext() as gathered
+        ):
             with torch.enable_grad():
                 part = part_of(tree.unflatten(task.structure, own), *task[2:5])
             chain = gathered.chain() if gathered else []

@@ -12,8 +12,8 @@ from purestep import tree
 from purestep.axis import Axis, MeshAxis, check_axis, pvary
 from purestep.axis.whole import filled_up, whole
 from purestep.form import flat, without_shards
+from purestep.loss_gathers import Together, wholes
 from purestep.pieces import Place, Shard, own_programs
-from purestep.regather import Gather, wholes
 from purestep.types import Tree
 
 
@@ -112,7 +112,7 @@ def _begun(tree_: Tree, *, again: bool = False) -> Callable[[], Tree]:
     # Several in one collective: of ranks that run programs of their own, where nobody transforms.
     at_once = [at for at in places if own_programs(places[at].axis) and tree.eager()]
     pieces = [leaves[at] for at in at_once]
-    gather = Gather(pieces, [places[at] for at in at_once], again) if at_once else None
+    gather = Together(pieces, [places[at] for at in at_once], again) if at_once else None
     finish = gather.begin() if gather else None
 
     def finished() -> Tree:

@@ -186,12 +186,12 @@ storage_address: Callable[[Any], int] = _attribute("UntypedStorage._cdata")
 storage_use_count: Callable[[int], int] = _private("_C._storage_Use_Count")
 """How many tensors, and Python's storages, hold the storage at an address."""
 
-in_backward_of: Callable[[], int] = _private("_C._current_graph_task_id")
+graph_task: Callable[[], int] = _private("_C._current_graph_task_id")
 
 
 def in_backward() -> bool:
     """Whether autograd runs a backward pass, of which this is a part."""
-    return in_backward_of() != -1
+    return graph_task() != -1
 
 
 # Kernels for many leaves at once.

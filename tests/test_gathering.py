@@ -569,18 +569,45 @@ def test_who_leaves_unshard_each_early_waits() -> None:
         assert total == 1
 
 
-def test_half_precision_is_summed_over_ranks_in_float32() -> None:
-    """256 + 1 + 1 is 258, which bfloat16 has; 256 + 1 is 256 there."""
-    axis, slopes = ps.testing.ThreadAxis(3), [256.0, 1.0, 1.0]
+def test_a_loss_that_keeps_a_whole() -> None:
+    """Of one microbatch for the next: it has the values of a constant there."""
+    axis, optimizer = ps.testing.ThreadAxis(2), ps.optim.sgd(1.0)
 
-    def program(slope: float, gather: Gather) -> Tensor:
-        params = ps.shard({"w": torch.zeros(3, dtype=torch.bfloat16)}, axis)
+    def program(rank: int) -> Any:
+        kept: list[Tensor] = []
+
+        def loss_fn(params: Any, x: Tensor) -> Tensor:
+            (whole,) = ps.unshard_each(params)
+            kept.append(whole)
+            return (whole * kept[0] * x).sum()[None]
+
+        params = ps.shard([torch.arange(4.0)], axis)
         step = ps.make_update_step(
-            lambda p, x: (ps.unshard(p)["w"] * x).sum()[None], ps.optim.sgd(1.0), axis=axis,
-            weight_fn=lambda x: torch.ones(1), normalize="grads", gather=gather,
-        )  # fmt: skip
-        return step(params, ps.optim.sgd(1.0).init(params), [torch.tensor(slope)])[2].grad_norm
+            loss_fn, optimizer, axis=axis, weight_fn=lambda x: torch.ones(1), gather="loss"
+        )
+        new, _, _ = step(params, optimizer.init(params), [torch.tensor(4.0)] * 2)
+        return ps.unshard(new)
 
-    for gather in GATHERS:
-        for norm in axis.map(program)(slopes, [gather] * 3):
-            assert norm * 3 == pytest.approx(258 * 3**0.5, rel=1e-6)
+    for (new,) in axis.map(program)(range(2)):
+        # Twice two ranks of w w, then of w times a constant.
+        assert torch.equal(new, torch.arange(4.0) * (1 - 2 * (2 * 4 + 4) / 4))
+
+
+def test_hooks_on_pieces_see_one_microbatch() -> None:
+    """And may change its gradient, which is then a piece's."""
+    axis, optimizer = ps.testing.ThreadAxis(2), ps.optim.sgd(1.0)
+
+    def program(rank: int) -> Any:
+        def loss_fn(params: Any, x: Tensor) -> Tensor:
+            params[0].piece.register_hook(lambda grad: 10 * grad)
+            return (ps.unshard(params)[0] * x).sum()[None]
+
+        params = ps.shard([torch.zeros(4)], axis)
+        step = ps.make_update_step(
+            loss_fn, optimizer, axis=axis, weight_fn=lambda x: torch.ones(1), gather="loss"
+        )
+        new, _, _ = step(params, optimizer.init(params), [torch.tensor(1.0), torch.tensor(2.0)])
+        return ps.unshard(new)
+
+    for (new,) in axis.map(program)(range(2)):
+        assert torch.equal(new, torch.full((4,), -10 * 2 * 3 / 4))

@@ -90,7 +90,7 @@ def test_imports_run_downward() -> None:
         "products",
         "compiler",
         "axis",
-        "regather",
+        "loss_gathers",
         "shard",
         "passes",
         "gathering",

@@ -78,7 +78,7 @@ def _open() -> _Microbatch | None:
     return found
 
 
-class Gather:
+class Together:
     """Pieces that are gathered at once; ``again`` in the backward pass, and not kept for it."""
 
     def __init__(self, pieces: Sequence[Tensor], places: Sequence[Place], again: bool) -> None:
@@ -137,7 +137,7 @@ class Gather:
             microbatch.step.note(f"{law} {microbatch.positions(self.of)} {shapes} {self._dtypes}")
 
 
-def wholes(gather: Gather, finish: Finish, pieces: Sequence[Tensor]) -> Sequence[Tensor]:
+def wholes(gather: Together, finish: Finish, pieces: Sequence[Tensor]) -> Sequence[Tensor]:
     """The wholes of a gather that has begun, recorded for autograd where it records the pieces."""
     if not (torch.is_grad_enabled() and tree.any_requires_grad(pieces)):
         return finish()
@@ -156,7 +156,7 @@ class _Gathered(Function):
     @staticmethod
     def forward(
         ctx: Any,
-        gather: Gather,
+        gather: Together,
         finish: Finish,
         microbatch: _Microbatch | None,
         before: Tensor | None,
@@ -187,7 +187,7 @@ class _Gathered(Function):
 class _Recipe(NamedTuple):
     """What is kept of a whole, or of a view of it."""
 
-    gather: Gather
+    gather: Together
     position: int
     shape: torch.Size
     stride: tuple[int, ...]
@@ -199,7 +199,7 @@ def _pack(kept: Tensor) -> Tensor | _Recipe:
     whole = kept if base is None else base
     node: Any = whole.grad_fn
     gather = getattr(node, "gather", None)
-    if not isinstance(gather, Gather) or not gather.again or kept.dtype != whole.dtype:
+    if not isinstance(gather, Together) or not gather.again or kept.dtype != whole.dtype:
         return kept
     microbatch, position = node.microbatch, whole.output_nr
     # What was gathered before the last one is kept: the backward pass needs it first. And what the loss has written to.
@@ -217,15 +217,15 @@ class _Microbatch:
     def __init__(self, step: LossGathers, own: Sequence[Tensor], sums: GradientSums) -> None:
         self.step, self._sums = step, sums
         self._own = {id(leaf): (at, leaf) for at, leaf in enumerate(own)}
-        self._gathers: list[Gather] = []
-        self._again: list[Gather] = []
-        self._coming: dict[Gather, Finish] = {}
-        self._wholes: dict[Gather, list[Tensor]] = {}
+        self._gathers: list[Together] = []
+        self._again: list[Together] = []
+        self._coming: dict[Together, Finish] = {}
+        self._wholes: dict[Together, list[Tensor]] = {}
         self._scattering: tuple[Finish, dict[int, int]] | None = None
         self.last: Tensor | None = None
         self.ends = False
 
-    def add(self, gather: Gather, last: Tensor) -> None:
+    def add(self, gather: Together, last: Tensor) -> None:
         """One more, and what the chain of all of them ends in."""
         self._gathers.append(gather)
         self.last = last
@@ -234,9 +234,10 @@ class _Microbatch:
         """Which of the step's leaves these are; -1 for what the loss has made of them."""
         return [self._own[piece][0] if piece in self._own else -1 for piece in pieces]
 
-    def is_last(self, gather: Gather) -> bool:
+    def is_last(self, gather: Together) -> bool:
         """Whether nothing was gathered after it."""
-        return self._gathers[-1] is gather
+        # There is none where the loss has kept a whole of an earlier microbatch.
+        return bool(self._gathers) and self._gathers[-1] is gather
 
     def chain(self) -> list[Tensor]:
         """What the backward pass must reach, so that all ranks scatter everything; it begins, and ends the microbatch."""
@@ -245,7 +246,7 @@ class _Microbatch:
         self._gather_ahead()
         return [] if self.last is None else [self.last]
 
-    def scatter(self, gather: Gather, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+    def scatter(self, gather: Together, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Gradients of the wholes to those of the pieces, of which the step's own leaves are added to the sums here, without rounding."""
         dtypes, places = gather.sum_dtypes(), [self._own.get(piece) for piece in gather.of]
         ours = {
