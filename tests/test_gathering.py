@@ -67,11 +67,18 @@ class Log(ps.testing.ThreadAxis):
     def __init__(self, size: int, *, bucket_bytes: int = 1 << 20) -> None:
         super().__init__(size, bucket_bytes=bucket_bytes)
         self.launched: list[list[Any]] = [[] for _ in range(size)]
+        self.waited = [0] * size
 
     def launch(self, law: str, x: Tensor, out: Tensor) -> Wait:
         """As ever."""
         self.launched[self.rank].append((law, x.numel()))
-        return super().launch(law, x, out)
+        wait = super().launch(law, x, out)
+
+        def waited() -> None:
+            self.waited[self.rank] += 1
+            wait()
+
+        return waited
 
 
 def test_what_travels() -> None:
@@ -554,8 +561,8 @@ def test_the_state_of_others_in_pieces_and_whole_again() -> None:
 
 
 def test_who_leaves_unshard_each_early_waits() -> None:
-    """The next tree is on its way already; a following collective is not taken for it."""
-    axis = ps.testing.ThreadAxis(2)
+    """The next tree is on its way already: nobody leaves it there, nor takes a following collective for it."""
+    axis = Log(2)
 
     def program(rank: int) -> Any:
         layers = [ps.shard(layer, axis) for layer in network(3)]
@@ -567,6 +574,7 @@ def test_who_leaves_unshard_each_early_waits() -> None:
     for first, total in axis.map(program)(range(2)):
         assert torch.equal(first, network(3)[0])
         assert total == 1
+    assert axis.waited == [len(launched) for launched in axis.launched] == [2, 2]
 
 
 def test_a_loss_that_keeps_a_whole() -> None:
