@@ -19,6 +19,12 @@ if TYPE_CHECKING:
 
     from torch.distributed.device_mesh import DeviceMesh
 
+FEW = 8
+"""Among how many ranks each sends to each: what the host does for it grows with them."""
+
+TAG = 0x7075
+"""Of these sends, apart from those of a loss."""
+
 
 class MeshAxis(Ranks):
     """One or several dimensions of a ``DeviceMesh``: the processes of ``torchrun``.
@@ -112,16 +118,50 @@ class MeshAxis(Ranks):
         with _explained(self.where):
             if law == "psum":
                 work = dist.all_reduce(out, **how)
+            elif self.on_host and 1 < self.size <= FEW:
+                return self._exchange(law, x.view(-1), out.view(-1))
             elif law == "all_gather":
                 work = dist.all_gather_single(out.view(-1), x.view(-1), **how)
-            elif self.on_host:
-                # Half the time of gloo's own way, which sums all of it on every rank.
-                terms = torch.empty_like(x)
-                work = dist.all_to_all_single(terms.view(-1), x.view(-1), **how)
-                return partial(_wait_and_add, work, self.where, terms.view(self.size, -1), out)
             else:
                 work = dist.reduce_scatter_single(out.view(-1), x.view(-1), **how)
         return partial(_wait, work, self.where)
+
+    def _exchange(self, law: str, x: Tensor, out: Tensor) -> Wait:
+        """A gather or a scatter by sends from each rank to each: gloo's own copy all of it, and its scatter sums all of it."""
+        me = self._rank
+        targets = [(me + distance) % self.size for distance in range(1, self.size)]
+        sources = targets[::-1]
+        if law == "all_gather":
+            rows = out.view(self.size, -1)
+            rows[me] = x
+            sent, received, terms = [x for _ in targets], [rows[rank] for rank in sources], []
+        else:
+            rows = x.view(self.size, -1)
+            sent, received = (
+                [rows[rank] for rank in targets],
+                [torch.empty_like(out) for _ in sources],
+            )
+            received[0] = out
+            terms = [rows[me], *received[1:]]
+        how: Any = {"group": self._group, "tag": TAG}
+        works = [
+            *[
+                dist.isend(row, group_dst=rank, **how)
+                for row, rank in zip(sent, targets, strict=True)
+            ],
+            *[
+                dist.irecv(row, group_src=rank, **how)
+                for row, rank in zip(received, sources, strict=True)
+            ],
+        ]
+
+        def wait() -> None:
+            for work in works:
+                _wait(work, self.where)
+            for term in terms:
+                out.add_(term)
+
+        return wait
 
     def across(self, inner: Ranks) -> MeshAxis:
         """The axis over those of these ranks that hold the same of what is spread over ``inner``, a part of this axis."""
@@ -160,11 +200,6 @@ class Group(NamedTuple):
 def _wait(work: Any, group: Group) -> None:
     with _explained(group):
         work.wait()
-
-
-def _wait_and_add(work: Any, group: Group, terms: Tensor, out: Tensor) -> None:
-    _wait(work, group)
-    torch.sum(terms, 0, out=out.view(-1))
 
 
 def _psum(x: Tensor, group: Group) -> Tensor:
