@@ -1,0 +1,100 @@
+"""A trainer, as the laws see it: a black box that can be started, given groups of microbatches, and looked at."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, NamedTuple, Protocol, TypeAlias, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from purestep.testing.problem import REGRESSION, Problem, Task
+
+Batch: TypeAlias = dict[str, Tensor]
+Group: TypeAlias = Sequence[Sequence[Batch]]
+"""What one update is made of: for each rank its microbatches."""
+
+
+class Abilities(NamedTuple):
+    """What a trainer can be asked. A law that asks for more is not put to it.
+
+    Args:
+        ranks: up to how many ranks it runs on.
+        weights: which weights tokens may have: 0 and 1 ("mask"), "whole" numbers, or "any" from 0 on.
+        dtype: in which it computes.
+        task: what it is given to learn.
+        dropout: whether its model drops elements.
+        skips: whether it leaves everything as it was where a gradient is not finite.
+    """
+
+    ranks: int = 1
+    weights: Literal["mask", "whole", "any"] = "any"
+    dtype: torch.dtype = torch.float64
+    task: Task = REGRESSION
+    dropout: bool = False
+    skips: bool = False
+
+
+class Observation(NamedTuple):
+    """What a rank can see after an update: its parameters by name, and what it reports, as far as it does.
+
+    ``loss`` is the mean over the tokens of all ranks, ``grad_norm`` of all gradients before any clipping, ``num_tokens`` the
+    sum of all weights.
+    """
+
+    params: Mapping[str, Tensor]
+    loss: Tensor | float | None = None
+    grad_norm: Tensor | float | None = None
+    num_tokens: Tensor | float | None = None
+
+
+class Trainer(Protocol):
+    """What an adapter has to say. Anything that it raises counts as a refusal: wrong numbers are worse than an error.
+
+    ``start`` forgets all that was before, and begins at ``problem``'s own parameters on so many ranks; ``update`` takes one step of
+    SGD on a group; ``observe`` tells what each rank sees.
+    """
+
+    @property
+    def abilities(self) -> Abilities:
+        """What it can be asked."""
+
+    def start(self, problem: Problem, ranks: int) -> None:
+        """Begins anew."""
+
+    def update(self, group: Group) -> None:
+        """One update, on what each rank holds."""
+
+    def observe(self) -> Sequence[Observation]:
+        """What each rank sees now."""
+
+
+@runtime_checkable
+class Resumable(Protocol):
+    """A trainer whose state can be kept, and put back after a fresh ``start``."""
+
+    def save(self) -> Any:
+        """All that it needs to go on."""
+
+    def load(self, saved: Any) -> None:
+        """Goes on from there."""
+
+
+@runtime_checkable
+class Switchable(Protocol):
+    """A trainer with several ways to do one thing, which must agree."""
+
+    @property
+    def settings(self) -> Sequence[str]:
+        """Their names."""
+
+    def use(self, setting: str) -> None:
+        """From the next ``start`` on, this one."""
+
+
+@runtime_checkable
+class Packing(Protocol):
+    """A trainer that makes groups of examples itself."""
+
+    def pack(self, examples: Sequence[Batch], ranks: int) -> Group:
+        """The examples, each of one row and as long as it is, as one group."""
