@@ -104,7 +104,7 @@ def weights(
     [[1, 0, 1]]
     """
     size = rows * length
-    values = [0, 1] if kind == "mask" else [0, 1, 1, 2, 3]
+    values = [0, 1] if kind == "mask" else [0, 0, 1, 1, 2, 3]
     flat: list[float] = draw(st.lists(st.sampled_from(values), min_size=size, max_size=size))
     if not any(flat):
         flat[draw(st.integers(0, size - 1))] = 1
