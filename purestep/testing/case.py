@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import isnan
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
@@ -222,7 +223,9 @@ def _compare(
         for name, want in expected.params.items():
             have = each.params[name].detach().to(torch.float64)
             want = want.detach().to(torch.float64)
-            error = float((have - want).norm())
+            # What is no number in both runs is the same in both.
+            same = (have == want) | (have.isnan() & want.isnan())
+            error = float(torch.where(same, 0, have - want).norm())
             # Each of the two may be off by the bound.
             if not error <= 2 * allowed.params[name]:
                 moved = float((want - case.problem.params()[name].to(torch.float64)).norm())
@@ -254,7 +257,11 @@ def _compare_reports(
             continue
         have, want = float(have), float(want)
         scaled = want * scale if name == "num_tokens" else want
-        if not abs(have - scaled) <= tolerance[name]:
+        if (
+            have != scaled
+            and not (isnan(have) and isnan(scaled))
+            and not abs(have - scaled) <= tolerance[name]
+        ):
             raise DisagreementError(
                 case, f"{name}{on}: {have} is not {scaled}", _relative(scaled, have)
             )
