@@ -155,9 +155,17 @@ def outcome(trainer: Trainer, problem: Problem, run: Run) -> Sequence[Observatio
                 trainer.load(saved)
             else:
                 trainer.update(act)
-        return trainer.observe()
+        seen = trainer.observe()
     except Exception as error:
         raise RefusalError(f"{type(error).__name__}: {error}".split("\n")[0]) from error
+    known = problem.params().keys()
+    for each in seen:
+        if {*each.params} != {*known}:
+            raise ValueError(
+                f"observe() of {type(trainer).__name__} names the parameters {[*each.params]}, but the problem's module has "
+                f"{[*known]}: give them the names of the problem's"
+            )
+    return seen
 
 
 def agree(trainer: Trainer, case: Case) -> bool:
@@ -213,13 +221,8 @@ def _compare_evaluations(trainer: Any, case: Case, allowed: Bound) -> None:
 def _compare(
     case: Case, seen: Sequence[Observation], expected: Observation, allowed: Bound, scale: float
 ) -> None:
-    names = {*expected.params}
     for rank, each in enumerate(seen):
         on = f" on rank {rank}" if len(seen) > 1 else ""
-        if {*each.params} != names:
-            raise DisagreementError(
-                case, f"parameters{on}: {[*each.params]} are not {[*names]}", 1.0
-            )
         for name, want in expected.params.items():
             have = each.params[name].detach().to(torch.float64)
             want = want.detach().to(torch.float64)
