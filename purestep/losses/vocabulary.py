@@ -132,9 +132,9 @@ def gradients(
     used = (of_z != 0) | (of_picked != 0) | (of_total != 0)
     hidden = torch.where(used, hidden, 0)
     z = torch.where(used, z.unsqueeze(-1), math.inf)
-    to_hidden = torch.zeros_like(hidden, dtype=dtype)
-    to_weight = torch.empty_like(weight) if wanted[1] else None
-    to_bias = torch.empty_like(bias) if wanted[2] and bias is not None else None
+    to_hidden = hidden.new_zeros(hidden.shape, dtype=dtype)
+    to_weight = weight.new_empty(weight.shape) if wanted[1] else None
+    to_bias = bias.new_empty(bias.shape) if wanted[2] and bias is not None else None
     for start, size in parts(len(weight), hidden, chunk):
         x, slope = _logits(hidden, weight, bias, soft_cap, start, size, dtype)
         place, inside = _place(labels, start, size)
