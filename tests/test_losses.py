@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, strategies as st
 from torch import Tensor
 from torch.nn import functional
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import purestep as ps
 from proofs.logits import Case, bounds, reference
@@ -355,6 +356,38 @@ def test_a_step_with_a_tied_embedding(how: str) -> None:
     bound = gamma(1000, torch.float64)
     assert (metrics.loss - expected.loss).abs() <= bound * expected.loss
     assert ((one["embedding"] - other["embedding"]).abs() <= 10 * bound).all()
+
+
+def test_a_hugging_face_model_whose_logits_are_never_whole() -> None:
+    """Hidden states, and logits of the last position alone, as the README has it: the update of whole logits, to rounding."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=99, hidden_size=8, intermediate_size=16, num_hidden_layers=2,
+        num_attention_heads=2, num_key_value_heads=2,
+    )  # fmt: skip
+    params, apply = ps.from_module(LlamaForCausalLM(config).double())
+    ids = torch.randint(99, (2, 9))
+    sizes: list[torch.Size] = []
+
+    def ours(p: Any, m: Any) -> Tensor:
+        output = apply(p, m["ids"], output_hidden_states=True, logits_to_keep=1)
+        sizes.append(output.logits.shape)
+        return linear_cross_entropy(
+            output.hidden_states[-1], p["lm_head.weight"], m["labels"], chunk=10
+        )
+
+    def plain(p: Any, m: Any) -> Tensor:
+        return ps.losses.cross_entropy(apply(p, m["ids"]).logits, m["labels"])
+
+    optimizer, group = ps.optim.sgd(1.0), [{"ids": ids, "labels": ps.shift_labels(ids)}]
+    one, other = (
+        ps.make_update_step(loss, optimizer)(params, optimizer.init(params), group)[0]
+        for loss in (ours, plain)
+    )
+    assert sizes == [(2, 1, 99)]
+    for name, leaf in other.items():
+        bound = gamma(10_000, torch.float64) * (1 + leaf.abs().max())
+        assert ((one[name] - leaf).abs() <= bound).all(), name
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -27,7 +27,7 @@ def linear_cross_entropy(
 ) -> Tensor:
     """``cross_entropy(hidden @ weight.T, labels)``, of which a few logits are alive at once, and computed again in the backward pass.
 
-    With 4,096 tokens and a vocabulary of 128k it takes a fiftieth of the memory, and no more time: `benchmarks/losses.py`.
+    With 4,096 tokens and a vocabulary of 128k it takes less than a hundredth of the memory, and no more time: `benchmarks/losses.py`.
 
     * **Any cotangent**: the gradient is exact whatever weights the losses are given. A token without a label, or whose loss is given
       no weight, gives exactly no gradient, even if its hidden state is NaN.
