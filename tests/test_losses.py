@@ -18,7 +18,7 @@ from proofs.logits import Case, bounds, reference
 from proofs.strategies import gamma
 from purestep import tree
 from purestep.losses import linear_cross_entropy
-from purestep.losses.vocabulary import parts
+from purestep.losses.vocabulary import parts, values
 from tests.memory import LiveBytes
 from tests.torch_internals import compiled_with_graphs
 
@@ -410,6 +410,27 @@ def test_compiled_it_is_one_operation(dtype: torch.dtype) -> None:
         assert sum(graph.count("purestep.vocabulary_values") for graph in graphs) == 1
         assert sum(graph.count("purestep.vocabulary_gradients") for graph in graphs) == 1
         assert not any(".mm" in graph for graph in graphs)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_a_compiler_is_told_what_the_operations_give(dtype: torch.dtype) -> None:
+    """Shapes, dtypes and memory order, of transposed inputs, too; and that they write to none of them."""
+    from purestep.losses import operators  # noqa: F401
+
+    case = problem(6, 4, 10, dtype)
+    hidden, weight = case.hidden.T.contiguous().T, case.weight.T.contiguous().T
+    bias = weight[:, 0]
+    z, *others = values(hidden, weight, bias, case.labels, None, 3)
+    checks = ("test_schema", "test_faketensor")
+    torch.library.opcheck(
+        torch.ops.purestep.vocabulary_values.default,
+        (hidden, weight, bias, case.labels, None, 3), test_utils=checks,
+    )  # fmt: skip
+    for wanted in ([True, True, True], [True, False, True], [False, True, False]):
+        torch.library.opcheck(
+            torch.ops.purestep.vocabulary_gradients.default,
+            (hidden, weight, bias, case.labels, z, [z, *others], 2.0, None, wanted), test_utils=checks,
+        )  # fmt: skip
 
 
 def peak(losses: Callable[[Tensor, Tensor], Tensor], case: Case) -> int:
