@@ -166,8 +166,9 @@ def test_linear_is_cross_entropy_of_the_product(
             capped(functional.linear(hidden, weight, *bias), soft_cap), labels, **options
         )
 
-    found, pull = torch.func.vjp(ours, *given_)
-    expected, pull_plain = torch.func.vjp(plain, *given_)
+    vjp: Callable[..., Any] = torch.func.vjp
+    found, pull = vjp(ours, *given_)
+    expected, pull_plain = vjp(plain, *given_)
     size = 1 + (hidden.abs() @ case.weight.abs().T + biased * bias.abs()).max() if tokens else 1.0
     unit = gamma(8 * (features + classes + tokens + 32), torch.float64) * size**2
     assert found.shape == labels.shape
@@ -200,6 +201,22 @@ def test_tokens_that_do_not_count_may_be_anything(how: str, dtype: torch.dtype) 
     assert not to_hidden[~out].eq(0).any()
     for one, other in zip((to_hidden, to_weight, to_bias), run(0.0)[1:], strict=True):
         assert torch.equal(one, other)
+
+
+def test_tokens_that_are_ignored_may_be_anything_twice() -> None:
+    """In a second derivative, too, of which nobody multiplies by zero what is no number."""
+    case = problem(6, 4, 10)
+    labels = torch.where(torch.arange(6) % 3 == 1, -100, case.labels)
+
+    def twice(filled: float) -> Tensor:
+        hidden = torch.where((labels == -100)[:, None], filled, case.hidden)
+
+        def loss(weight: Tensor) -> Tensor:
+            return linear_cross_entropy(hidden, weight, labels, chunk=3).sum()
+
+        return torch.func.grad(lambda w: torch.func.grad(loss)(w).square().sum())(case.weight)
+
+    assert torch.equal(twice(math.nan), twice(0.0))
 
 
 def test_a_chunk_that_is_ruled_out() -> None:
@@ -456,6 +473,25 @@ def test_logits_are_never_whole(dtype: torch.dtype) -> None:
     assert found <= whole / 10
 
 
+def test_what_a_second_derivative_holds() -> None:
+    """Twice the logits, of what it differentiates in all chunks; seven times where they are whole."""
+    tokens, classes = 256, 16384
+    case, logits = problem(tokens, 2, classes, torch.float32), 4 * tokens * classes
+
+    def twice(losses: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
+        def of(hidden: Tensor, weight: Tensor) -> Tensor:
+            made = losses(hidden, weight).sum()
+            grads = torch.autograd.grad(made, (hidden, weight), create_graph=True)
+            return torch.stack([each.square().sum() for each in grads])
+
+        return of
+
+    found = peak(twice(lambda h, w: linear_cross_entropy(h, w, case.labels, chunk=128)), case)
+    whole = peak(twice(lambda h, w: ps.losses.cross_entropy(h @ w.T, case.labels)), case)
+    assert found <= 2.5 * logits
+    assert whole >= 6 * logits
+
+
 def test_a_default_chunk_holds_so_many_logits() -> None:
     def sizes(tokens: int, classes: int) -> set[int]:
         return {size for _, size in parts(classes, torch.empty(tokens, 1), None)}
@@ -473,7 +509,7 @@ def test_linear_under_autocast() -> None:
     with torch.autocast("cpu", torch.bfloat16):
         losses = linear_cross_entropy(hidden, weight, case.labels, chunk=2)
     grads = torch.autograd.grad(losses.sum(), (hidden, weight))
-    half = [each.bfloat16().requires_grad_() for each in (case.hidden, case.weight)]
+    half = case.hidden.bfloat16().requires_grad_(), case.weight.bfloat16().requires_grad_()
     expected = linear_cross_entropy(*half, case.labels, chunk=2)
     assert torch.equal(losses, expected)
     for one, other in zip(grads, torch.autograd.grad(expected.sum(), half), strict=True):
@@ -513,14 +549,13 @@ def test_kl_divergence(temperature: float, chunk: int, seed: int) -> None:
     size = 1 + (case.hidden.abs() @ case.weight.abs().T).max()
     size = size + (teacher.hidden.abs() @ teacher.weight.abs().T).max()
     unit = gamma(500, torch.float64) * (size * (temperature + 1 / temperature)) ** 2
-    found, pull = torch.func.vjp(
-        lambda x: ps.losses.kl_divergence(x, others, temperature=temperature), logits
-    )
+    vjp: Callable[..., Any] = torch.func.vjp
+    found, pull = vjp(lambda x: ps.losses.kl_divergence(x, others, temperature=temperature), logits)
     assert ((found - temperature**2 * (q * (q / p).log()).sum(-1)).abs() <= unit).all()
     to_logits = temperature * case.cotangents[:, None] * (p - q)
     assert ((pull(case.cotangents)[0] - to_logits).abs() <= unit).all()
 
-    chunked, pull = torch.func.vjp(
+    chunked, pull = vjp(
         lambda h, w: ps.losses.linear_kl_divergence(
             h, w, teacher.hidden, teacher.weight, temperature=temperature, chunk=chunk
         ),
@@ -564,12 +599,13 @@ def test_all_are_lifted(dtype: torch.dtype) -> None:
     """In half precision, each is that of what was lifted before, in float32."""
     generator = torch.Generator().manual_seed(0)
     x, y, z, u = (torch.randn(4, 4, generator=generator).to(dtype) for _ in range(4))
-    for loss, given_ in {
+    losses: dict[Callable[..., Tensor], tuple[Tensor, ...]] = {
         ps.losses.kl_divergence: (x, y),
         ps.losses.mse: (x, y),
         ps.losses.dpo: (x, y, z, u),
         ps.losses.policy_gradient: (x, y, z),
-    }.items():
+    }
+    for loss, given_ in losses.items():
         found = loss(*given_)
         assert found.dtype == torch.float32
         assert torch.equal(found, loss(*(each.float() for each in given_)))
@@ -604,9 +640,8 @@ def test_dpo(beta: float, smoothing: float) -> None:
 def test_policy_gradient_where_it_acted() -> None:
     """At the policy that acted, the gradient of −A log π, for either sign."""
     log_probs, advantages = problem(2, 5, 1).hidden
-    _, pull = torch.func.vjp(
-        lambda x: ps.losses.policy_gradient(x, log_probs, advantages), log_probs
-    )
+    vjp: Callable[..., Any] = torch.func.vjp
+    _, pull = vjp(lambda x: ps.losses.policy_gradient(x, log_probs, advantages), log_probs)
     assert torch.equal(pull(torch.ones(5, dtype=torch.float64))[0], -advantages)
 
 
@@ -614,7 +649,8 @@ def test_policy_gradient_ends_where_it_is_clipped() -> None:
     """Beyond the clip, a gain gives no gradient and a loss its whole one."""
     ratio = torch.tensor([0.5, 0.5, 1.25, 1.25, 1.5, 1.5], dtype=torch.float64)
     advantages = torch.tensor([1.0, -1.0] * 3, dtype=torch.float64)
-    losses, pull = torch.func.vjp(
+    vjp: Callable[..., Any] = torch.func.vjp
+    losses, pull = vjp(
         lambda x: ps.losses.policy_gradient(x, torch.zeros_like(x), advantages, clip=(0.25, 0.375)),
         ratio.log(),
     )

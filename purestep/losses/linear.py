@@ -31,8 +31,8 @@ def linear_cross_entropy(
 
     * **Any cotangent**: the gradient is exact whatever weights the losses are given. A token without a label, or whose loss is given
       no weight, gives exactly no gradient, even if its hidden state is NaN.
-    * **Everywhere**: in a step, under ``grad``, ``vjp``, ``jvp``, ``vmap`` and what is made of them, twice, and under ``torch.compile``, where
-      it is one operation.
+    * **Everywhere**: in a step, under ``grad``, ``vjp``, ``jvp``, ``vmap`` and what is made of them, and under ``torch.compile``, where
+      it is one operation. A second derivative is right, too, but keeps two tensors as large as the logits.
     * **Half precision**: products are those of its dtype, as in ``hidden @ weight.T``; logits' exponentials, the losses
       and all sums are float32, the weight's gradient is rounded once.
 

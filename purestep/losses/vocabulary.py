@@ -213,7 +213,7 @@ def definition(
     soft_cap: float | None,
     chunk: int | None,
 ) -> Statistics:
-    """``statistics``, for whoever differentiates it in forward mode or twice: of each chunk, no logits are kept."""
+    """``statistics``, for whoever differentiates it in forward mode, where no logits are kept, or twice, where few are."""
     # What flows back from each chunk is added up in this dtype.
     hidden_sum = hidden.to(accumulation_dtype(hidden.dtype))
     made = [
