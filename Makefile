@@ -37,6 +37,7 @@ bench: .venv/installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.scale
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.modules
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.families
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.losses
 
 format: .venv/installed
 	$(BIN)/ruff check --fix-only .

@@ -122,7 +122,7 @@ class _Remat(Function):
             given = _after(seeds[0], given)
         reverse = _by_engine if tree.untransformed() else _by_transform
         grads = reverse(ctx.call, given, wanted, arrived, seeds)
-        return (None, *_replaced([None] * len(given), wanted, grads))
+        return (None, *replaced([None] * len(given), wanted, grads))
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Tensor | None) -> Any:
@@ -133,14 +133,14 @@ class _Remat(Function):
         if smooth:
 
             def along(*moved: Tensor) -> tuple[Tensor, ...]:
-                made = call.again(_replaced(given, moving, moved))
+                made = call.again(replaced(given, moving, moved))
                 return tuple([made[index] for index in smooth])
 
             primals = tuple([given[index] for index in moving])
             directions = tuple([tangents[1 + index] for index in moving])
             forward: Callable[..., Any] = torch.func.jvp
             _, pushed = forward(along, primals, directions)
-        return tuple(_replaced([None] * call.record.made, smooth, pushed))
+        return tuple(replaced([None] * call.record.made, smooth, pushed))
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, call: _Call, *given: Tensor) -> Any:
@@ -187,7 +187,7 @@ def _by_transform(
     """The same, under transforms."""
 
     def of_wanted(*chosen: Tensor) -> tuple[Tensor, ...]:
-        made = call.again(_replaced(given, wanted, chosen))
+        made = call.again(replaced(given, wanted, chosen))
         return tuple([made[index] for index in arrived])
 
     vjp: Callable[..., Any] = torch.func.vjp
@@ -208,7 +208,12 @@ def _after(seed: Tensor, given: Sequence[Tensor]) -> list[Tensor]:
     ]
 
 
-def _replaced(values: Sequence[Any], places: Sequence[int], new: Sequence[Any]) -> list[Any]:
+def replaced(values: Sequence[Any], places: Sequence[int], new: Sequence[Any]) -> list[Any]:
+    """The values, with new ones at these places.
+
+    >>> replaced("abc", [2, 0], "xy")
+    ['y', 'b', 'x']
+    """
     filled = [*values]
     for place, value in zip(places, new, strict=True):
         filled[place] = value
@@ -230,13 +235,13 @@ class _Record:
         """The tensors that it gives."""
         leaves, self._structure = tree.flatten(output)
         self._places, made = _tensors(leaves)
-        self._rest = _replaced(leaves, self._places, [None] * len(made))
+        self._rest = replaced(leaves, self._places, [None] * len(made))
         self.made, self.smooth = len(made), [i for i, each in enumerate(made) if _is_smooth(each)]
         return made
 
     def result(self, made: Sequence[Tensor]) -> Tree:
         """What it gives, over these tensors."""
-        return tree.unflatten(self._structure, _replaced(self._rest, self._places, made))
+        return tree.unflatten(self._structure, replaced(self._rest, self._places, made))
 
 
 class _Call:
@@ -254,7 +259,7 @@ class _Call:
     def operands(self) -> list[Tensor]:
         """The tensors, of which it keeps no hold."""
         operands = [self._leaves[place] for place in self._places]
-        self._leaves = _replaced(self._leaves, self._places, [None] * len(operands))
+        self._leaves = replaced(self._leaves, self._places, [None] * len(operands))
         return operands + [axis.index for axis in self._axes]
 
     def batched(self, in_dims: Sequence[int | None], randomness: str) -> _Call:
@@ -305,7 +310,7 @@ class _Call:
 
     def _run(self, given: Sequence[Tensor], leaves: Sequence[Any]) -> tuple[Tensor, ...]:
         def run(*given: Tensor) -> tuple[Tensor, ...]:
-            filled = _replaced(leaves, self._places, given[: len(self._places)])
+            filled = replaced(leaves, self._places, given[: len(self._places)])
             args, kwargs = tree.unflatten(self._structure, filled)
             with bound_as(self._axes, given[len(self._places) :]):
                 return self.record.note(self._fn(*args, **kwargs))
@@ -430,7 +435,7 @@ class _Random:
         try:
             for before, _, move in self._states:
                 move(before)
-            yield _replaced(leaves, places, generators)
+            yield replaced(leaves, places, generators)
         finally:
             for state_now, move in now:
                 move(state_now)

@@ -50,8 +50,8 @@ def gradient(loss_fn: Any, params: Any, group: list[Batch], weight_fn: Any) -> A
 
 
 def soft_labels(student: Tensor, teacher: Tensor, x: Tensor) -> Tensor:
-    """−Σ q log p of each row, q of the teacher."""
-    return -((x @ teacher).softmax(-1) * (x @ student).log_softmax(-1)).sum(-1)
+    """KL(q ‖ p) of each row, q of the teacher."""
+    return ps.losses.kl_divergence(x @ student, x @ teacher)
 
 
 @pytest.mark.parametrize("given", ["closed over", "in the microbatch", "a module"])
@@ -79,8 +79,7 @@ def test_distillation(rows: list[list[int]], given: str) -> None:
         frozen = {"weight": teacher.T}
 
         def loss_fn(p: Any, m: Batch) -> Tensor:
-            target = apply(frozen, m["x"]).softmax(-1)
-            return -(target * apply(p, m["x"]).log_softmax(-1)).sum(-1)
+            return ps.losses.kl_divergence(apply(p, m["x"]), apply(frozen, m["x"]))
 
         grads = gradient(loss_fn, params, group, lambda m: m["weight"])["weight"].T
     assert teacher.grad is None
@@ -104,12 +103,9 @@ def log_probability(logits: Tensor, texts: Tensor, mask: Tensor) -> Tensor:
 
 def dpo_loss(logits: Tensor, reference: Tensor, m: Batch) -> Tensor:
     """One loss for each pair."""
-
-    def gain(which: str) -> Tensor:
-        given = m[which], m[f"{which}_mask"]
-        return log_probability(logits, *given) - log_probability(reference, *given)
-
-    return -functional.logsigmoid(BETA * (gain("chosen") - gain("rejected")))
+    given = [(m[which], m[f"{which}_mask"]) for which in ("chosen", "rejected")]
+    ours, theirs = ([log_probability(x, *each) for each in given] for x in (logits, reference))
+    return ps.losses.dpo(*ours, *theirs, beta=BETA)
 
 
 @pytest.mark.parametrize("rows", CUTS)
@@ -149,8 +145,8 @@ def test_dpo(rows: list[list[int]]) -> None:
 
 def policy_loss(theta: Tensor, m: Batch) -> Tensor:
     """One loss for each action; the advantage is data, and may be negative. A weight could not."""
-    taken = (m["state"] @ theta).log_softmax(-1).gather(-1, m["action"].unsqueeze(-1)).squeeze(-1)
-    return -m["advantage"] * taken
+    taken = -ps.losses.cross_entropy(m["state"] @ theta, m["action"])
+    return ps.losses.policy_gradient(taken, taken.detach(), m["advantage"])
 
 
 @pytest.mark.parametrize("rows", CUTS)

@@ -5,6 +5,7 @@ Where one is missing, what imports or calls it fails, and nothing else does: pur
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -61,3 +62,19 @@ def forward_hooks(module: torch.nn.Module) -> int:
 
 attention_in_steps = torch.ops.aten._scaled_dot_product_attention_math
 """Attention as an operation of ``torch.ops``, which drops elements when it is told to."""
+
+
+def compiled_with_graphs(
+    function: Callable[..., Any],
+) -> tuple[Callable[..., Any], list[str]]:
+    """The function compiled whole, and the code of each graph that reaches the compiler's backend, from the first call on."""
+    from torch._dynamo.backends.common import aot_autograd
+
+    graphs: list[str] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph.code)
+        return graph
+
+    whole = torch.compile(function, backend=aot_autograd(fw_compiler=backend), fullgraph=True)
+    return whole, graphs

@@ -1,12 +1,15 @@
-"""Losses per token: never a mean, never a sum, so that they can be counted together."""
+"""Losses of logits: one for each token."""
 
 from __future__ import annotations
+
+import math
 
 import torch
 from einops import rearrange
 from torch import Tensor
 from torch.nn import functional
 
+from purestep.losses.shapes import check_same_shape
 from purestep.tokens import IGNORE_INDEX
 from purestep.tree import accumulation_dtype
 
@@ -51,3 +54,44 @@ def cross_entropy(
         return losses
     z = torch.logsumexp(logits, -1)
     return losses + torch.where(labels != ignore_index, z_loss * z.square(), 0)
+
+
+def kl_divergence(logits: Tensor, teacher_logits: Tensor, *, temperature: float = 1.0) -> Tensor:
+    """Each token's KL(teacher ‖ student), for distillation; half precision is lifted to float32.
+
+        ℓ = T² Σ q (log q − log p)        p = softmax(x / T),  q = softmax(x′ / T)
+
+    T² keeps gradients of one size at all temperatures [Hinton, 2015]. A class that the teacher rules out, by a logit of
+    −∞, says nothing. Nothing is detached: what a loss closes over is a constant to a step anyway.
+
+    Args:
+        logits: x, the student's, of shape tokens + (classes,).
+        teacher_logits: x′, of the same shape.
+        temperature: T; above 1 the teacher's small probabilities count for more.
+
+    >>> kl_divergence(torch.zeros(2, 4), torch.tensor([[0.0, 0.0, 0.0, 0.0], [9.0, 0.0, 0.0, 0.0]]))
+    tensor([0.0000, 1.3826])
+    """
+    if logits.ndim == 0:
+        raise ValueError(
+            "logits of shape () have no classes: their last dimension is that of classes"
+        )
+    check_same_shape(logits=logits, teacher_logits=teacher_logits)
+    check_temperature(temperature)
+    log_p = _log_softmax(logits, temperature)
+    log_q = _log_softmax(teacher_logits, temperature)
+    q = log_q.exp()
+    # Selected before it is multiplied: where q is 0, log q has no number.
+    return temperature**2 * (q * torch.where(q > 0, log_q - log_p, 0)).sum(-1)
+
+
+def check_temperature(temperature: float) -> None:
+    """Refuses one that is not positive."""
+    if not 0 < temperature < math.inf:
+        raise ValueError(
+            f"temperature={temperature}: logits are divided by it, so take one above 0"
+        )
+
+
+def _log_softmax(logits: Tensor, temperature: float) -> Tensor:
+    return (logits.to(accumulation_dtype(logits.dtype)) / temperature).log_softmax(-1)

@@ -1,0 +1,36 @@
+"""Regression: a loss for each row."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from purestep.losses.shapes import check_same_shape
+from purestep.tree import accumulation_dtype
+
+
+def mse(predictions: Tensor, targets: Tensor, *, unit_dims: int = 1) -> Tensor:
+    """Each unit's squared error, a mean over its elements; half precision is lifted to float32.
+
+        ℓᵢ = meanⱼ (xᵢⱼ − yᵢⱼ)²
+
+    A step's loss is then torch's ``MSELoss`` of all rows, however they were cut.
+
+    Args:
+        predictions: x.
+        targets: y, of the same shape.
+        unit_dims: how many leading dimensions tell units apart. 1: a unit is a row, whatever it holds. 2: of a shape
+            (rows, time, features), each time step of each row, for a weight of its own. All dimensions: each element.
+
+    >>> mse(torch.tensor([[1.0, 3.0], [0.0, 0.0]]), torch.zeros(2, 2))
+    tensor([5., 0.])
+    """
+    check_same_shape(predictions=predictions, targets=targets)
+    if not 0 <= unit_dims <= predictions.ndim:
+        raise ValueError(
+            f"unit_dims={unit_dims} of predictions of shape {tuple(predictions.shape)}: it counts leading dimensions, "
+            f"so take one from 0 to {predictions.ndim}"
+        )
+    dtype = accumulation_dtype(torch.promote_types(predictions.dtype, targets.dtype))
+    squares = (predictions.to(dtype) - targets.to(dtype)).square()
+    return squares.flatten(unit_dims).mean(-1) if unit_dims < squares.ndim else squares
