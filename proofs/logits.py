@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from proofs.strategies import gamma
+from purestep.testing.bounds import gamma
 from purestep.tree import accumulation_dtype
 
 

@@ -15,10 +15,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import purestep as ps
 from proofs.logits import Case, bounds, reference
-from proofs.strategies import gamma
 from purestep import tree
 from purestep.losses import linear_cross_entropy
 from purestep.losses.vocabulary import parts, values
+from purestep.testing.bounds import gamma
 from tests.memory import LiveBytes
 from tests.torch_internals import compiled_with_graphs
 
