@@ -1,16 +1,65 @@
-"""The kit sees every bug that a black box can show, in a loop by hand, and accepts the loop without it."""
+"""The kit sees every bug that a black box can show, in a loop by hand; it accepts the loop without it, and purestep."""
 
 from __future__ import annotations
 
 from string import ascii_lowercase
+from typing import Any
 
 import pytest
+import torch
 
 import purestep as ps
 from proofs.plain_loop import PlainLoop
 from proofs.plain_mutants import BUGS, UNSEEN, Bug, build
-from purestep.testing import LAWS
+from purestep.testing import LAWS, Abilities, Problem
 
+SETTINGS: dict[str, dict[str, Any]] = {
+    "as it is": {},
+    "grads": {"normalize": "grads"},
+    "donated": {"donate": True},
+    "sums in float64": {"accum_dtype": torch.float64},
+    "torch.func": {"grad_and_value": torch.func.grad_and_value},
+}
+
+
+class Purestep(ps.testing.PureTrainer):
+    """An update step on a module as it comes, in any of its settings."""
+
+    def __init__(self) -> None:
+        self._setting = "as it is"
+        super().__init__(self._made, Abilities(ranks=3, dropout=True, skips=True))
+
+    @property
+    def settings(self) -> list[str]:
+        """What makes no difference."""
+        return [*SETTINGS]
+
+    def use(self, setting: str) -> None:
+        """From the next start on."""
+        self._setting = setting
+
+    def _made(self, problem: Problem, axis: ps.Axis) -> tuple[Any, Any, Any]:
+        params, apply = ps.from_module(problem.module())
+
+        def loss_fn(params: Any, batch: Any) -> Any:
+            keys = ps.random.fold_in(ps.random.key(0), batch["key"]) if "key" in batch else None
+            return problem.losses(lambda x: apply(params, x, key=keys), batch)
+
+        optimizer = ps.optim.sgd(
+            problem.learning_rate, momentum=problem.momentum, weight_decay=problem.weight_decay
+        )
+        step = ps.make_update_step(
+            loss_fn,
+            optimizer,
+            weight_fn=problem.weights,
+            axis=axis,
+            on_nonfinite="skip",
+            **SETTINGS[self._setting],
+        )
+        return params, optimizer.init(params), step
+
+
+test_purestep = ps.testing.laws(Purestep, cases=40)
 test_plain_loop = ps.testing.laws(PlainLoop, [name for name in LAWS if name != "T17"])
 
 

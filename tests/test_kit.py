@@ -362,6 +362,21 @@ def test_language_models_are_judged() -> None:
         assert all(v.finding == "holds" for v in verdicts[1:]), [str(v) for v in verdicts]
 
 
+def test_plain_sgd_is_not_asked_for_more() -> None:
+    def plain(model: Any, optimizer: Any, batches: Sequence[Batch], problem: Problem) -> None:
+        model.zero_grad()
+        count = sum(problem.weights(batch).sum() for batch in batches)
+        for batch in batches:
+            ((problem.losses(model, batch) * problem.weights(batch)).sum() / count).backward()
+        for p in model.parameters():
+            p.data -= problem.learning_rate * p.grad
+
+    for momentum, finding in ((False, "holds"), (True, "wrong")):
+        trainer = ps.testing.loop(plain, abilities=Abilities(momentum=momentum))
+        (verdict,) = ps.testing.judge(trainer, ["T0"], cases=40, shrink=0)
+        assert verdict.finding == finding, verdict
+
+
 def test_no_number_in_both_runs_is_the_same_in_both() -> None:
     """A trainer that divides by zero is wrong about the equation, and right about the order."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -40,20 +41,21 @@ class PureTrainer:
     def start(self, problem: Problem, ranks: int) -> None:
         """Makes the step."""
         self._axis = ThreadAxis(ranks) if ranks > 1 else LocalAxis()
-        params, opt_state, self._step = self.make(problem, self._axis)
-        self._states: list[Any] = [(params, opt_state, None)] * ranks
+        made = [self.make(problem, self._axis) for _ in range(ranks)]
+        self._steps = [step for _, _, step in made]
+        self._states: list[Any] = [(params, opt_state, None) for params, opt_state, _ in made]
 
     def update(self, group: Group) -> None:
         """One step on every rank."""
 
-        def one(state: Any, microbatches: Sequence[Batch]) -> Any:
+        def one(step: Step, state: Any, microbatches: Sequence[Batch]) -> Any:
             params, opt_state, _ = state
-            return self._step(params, opt_state, microbatches)
+            return step(params, opt_state, microbatches)
 
         if isinstance(self._axis, ThreadAxis):
-            self._states = self._axis.map(one)(self._states, group)
+            self._states = self._axis.map(one)(self._steps, self._states, group)
         else:
-            self._states = [one(self._states[0], group[0])]
+            self._states = [one(self._steps[0], self._states[0], group[0])]
 
     def observe(self) -> Sequence[Observation]:
         """The parameters, and the metrics."""
@@ -66,8 +68,8 @@ class PureTrainer:
         ]
 
     def save(self) -> Any:
-        """The state, which nothing changes."""
-        return self._states
+        """A copy of the state, since a step may be given it away."""
+        return copy.deepcopy(self._states)
 
     def load(self, saved: Any) -> None:
         """The same state."""

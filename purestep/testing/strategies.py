@@ -170,9 +170,7 @@ def exact_batches(
 
 
 @st.composite
-def problems(
-    draw: st.DrawFn, abilities: Abilities, *, dropout: float = 0.0, decayed: bool = True
-) -> Problem:
+def problems(draw: st.DrawFn, abilities: Abilities, *, dropout: float = 0.0) -> Problem:
     """A model of small integers, and SGD with or without momentum and weight decay."""
     rate = draw(st.sampled_from([0.25, 0.5]))
     model = abilities.task.model
@@ -180,9 +178,8 @@ def problems(
         return Problem(abilities.task, model, rate)
     integer = st.integers(-2, 2)
     model = Linear([draw(integer), draw(integer)], draw(integer), abilities.dtype, dropout)
-    momentum, decay = (
-        (draw(st.sampled_from([0.0, 0.5])) for _ in range(2)) if decayed else (0.0, 0.0)
-    )
+    numbers = st.sampled_from([0.0, 0.5]) if abilities.momentum else st.just(0.0)
+    momentum, decay = draw(numbers), draw(numbers)
     return Problem(abilities.task, model, rate, momentum, decay)
 
 

@@ -23,6 +23,7 @@ class Abilities(NamedTuple):
         weights: which weights tokens may have: 0 and 1 ("mask"), "whole" numbers, or "any" from 0 on.
         dtype: in which it computes.
         task: what it is given to learn.
+        momentum: whether its SGD can have momentum and weight decay.
         dropout: whether it can train a model that drops elements.
         skips: whether it leaves everything as it was where a gradient is not finite.
     """
@@ -32,6 +33,7 @@ class Abilities(NamedTuple):
     weights: Literal["mask", "whole", "any"] = "any"
     dtype: torch.dtype = torch.float64
     task: Task = REGRESSION
+    momentum: bool = True
     dropout: bool = False
     skips: bool = False
 
