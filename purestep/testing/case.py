@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -140,8 +141,10 @@ class DisagreementError(AssertionError):
         self.case, self.what, self.size = case, what, size
 
 
-def outcome(trainer: Trainer, problem: Problem, run: Run) -> Sequence[Observation]:
-    """What each rank sees after a run."""
+def outcome(
+    trainer: Trainer, problem: Problem, run: Run, *, copied: bool = True
+) -> Sequence[Observation]:
+    """What each rank sees after a run, on copies of the data unless you say otherwise."""
     try:
         if run.setting is not None:
             assert isinstance(trainer, Switchable)
@@ -154,7 +157,7 @@ def outcome(trainer: Trainer, problem: Problem, run: Run) -> Sequence[Observatio
                 trainer.start(problem, run.ranks)
                 trainer.load(saved)
             else:
-                trainer.update(act)
+                trainer.update(copy.deepcopy(act) if copied else act)
         seen = trainer.observe()
     except Exception as error:
         raise RefusalError(f"{type(error).__name__}: {error}".split("\n")[0]) from error

@@ -131,7 +131,7 @@ def causal_lm(model: nn.Module) -> Task:
     # Every dimension is summed over once forward and twice backward; norms, softmax and the rest take a few for each leaf.
     shapes = [p.shape for p in model.parameters()]
     roundings = sum(3 * sum(shape) + 16 for shape in shapes)
-    ignored = {"input_ids": 0, "attention_mask": 0, "labels": -100}
+    ignored = {"input_ids": 0, "attention_mask": 0, "labels": -100, "key": 0}
     embeddings: Any = model.get_submodule("")
     vocabulary = int(embeddings.get_input_embeddings().weight.shape[0])
     return Task("next tokens", _next_tokens, _counted, ignored, roundings, model, vocabulary)

@@ -157,7 +157,8 @@ def exact_batches(
         ids = numbers(0, task.vocabulary - 1, rows, length)
         counts = torch.nn.functional.pad(mask, (1, 0))
         labels = torch.where(counts, ids, -100)
-        return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels}
+        batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels}
+        return {**batch, "key": torch.arange(rows)} if keyed else batch
     drawn = torch.tensor(draw(weights(rows, length, kind, exact=exact)))
     batch = {
         "x": numbers(-2, 2, rows, length, 2).to(dtype),
