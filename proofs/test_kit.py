@@ -7,11 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
 import purestep as ps
 from proofs.plain_loop import PlainLoop
 from proofs.plain_mutants import BUGS, UNSEEN, Bug, build
-from purestep.testing import LAWS, Abilities, Problem
+from purestep.testing import LAWS, Abilities, Observation, Problem
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "as it is": {},
@@ -59,6 +61,35 @@ class Purestep(ps.testing.PureTrainer):
         return params, optimizer.init(params), step
 
 
+class PurestepRank:
+    """The same on one rank of a gloo group."""
+
+    def start(self, problem: Problem) -> None:
+        """A mesh of all processes."""
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp",))
+        self._trainer = Purestep()
+        self._params, self._opt_state, self._step = self._trainer.make(
+            problem, ps.MeshAxis(mesh, "dp")
+        )
+        self._metrics: Any = None
+
+    def update(self, microbatches: Any) -> None:
+        """One step."""
+        self._params, self._opt_state, self._metrics = self._step(
+            self._params, self._opt_state, microbatches
+        )
+
+    def observe(self) -> Observation:
+        """The parameters, and the metrics."""
+        metrics = self._metrics
+        return Observation(self._params, metrics.loss, metrics.grad_norm, metrics.num_tokens)
+
+
+test_purestep_on_processes = ps.testing.laws(
+    lambda: ps.testing.Processes(PurestepRank, Abilities(ranks=3, dropout=True, skips=True)),
+    ["T2", "T3", "T7", "T14", "T15"],
+    cases=15,
+)
 test_purestep = ps.testing.laws(Purestep, cases=40)
 test_plain_loop = ps.testing.laws(PlainLoop, [name for name in LAWS if name != "T17"])
 

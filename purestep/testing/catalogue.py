@@ -253,7 +253,7 @@ def _identity(draw: st.DrawFn, trainer: Trainer) -> Case:
         parts = [ignored_like(batch, abilities.task.ignored)] * draw(st.integers(0, 2))
         idle, how = on_ranks(parts, []), f"an update of {len(parts)} microbatches without tokens"
     where = f" on rank {at} of {size}" if size > 1 else ""
-    last = draw(st.booleans())
+    last = draw(st.booleans()) if before else False
     acts = [*before, idle] if last else [*before, idle, one]
     plain = before if last else [*before, one]
     first = Run(plain, "updates without it", size)
