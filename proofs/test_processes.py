@@ -12,7 +12,6 @@ import pytest
 from hypothesis import given, strategies as st
 from torch import Tensor
 
-from proofs.processes import World
 from proofs.ranks import (
     GridCase,
     Run,
@@ -37,6 +36,7 @@ from proofs.strategies import assert_same, cut
 from proofs.test_t11_collectives import LAWS, check_separate_ranks, ranks, ways
 from proofs.theorem import PURESTEP
 from proofs.worlds import LARGEST, on_processes, on_threads
+from purestep.testing.processes import World
 
 
 @pytest.fixture(scope="module")

@@ -20,7 +20,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import purestep as ps
 from proofs import models
-from proofs.processes import World, values
 from proofs.strategies import (
     OPTIMIZERS,
     Batch,
@@ -33,6 +32,7 @@ from proofs.strategies import (
 )
 from proofs.theorem import System, theorem
 from purestep import tree
+from purestep.testing.processes import World, values
 
 SETTINGS: list[dict[str, Any]] = [
     {},

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from torch.distributed.device_mesh import DeviceMesh
 
 import purestep as ps
-from proofs.processes import World, values
+from purestep.testing.processes import World, values
 from purestep.torch_internals import flattened
 
 LARGEST = 4

@@ -25,10 +25,10 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.device_mesh import DeviceMesh
 
 import purestep as ps
-from proofs.processes import DeadRankError, World, values
 from purestep import tree
 from purestep.checkpoint import background, files
 from purestep.checkpoint.ranks import LostError, together as meet
+from purestep.testing.processes import DeadRankError, World, values
 from tests.memory import LiveBytes
 from tests.test_checkpoint import Bomb, room
 from tests.test_state import assert_same_bits, noise, zeros

@@ -23,10 +23,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import purestep as ps
-from proofs.processes import DeadRankError, World, values
 from purestep import tree
 from purestep.conversation import WIDTH
 from purestep.gathering import Gather
+from purestep.testing.processes import DeadRankError, World, values
 from tests.faults import (
     BAD,
     COMPUTED,

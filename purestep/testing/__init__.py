@@ -1,5 +1,30 @@
-"""For tests of programs that run on several ranks."""
+"""For tests of training: ranks as threads and as processes, and the laws of gradient accumulation for trainers of any kind.
+
+pip install "purestep[testing]"
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
 
 from purestep.testing.threads import ThreadAxis
 
+if TYPE_CHECKING:
+    from purestep.testing.kit import *  # noqa: F403
+
 __all__ = ["ThreadAxis"]
+
+
+def __getattr__(name: str) -> Any:
+    """The kit, which needs Hypothesis, is imported when it is first asked for."""
+    if not name.startswith("_"):
+        try:
+            kit = importlib.import_module("purestep.testing.kit")
+        except ModuleNotFoundError as error:
+            raise ImportError(
+                f'ps.testing.{name} needs {error.name}: pip install "purestep[testing]"'
+            ) from error
+        if name in kit.__all__:
+            return getattr(kit, name)
+    raise AttributeError(f"module 'purestep.testing' has no attribute {name!r}")

@@ -1,22 +1,17 @@
-"""What a trainer is given to learn: a model, the loss of each token, and the numbers of plain SGD.
-
-With the integers that are drawn here, and a sum of weights that is a power of two, the regression's arithmetic has no rounding
-at all, in float64 and in float32: who divides once gets the bits of the specification. A trainer that divides in more steps is
-given the a-priori bound of what rounding explains.
-"""
+"""What a trainer is given to learn: a model, the loss of each token, and the numbers of plain SGD."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
-Batch = dict[str, Tensor]
-Params = dict[str, Tensor]
+Batch: TypeAlias = dict[str, Tensor]
+Params: TypeAlias = dict[str, Tensor]
 
 
 @dataclass(frozen=True)
@@ -24,10 +19,13 @@ class Task:
     """A kind of problem.
 
     Args:
+        name: in words.
         losses: ``losses(model, batch)`` gives each token's loss, of shape ``(rows, length)``.
         weights: ``weights(batch)`` gives each token's weight, in the same shape.
-        ignored: for each key of a batch, what may stand where nothing counts: beyond a row's end, and in rows that do not count.
+        ignored: what stands where nothing counts, for each key of a batch: beyond the end of a row, and in rows that do not count.
         roundings: how many roundings can follow one another in one update of a token, but for the sum over tokens.
+        model: to start from; None: it is drawn.
+        vocabulary: how many different tokens there are, where they are numbers of a vocabulary.
     """
 
     name: str
@@ -35,11 +33,13 @@ class Task:
     weights: Callable[[Batch], Tensor]
     ignored: Mapping[str, float]
     roundings: int
+    model: nn.Module | None = None
+    vocabulary: int = 0
 
 
 @dataclass(frozen=True, eq=False)
 class Problem:
-    """A model to start from, and how it is to be trained: plain SGD.
+    """A model to start from, and how it is to be trained: by plain SGD.
 
         g = ∇ Σ wᵢ ℓᵢ(θ) / Σ wᵢ + weight_decay · θ        m = momentum · m + g        θ = θ - learning_rate · m
 
@@ -79,9 +79,11 @@ class Problem:
 
 
 class Linear(nn.Module):
-    """x · weight + bias, for each token; what x is dropped out, where the problem says so."""
+    """x · weight + bias for each token, of which elements of x are dropped while it trains, where the problem says so."""
 
-    def __init__(self, weight: Sequence[float], bias: float, dtype: torch.dtype, dropout: float = 0.0) -> None:
+    def __init__(
+        self, weight: Sequence[float], bias: float, dtype: torch.dtype, dropout: float = 0.0
+    ) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.tensor(weight, dtype=dtype))
         self.bias = nn.Parameter(torch.tensor(bias, dtype=dtype))
@@ -91,6 +93,11 @@ class Linear(nn.Module):
         """x is ``(rows, length, features)``, the predictions ``(rows, length)``."""
         return nn.functional.dropout(x, self.dropout, self.training) @ self.weight + self.bias
 
+    def __repr__(self) -> str:
+        dropout = f", dropout={self.dropout}" if self.dropout else ""
+        weight, bias = self.weight.tolist(), self.bias.item()
+        return f"ps.testing.Linear({weight}, {bias}, {self.weight.dtype}{dropout})"
+
 
 def squared_errors(model: Callable[..., Any], batch: Batch) -> Tensor:
     """(model(x) - y)² for each token."""
@@ -98,35 +105,45 @@ def squared_errors(model: Callable[..., Any], batch: Batch) -> Tensor:
     return (predictions - batch["y"]).square()
 
 
+def given_weights(batch: Batch) -> Tensor:
+    """The weights stand in the batch."""
+    return batch["w"]
+
+
 REGRESSION = Task(
     "regression",
     squared_errors,
-    weights=lambda batch: batch["w"],
-    ignored={"x": 1, "y": 3, "w": 0},
+    given_weights,
+    ignored={"x": 1, "y": 3, "w": 0, "key": 0},
     roundings=32,
 )
-"""Batches have ``x`` of shape (rows, length, 2), and ``y`` and ``w``, the weights, of shape (rows, length)."""
+"""``Linear`` by its squared errors. A batch has ``x`` of shape (rows, length, 2), and ``y`` and ``w``, the weights, of shape
+(rows, length); where elements are dropped, ``key``, the number of each row."""
 
 
 def causal_lm(model: nn.Module) -> Task:
-    """Next tokens, by a model with the calls of transformers: ``model(input_ids=, attention_mask=).logits``.
+    """Next tokens, for a model with the calls of transformers: ``model(input_ids=, attention_mask=).logits``.
 
-    Batches have ``input_ids``, ``attention_mask`` and ``labels``, all of shape (rows, length); labels are -100 where nothing
-    counts, and are to be shifted: the prediction at one place is for the label at the next.
+    A batch has ``input_ids``, ``attention_mask`` and ``labels``, all of shape (rows, length). Labels are -100 where nothing
+    counts, and are to be shifted: what the model says at one place is about the label at the next.
     """
 
-    def losses(model: Callable[..., Any], batch: Batch) -> Tensor:
-        logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
-        each = nn.functional.cross_entropy(
-            logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten(), reduction="none"
-        )
-        return nn.functional.pad(each.view(len(logits), -1), (1, 0))
-
-    def weights(batch: Batch) -> Tensor:
-        counts = batch["labels"] != -100
-        counts[:, :1] = False
-        return counts
-
-    widths = sum(sum(p.shape) for p in model.parameters())
+    # Every dimension is summed over once forward and twice backward; norms, softmax and the rest take a few for each leaf.
+    shapes = [p.shape for p in model.parameters()]
+    roundings = sum(3 * sum(shape) + 16 for shape in shapes)
     ignored = {"input_ids": 0, "attention_mask": 0, "labels": -100}
-    return Task("next tokens", losses, weights, ignored, roundings=3 * widths + 64)
+    embeddings: Any = model.get_submodule("")
+    vocabulary = int(embeddings.get_input_embeddings().weight.shape[0])
+    return Task("next tokens", _next_tokens, _counted, ignored, roundings, model, vocabulary)
+
+
+def _next_tokens(model: Callable[..., Any], batch: Batch) -> Tensor:
+    logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
+    each = nn.functional.cross_entropy(
+        logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten(), reduction="none"
+    )
+    return nn.functional.pad(each.view(len(logits), -1), (1, 0))
+
+
+def _counted(batch: Batch) -> Tensor:
+    return nn.functional.pad(batch["labels"][:, 1:] != -100, (1, 0))

@@ -8,9 +8,8 @@ from typing import Any, Literal, NamedTuple, Protocol, TypeAlias, runtime_checka
 import torch
 from torch import Tensor
 
-from purestep.testing.problem import REGRESSION, Problem, Task
+from purestep.testing.problem import REGRESSION, Batch, Problem, Task
 
-Batch: TypeAlias = dict[str, Tensor]
 Group: TypeAlias = Sequence[Sequence[Batch]]
 """What one update is made of: for each rank its microbatches."""
 
@@ -20,14 +19,16 @@ class Abilities(NamedTuple):
 
     Args:
         ranks: up to how many ranks it runs on.
+        uneven: whether ranks may hold different numbers of microbatches, or none.
         weights: which weights tokens may have: 0 and 1 ("mask"), "whole" numbers, or "any" from 0 on.
         dtype: in which it computes.
         task: what it is given to learn.
-        dropout: whether its model drops elements.
+        dropout: whether it can train a model that drops elements.
         skips: whether it leaves everything as it was where a gradient is not finite.
     """
 
     ranks: int = 1
+    uneven: bool = True
     weights: Literal["mask", "whole", "any"] = "any"
     dtype: torch.dtype = torch.float64
     task: Task = REGRESSION
@@ -38,8 +39,8 @@ class Abilities(NamedTuple):
 class Observation(NamedTuple):
     """What a rank can see after an update: its parameters by name, and what it reports, as far as it does.
 
-    ``loss`` is the mean over the tokens of all ranks, ``grad_norm`` of all gradients before any clipping, ``num_tokens`` the
-    sum of all weights.
+    ``loss`` is the mean over the tokens of all ranks, ``grad_norm`` that of the gradient of this loss, ``num_tokens`` the sum of all
+    weights.
     """
 
     params: Mapping[str, Tensor]
@@ -49,24 +50,28 @@ class Observation(NamedTuple):
 
 
 class Trainer(Protocol):
-    """What an adapter has to say. Anything that it raises counts as a refusal: wrong numbers are worse than an error.
-
-    ``start`` forgets all that was before, and begins at ``problem``'s own parameters on so many ranks; ``update`` takes one step of
-    SGD on a group; ``observe`` tells what each rank sees.
-    """
+    """What an adapter has to say. An exception that it raises is a refusal, which is not as bad as a wrong number."""
 
     @property
     def abilities(self) -> Abilities:
         """What it can be asked."""
 
     def start(self, problem: Problem, ranks: int) -> None:
-        """Begins anew."""
+        """Forgets all that was before, and begins at the problem's own parameters."""
 
     def update(self, group: Group) -> None:
         """One update, on what each rank holds."""
 
     def observe(self) -> Sequence[Observation]:
         """What each rank sees now."""
+
+
+@runtime_checkable
+class Evaluating(Protocol):
+    """A trainer that also evaluates."""
+
+    def evaluate(self, group: Group) -> float:
+        """The mean loss over all tokens."""
 
 
 @runtime_checkable
@@ -90,11 +95,3 @@ class Switchable(Protocol):
 
     def use(self, setting: str) -> None:
         """From the next ``start`` on, this one."""
-
-
-@runtime_checkable
-class Packing(Protocol):
-    """A trainer that makes groups of examples itself."""
-
-    def pack(self, examples: Sequence[Batch], ranks: int) -> Group:
-        """The examples, each of one row and as long as it is, as one group."""

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-# Ranks are forked from a process of a single thread, which has imported once what takes seconds.
 CONTEXT = get_context("forkserver")
-CONTEXT.set_forkserver_preload(["torch._dynamo", "torch.distributed.tensor.debug", "pytest"])
+IMPORTED = ["torch._dynamo", "torch.distributed.tensor.debug", "pytest"]
+"""Ranks are forked from a process of a single thread, which has imported once what takes seconds."""
 
 
 class DeadRankError(RuntimeError):
@@ -29,28 +29,30 @@ class World:
     """``size`` processes, for as long as the context lasts; none outlives it.
 
     Results are pickled, exceptions like any other: a rank that raises is heard like one that returns.
-    A warning in a rank is an error.
 
     Args:
         size: how many ranks.
         timeout: the seconds that ``run``, and leaving the context, may take.
+        strict: whether a warning in a rank is an error.
     """
 
-    def __init__(self, size: int, timeout: float = 60.0) -> None:
+    def __init__(self, size: int, timeout: float = 60.0, *, strict: bool = True) -> None:
         self.size = size
         self.timeout = timeout
+        self.strict = strict
 
     def __enter__(self) -> World:
         self._start()
         return self
 
     def _start(self) -> None:
+        CONTEXT.set_forkserver_preload(IMPORTED)
         self._folder = tempfile.TemporaryDirectory()
         self._connections: list[Connection] = []
         self._processes: list[Any] = []
         for rank in range(self.size):
             ours, theirs = CONTEXT.Pipe()
-            place = rank, self.size, f"{self._folder.name}/store", theirs
+            place = rank, self.size, f"{self._folder.name}/store", theirs, self.strict
             process = CONTEXT.Process(target=_serve, args=place, daemon=True)
             process.start()
             theirs.close()  # It is the process's own now, and ends with it.
@@ -126,14 +128,14 @@ def values(results: Sequence[Any]) -> list[Any]:
     return list(results)
 
 
-def _serve(rank: int, size: int, store: str, connection: Connection) -> None:
+def _serve(rank: int, size: int, store: str, connection: Connection, strict: bool) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
     while (task := pickle.loads(connection.recv_bytes())) is not None:
         function, args = task
         try:
             with warnings.catch_warnings():
-                warnings.simplefilter("error")
+                warnings.simplefilter("error" if strict else "default")
                 # Of torch itself, as in pyproject.toml.
                 warnings.filterwarnings("ignore", "`torch.jit.script")
                 answer = function(rank, *args)

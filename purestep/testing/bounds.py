@@ -1,0 +1,110 @@
+"""How far apart rounding can take two computations of the same update: computed from the case, never chosen.
+
+    γₙ = n u / (1 - n u)        u the unit roundoff of the dtype, n the roundings that can follow one another
+
+A sum of products of inputs, each of which has passed through at most n roundings, is off by at most γₙ times the sum of the
+products' absolute values: its majorant.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from purestep.testing.problem import Batch, Linear, Problem
+from purestep.testing.specification import together
+
+
+def gamma(n: int, dtype: torch.dtype) -> float:
+    """γₙ = n u / (1 − n u).
+
+    >>> gamma(1, torch.float64)
+    1.1102230246251568e-16
+    """
+    nu = n * torch.finfo(dtype).eps / 2
+    assert nu < 1, f"{n} roundings in {dtype} have no bound"
+    return nu / (1 - nu)
+
+
+class Bound(NamedTuple):
+    """How far a run may be off: the norm of each parameter's error, and of what is reported."""
+
+    params: dict[str, float]
+    loss: float
+    grad_norm: float
+
+
+def bound(problem: Problem, batches: Sequence[Batch | None], dtype: torch.dtype) -> Bound:
+    """The bound after updates on these whole batches, for whoever computes in this dtype."""
+    tokens = sum(problem.weights(batch).numel() for batch in batches if batch is not None)
+    n = (problem.task.roundings + 8) * max(1, len(batches)) + 2 * tokens
+    factor = gamma(n, dtype)
+    if isinstance(problem.model, Linear):
+        params, loss, norm = _of_polynomials(problem, problem.model, batches)
+    else:
+        params, loss, norm = _of_gradients(problem, batches)
+    return Bound(
+        {name: factor * size for name, size in params.items()}, factor * loss, factor * norm
+    )
+
+
+def _of_polynomials(
+    problem: Problem, model: Linear, batches: Sequence[Batch | None]
+) -> tuple[dict[str, float], float, float]:
+    """All updates of the linear model are polynomials of the data: the same ones, of absolute values, with no difference."""
+    weight, bias = (p.detach().to(torch.float64).abs() for p in (model.weight, model.bias))
+    moments = [torch.zeros_like(weight), torch.zeros_like(bias)]
+    loss = norm = 0.0
+    scale = 1 / (1 - model.dropout)
+    for batch in batches:
+        w = problem.weights(batch).to(torch.float64) if batch is not None else torch.zeros(())
+        if batch is None or not w.any():
+            continue
+        x, y = (batch[key].to(torch.float64).abs() for key in ("x", "y"))
+        x, share = scale * x, w / w.sum()
+        residual = x @ weight + bias + y
+        grads = [((2 * share * residual)[..., None] * x).sum((0, 1)), (2 * share * residual).sum()]
+        loss = float((share * residual.square()).sum())
+        norm = float(torch.stack([grad.square().sum() for grad in grads]).sum().sqrt())
+        for at, (grad, p) in enumerate(zip(grads, (weight, bias), strict=True)):
+            moments[at] = problem.momentum * moments[at] + grad + problem.weight_decay * p
+        weight, bias = (
+            p + problem.learning_rate * moment
+            for p, moment in zip((weight, bias), moments, strict=True)
+        )
+    return {"weight": float(weight.norm()), "bias": float(bias)}, loss, norm
+
+
+def _of_gradients(
+    problem: Problem, batches: Sequence[Batch | None]
+) -> tuple[dict[str, float], float, float]:
+    """For other models the norms of each row's own gradient stand for the products: Σ‖gₘ‖, after a single update."""
+    params = {name: p.to(torch.float64) for name, p in problem.params().items()}
+    sizes = {name: float(p.norm()) for name, p in params.items()}
+    batch = together([each for each in batches if each is not None])
+    if batch is None:
+        return sizes, 0.0, 0.0
+    module = problem.module().to(torch.float64).eval()
+    share = problem.weights(batch).to(torch.float64)
+    share = share / share.sum().clamp(min=1)
+
+    def of_row(params: dict[str, Tensor], row: int) -> Tensor:
+        one = {key: value[row : row + 1] for key, value in batch.items()}
+        losses = problem.losses(
+            lambda **given: torch.func.functional_call(module, params, (), given), one
+        )
+        return (share[row] * losses).sum()
+
+    loss = squares = 0.0
+    totals = dict.fromkeys(params, 0.0)
+    for row in range(len(share)):
+        grads, value = torch.func.grad_and_value(of_row)(params, row)
+        loss += float(value)
+        for name, grad in grads.items():
+            totals[name] += float(grad.norm())
+    squares = sum(total**2 for total in totals.values())
+    moved = {name: sizes[name] + problem.learning_rate * totals[name] for name in params}
+    return moved, loss, squares**0.5

@@ -1,0 +1,258 @@
+"""Two ways to write the same training, of which a law says that they end in the same state; and what a trainer makes of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+
+from purestep.testing.bounds import Bound, bound
+from purestep.testing.problem import Batch, Linear, Problem
+from purestep.testing.specification import Specification, together
+from purestep.testing.trainer import (
+    Evaluating,
+    Group,
+    Observation,
+    Resumable,
+    Switchable,
+    Trainer,
+)
+
+Act: TypeAlias = Literal["restart"] | Group
+"""An update on a group; or "restart": the state is saved, and put back after a fresh start."""
+
+
+class Run(NamedTuple):
+    """What a trainer is to do: on so many ranks, in one of its settings."""
+
+    acts: Sequence[Act]
+    how: str
+    ranks: int = 1
+    setting: str | None = None
+
+    @property
+    def groups(self) -> list[Group]:
+        """Of the updates."""
+        return [act for act in self.acts if act != "restart"]
+
+
+@dataclass(frozen=True, repr=False)
+class Case:
+    """Two runs that must agree; ``first`` None: the second one and the specification.
+
+    ``reports`` says what a rank reports of the last update that must agree, too, and ``scale`` how much larger the count of tokens is in
+    the second.
+    """
+
+    problem: Problem
+    first: Run | None
+    second: Run
+    reports: tuple[str, ...] = ("loss", "grad_norm", "num_tokens")
+    scale: float = 1.0
+
+    def __repr__(self) -> str:
+        return self.code()
+
+    def words(self) -> str:
+        """The case in words."""
+        problem = self.problem
+        parts = [
+            "the equation" if self.first is None else self.first.how,
+            f"against {self.second.how}",
+        ]
+        numbers = [f"learning rate {problem.learning_rate}"]
+        numbers += [f"momentum {problem.momentum}"] if problem.momentum else []
+        numbers += [f"weight decay {problem.weight_decay}"] if problem.weight_decay else []
+        batch = together([part for share in self.second.groups[-1] for part in share])
+        if batch is not None:
+            weights = problem.weights(batch)
+            listed = (weights.to(torch.int64) if weights.dtype == torch.bool else weights).tolist()
+            numbers.append(f"weights of the last update's rows in this order {listed}")
+        return f"{' '.join(parts)}; {', '.join(numbers)}"
+
+    def code(self) -> str:
+        """The case as a program, for a ``trainer`` of yours."""
+        problem = self.problem
+        known = isinstance(problem.model, Linear)
+        numbers = [f"learning_rate={problem.learning_rate}"]
+        numbers += [f"momentum={problem.momentum}"] if problem.momentum else []
+        numbers += [f"weight_decay={problem.weight_decay}"] if problem.weight_decay else []
+        task, model = ("ps.testing.REGRESSION", repr(problem.model)) if known else ("task", "model")
+        runs = [run for run in (self.first, self.second) if run is not None]
+        lines = [
+            "import torch",
+            "import purestep as ps",
+            "",
+            f"problem = ps.testing.Problem({task}, {model}, {', '.join(numbers)})",
+        ]
+        if self.first is None:
+            runs = [self.second, self.second]
+        for trainer, run in zip(
+            ["trainer" if self.first else "ps.testing.Specification()", "trainer"],
+            runs,
+            strict=True,
+        ):
+            lines += ["", f"it = {trainer}  # {run.how}"]
+            if run.setting is not None:
+                lines.append(f"it.use({run.setting!r})")
+            lines.append(f"it.start(problem, ranks={run.ranks})")
+            for act in run.acts:
+                if act == "restart":
+                    lines += [
+                        "saved = it.save()",
+                        f"it.start(problem, ranks={run.ranks})",
+                        "it.load(saved)",
+                    ]
+                else:
+                    shares = ", ".join(f"[{', '.join(map(_code, share))}]" for share in act)
+                    lines.append(f"it.update([{shares}])")
+            lines.append("print(it.observe())")
+        return "\n".join(lines)
+
+
+def _code(batch: Batch) -> str:
+    items = [
+        f"{key!r}: torch.tensor({value.tolist()}, dtype={value.dtype})"
+        + (f".view{tuple(value.shape)}" if not value.numel() else "")
+        for key, value in batch.items()
+    ]
+    return f"{{{', '.join(items)}}}"
+
+
+class RefusalError(Exception):
+    """A trainer raised an exception, which is its cause."""
+
+
+class DisagreementError(AssertionError):
+    """Two runs that must agree do not: in this respect, by so much relative to its size."""
+
+    def __init__(self, case: Case, what: str, size: float) -> None:
+        super().__init__(f"{what}\n  in this case: {case.words()}")
+        self.case, self.what, self.size = case, what, size
+
+
+def outcome(trainer: Trainer, problem: Problem, run: Run) -> Sequence[Observation]:
+    """What each rank sees after a run."""
+    try:
+        if run.setting is not None:
+            assert isinstance(trainer, Switchable)
+            trainer.use(run.setting)
+        trainer.start(problem, run.ranks)
+        for act in run.acts:
+            if act == "restart":
+                assert isinstance(trainer, Resumable)
+                saved = trainer.save()
+                trainer.start(problem, run.ranks)
+                trainer.load(saved)
+            else:
+                trainer.update(act)
+        return trainer.observe()
+    except Exception as error:
+        raise RefusalError(f"{type(error).__name__}: {error}".split("\n")[0]) from error
+
+
+def agree(trainer: Trainer, case: Case) -> bool:
+    """Raises ``DisagreementError`` where the two runs end in different states, or report different numbers; else: whether to the bit."""
+    dtype = trainer.abilities.dtype
+    whole = [together([p for share in group for p in share]) for group in case.second.groups]
+    allowed = bound(case.problem, whole, dtype)
+    if case.first is None:
+        (expected,) = outcome(Specification(), case.problem, case.second._replace(setting=None))
+    else:
+        first = outcome(trainer, case.problem, case.first)
+        expected = first[0]
+        _compare(case, first, expected, allowed, 1.0)
+    second = outcome(trainer, case.problem, case.second)
+    _compare(case, second, expected, allowed, case.scale)
+    if isinstance(trainer, Evaluating) and "loss" in case.reports and whole[-1] is not None:
+        _compare_evaluations(trainer, case, allowed)
+    return all(
+        torch.equal(each.params[name].to(torch.float64), expected.params[name].to(torch.float64))
+        for each in second
+        for name in expected.params
+    )
+
+
+def _compare_evaluations(trainer: Any, case: Case, allowed: Bound) -> None:
+    """Both groups are evaluated with the parameters at hand."""
+    group = case.second.groups[-1]
+    counts = [case.problem.weights(part).any() for share in group for part in share]
+    if not any(map(bool, counts)):
+        return
+    try:
+        if case.first is None:
+            specification = Specification()
+            specification.start(case.problem, 1)
+            trainer.start(case.problem, len(group))
+            one = specification.evaluate(group)
+        else:
+            one = trainer.evaluate(case.first.groups[-1])
+        other = trainer.evaluate(group)
+    except Exception as error:
+        raise RefusalError(f"evaluation: {type(error).__name__}: {error}") from error
+    if not abs(one - other) <= 2 * allowed.loss:
+        raise DisagreementError(
+            case, f"the loss in evaluation: {other} is not {one}", _relative(one, other)
+        )
+
+
+def _compare(
+    case: Case, seen: Sequence[Observation], expected: Observation, allowed: Bound, scale: float
+) -> None:
+    names = {*expected.params}
+    for rank, each in enumerate(seen):
+        on = f" on rank {rank}" if len(seen) > 1 else ""
+        if {*each.params} != names:
+            raise DisagreementError(
+                case, f"parameters{on}: {[*each.params]} are not {[*names]}", 1.0
+            )
+        for name, want in expected.params.items():
+            have = each.params[name].detach().to(torch.float64)
+            want = want.detach().to(torch.float64)
+            error = float((have - want).norm())
+            # Each of the two may be off by the bound.
+            if not error <= 2 * allowed.params[name]:
+                moved = float((want - case.problem.params()[name].to(torch.float64)).norm())
+                raise DisagreementError(
+                    case,
+                    f"{name}{on}: {_shown(have)} is not {_shown(want)}; they are {error:.3g} apart, and rounding "
+                    f"explains {2 * allowed.params[name]:.1g}",
+                    error / moved if moved else float("inf"),
+                )
+        _compare_reports(case, each, expected, allowed, scale, on)
+
+
+def _compare_reports(
+    case: Case,
+    each: Observation,
+    expected: Observation,
+    allowed: Bound,
+    scale: float,
+    on: str,
+) -> None:
+    tolerance = {
+        "loss": 2 * allowed.loss,
+        "grad_norm": 2 * allowed.grad_norm,
+        "num_tokens": 0.0,
+    }
+    for name in case.reports:
+        have, want = getattr(each, name), getattr(expected, name)
+        if have is None or want is None:
+            continue
+        have, want = float(have), float(want)
+        scaled = want * scale if name == "num_tokens" else want
+        if not abs(have - scaled) <= tolerance[name]:
+            raise DisagreementError(
+                case, f"{name}{on}: {have} is not {scaled}", _relative(scaled, have)
+            )
+
+
+def _relative(want: float, have: float) -> float:
+    return abs(have - want) / abs(want) if want else float("inf")
+
+
+def _shown(value: Tensor) -> Any:
+    return value.tolist() if value.numel() <= 8 else f"{value.flatten()[:4].tolist()}..."

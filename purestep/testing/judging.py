@@ -1,0 +1,150 @@
+"""What the laws say of a trainer: as an error, as tests, and as a table."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Literal, NamedTuple, TypeAlias
+
+from purestep.testing.case import Case, DisagreementError, RefusalError
+from purestep.testing.law import Law
+from purestep.testing.laws import LAWS, TrainerLaw
+from purestep.testing.trainer import Trainer
+
+CASES, SHRINK = 100, 200
+"""How many cases are tried for each law, and how many more to find a smaller one."""
+
+Finding: TypeAlias = Literal["holds", "wrong", "refuses", "not asked"]
+
+
+class Verdict(NamedTuple):
+    """What is found out about one law.
+
+    ``finding`` is "holds", in ``cases`` cases, of which so many ``to the bit``; "wrong", with the smallest ``case`` that was
+    found, ``why`` in words, and by how much of what the update moves; "refuses", with the smallest case in which an exception was raised;
+    or "not asked", and why.
+    """
+
+    law: TrainerLaw
+    finding: Finding
+    cases: int = 0
+    to_the_bit: int = 0
+    case: Case | None = None
+    why: str = ""
+    size: float = 0.0
+
+    def __str__(self) -> str:
+        law = f"{self.law.name} {self.law.title}"
+        if self.finding == "holds":
+            bits = "all" if self.to_the_bit == self.cases else f"{self.to_the_bit}"
+            return f"{law}: holds in {self.cases} cases, {bits} to the bit"
+        if self.finding == "not asked":
+            return f"{law}: not asked, {self.why}"
+        return f"{law}: {self.finding}. {self.why}"
+
+
+def judge(
+    trainer: Trainer,
+    laws: Iterable[str] = tuple(LAWS),
+    *,
+    cases: int = CASES,
+    shrink: int = SHRINK,
+) -> list[Verdict]:
+    """A verdict for each law. A case that the trainer refuses is told only where no wrong number is found.
+
+    >>> from purestep.testing import Specification
+    >>> for verdict in judge(Specification(), ["T1", "T16"], cases=10):
+    ...     print(verdict)
+    T1 cut: holds in 10 cases, all to the bit
+    T16 resume: not asked, it cannot be saved here
+    """
+    return [_verdict(trainer, LAWS[name], cases, shrink) for name in laws]
+
+
+def check(
+    trainer: Trainer,
+    laws: Iterable[str] = tuple(LAWS),
+    *,
+    cases: int = CASES,
+    shrink: int = SHRINK,
+) -> None:
+    """Raises an ``AssertionError`` for the first law that does not hold: the smallest case in words, and as code to paste.
+
+    >>> from purestep.testing import Specification
+    >>> check(Specification(), ["T1", "T2", "T3"], cases=10)
+    """
+    for name in laws:
+        verdict = _verdict(trainer, LAWS[name], cases, shrink)
+        if verdict.finding in ("wrong", "refuses"):
+            raise AssertionError(_report(verdict))
+
+
+def laws(
+    make_trainer: Callable[[], Trainer],
+    laws: Sequence[str] = tuple(LAWS),
+    *,
+    cases: int = CASES,
+    shrink: int = SHRINK,
+) -> Callable[[str], None]:
+    """A test for pytest, once for each law: ``test_my_trainer = ps.testing.laws(make_trainer)``.
+
+    A law that asks for more than the trainer's abilities is skipped, and the reason is told.
+    """
+    import pytest
+
+    names = [f"{LAWS[name].name}_{LAWS[name].title}" for name in laws]
+
+    @pytest.mark.parametrize("law", laws, ids=names)
+    def test(law: str) -> None:
+        trainer = make_trainer()
+        if missing := LAWS[law].missing(trainer):
+            pytest.skip(f"not asked: {missing}")
+        check(trainer, [law], cases=cases, shrink=shrink)
+
+    return test
+
+
+def _verdict(trainer: Trainer, law: TrainerLaw, cases: int, shrink: int) -> Verdict:
+    if missing := law.missing(trainer):
+        return Verdict(law, "not asked", why=missing)
+    held: list[bool] = []
+    refused: list[Case] = []
+
+    def numbers(trainer: Trainer, case: Case) -> None:
+        try:
+            held.append(law.claim(trainer, case))
+        except RefusalError:
+            refused.append(case)
+
+    def acceptance(trainer: Trainer, case: Case) -> None:
+        try:
+            law.claim(trainer, case)
+        except RefusalError as refusal:
+            raise _RefusedError(case, str(refusal)) from refusal
+        except DisagreementError:
+            pass
+
+    drawn = law.cases(trainer)
+    wrong: Any = Law(law.name, drawn, numbers).broken_by(trainer, cases, shrink)
+    if wrong is not None:
+        return Verdict(law, "wrong", case=wrong.case, why=wrong.what, size=wrong.size)
+    if refused:
+        no: Any = Law(law.name, drawn, acceptance).broken_by(trainer, cases, shrink)
+        if no is not None:
+            return Verdict(law, "refuses", case=no.case, why=no.what)
+    return Verdict(law, "holds", cases=len(held), to_the_bit=sum(held))
+
+
+class _RefusedError(AssertionError):
+    def __init__(self, case: Case, what: str) -> None:
+        super().__init__(what)
+        self.case, self.what = case, what
+
+
+def _report(verdict: Verdict) -> str:
+    assert verdict.case is not None
+    how = "does not hold" if verdict.finding == "wrong" else "is refused"
+    return (
+        f"{verdict.law.name} ({verdict.law.title}) {how}. {verdict.law.statement}\n\n"
+        f"  {verdict.why}\n\n  The smallest case found: {verdict.case.words()}.\n\n"
+        f"  To see it with a trainer of yours:\n\n{verdict.case.code()}\n"
+    )

@@ -1,0 +1,98 @@
+"""A law: a claim about any subject, the cases on which it is tried, and what is found out about a subject."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+from hypothesis import HealthCheck, Phase, given, seed, settings
+from hypothesis.errors import HypothesisWarning
+from hypothesis.strategies import SearchStrategy
+
+Subject = TypeVar("Subject")
+
+
+@dataclass(frozen=True)
+class Law(Generic[Subject]):
+    """``claim(subject, case)`` raises ``AssertionError`` where it does not hold."""
+
+    name: str
+    cases: SearchStrategy[Any]
+    claim: Callable[[Subject, Any], Any]
+
+    def test(
+        self, subject: Subject, where: Callable[[Any], Any] = lambda case: case
+    ) -> Callable[[], None]:
+        """The test that the subject satisfies the claim, under the profile of Hypothesis; ``where`` brings a case to a device."""
+
+        @given(self.cases)
+        def holds(case: Any) -> None:
+            self.claim(subject, where(case))
+
+        holds.__name__ = holds.__qualname__ = f"test_{self.claim.__name__}"
+        holds.__doc__ = self.claim.__doc__
+        return holds
+
+    def broken_by(
+        self, subject: Subject, max_examples: int = 20, shrink: int = 0
+    ) -> AssertionError | None:
+        """What the claim says of the smallest case found in which it does not hold for this subject; None: it held in all.
+
+        Args:
+            subject: what the claim is about.
+            max_examples: how many cases are tried.
+            shrink: on how many further cases a smaller one is sought.
+        """
+        tried = 0
+        seen: dict[str, AssertionError] = {}
+        last: AssertionError | None = None
+
+        # A seed of our own: Hypothesis's would follow the text of this function.
+        @seed(0)
+        @settings(
+            max_examples=max_examples,
+            derandomize=False,
+            deadline=None,
+            database=None,
+            report_multiple_bugs=False,
+            phases=[Phase.generate, Phase.shrink] if shrink else [Phase.generate],
+            suppress_health_check=list(HealthCheck),
+        )
+        @given(self.cases)
+        def holds(case: Any) -> None:
+            nonlocal tried, last
+            key = repr(case) if shrink else ""
+            if key not in seen:
+                tried += 1
+                if shrink and tried > max_examples + shrink:
+                    return
+                try:
+                    self.claim(subject, case)
+                    return
+                except AssertionError as error:
+                    seen[key] = error
+            last = seen[key]
+            # From here alone, whatever went wrong, so that Hypothesis takes it for one and the same.
+            raise _BrokenError
+
+        with warnings.catch_warnings():
+            # Hypothesis warns of how long it would take to print the case, which is printed elsewhere.
+            warnings.simplefilter("ignore", HypothesisWarning)
+            try:
+                holds()
+            except _BrokenError:
+                return last
+        return None
+
+
+class _BrokenError(Exception):
+    """The claim does not hold."""
+
+
+def law(
+    name: str, cases: SearchStrategy[Any]
+) -> Callable[[Callable[[Subject, Any], Any]], Law[Subject]]:
+    """Makes a law of the claim below it."""
+    return lambda claim: Law(name, cases, claim)

@@ -1,0 +1,102 @@
+"""The specification, as a trainer: the equation on one big batch, in ten plain lines that share no code with the package."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from purestep.testing.problem import Batch, Params, Problem
+from purestep.testing.trainer import Abilities, Group, Observation
+
+
+def spec(
+    loss_fn: Callable[..., Any], update: Callable[..., Any], params: Any, opt_state: Any, batch: Any
+) -> Any:
+    """One step on one batch whose weights are ``batch["w"]``: ``(params, opt_state), grads, loss``."""
+    weights = batch["w"].to(torch.float64)
+    num_tokens = weights.sum()
+
+    def loss_of(params: Any) -> Any:
+        return (weights * loss_fn(params, batch)).sum() / num_tokens
+
+    grads = torch.func.grad(loss_of)(params)
+    return update(grads, opt_state, params), grads, loss_of(params)
+
+
+class Specification:
+    """The trainer that is right: each update is that of all microbatches of all ranks as one batch, in float64."""
+
+    abilities = Abilities(ranks=64)
+
+    def start(self, problem: Problem, ranks: int) -> None:
+        """Begins anew."""
+        self.problem, self._module = problem, problem.module().to(torch.float64).eval()
+        self._params = {name: p.to(torch.float64) for name, p in problem.params().items()}
+        self._moments: Params = {name: torch.zeros_like(p) for name, p in self._params.items()}
+        self._reported: dict[str, Any] = {}
+
+    def update(self, group: Group) -> None:
+        """θ, m ← SGD(∇ Σ wᵢ ℓᵢ(θ) / Σ wᵢ, m, θ), where there is a token at all."""
+        batch = together([part for share in group for part in share])
+        if batch is None or not self.problem.weights(batch).any():
+            self._reported = {"loss": 0.0, "num_tokens": 0.0}
+            return
+        weighted = {**batch, "w": self.problem.weights(batch)}
+        (self._params, self._moments), grads, loss = spec(
+            self._losses, self._sgd, self._params, self._moments, weighted
+        )
+        norm = torch.stack([grad.square().sum() for grad in grads.values()]).sum().sqrt()
+        self._reported = {"loss": loss, "grad_norm": norm, "num_tokens": weighted["w"].sum()}
+
+    def _losses(self, params: Params, batch: Batch) -> Tensor:
+        def model(*args: Any, **kwargs: Any) -> Any:
+            return torch.func.functional_call(self._module, params, args, kwargs)
+
+        return self.problem.losses(model, batch)
+
+    def _sgd(self, grads: Params, moments: Params, params: Params) -> tuple[Params, Params]:
+        momentum, decay, rate = (
+            self.problem.momentum,
+            self.problem.weight_decay,
+            self.problem.learning_rate,
+        )
+        moments = {
+            name: momentum * moments[name] + grads[name] + decay * params[name] for name in params
+        }
+        return {name: params[name] - rate * moments[name] for name in params}, moments
+
+    def observe(self) -> Sequence[Observation]:
+        """The parameters, and the true loss, norm and count."""
+        return [Observation(self._params, **self._reported)]
+
+    def evaluate(self, group: Group) -> float:
+        """Σ wᵢ ℓᵢ / Σ wᵢ."""
+        batch = together([part for share in group for part in share])
+        assert batch is not None
+        weights = self.problem.weights(batch).to(torch.float64)
+        return float((weights * self._losses(self._params, batch)).sum() / weights.sum())
+
+
+def together(parts: Sequence[Batch]) -> Batch | None:
+    """All rows as one batch; shorter ones are filled up with zeros, labels with -100, which count for nothing."""
+    if not parts:
+        return None
+    keys = parts[0]
+    longest = max(part[key].shape[1] for part in parts for key in keys if part[key].ndim > 1)
+
+    def filled(key: str, x: Tensor) -> Tensor:
+        if x.ndim == 1 or x.shape[1] == longest:
+            return x
+        shape = x.shape[0], longest - x.shape[1], *x.shape[2:]
+        return torch.cat([x, x.new_full(shape, -100 if key == "labels" else 0)], 1)
+
+    wide = {key: [filled(key, part[key]) for part in parts] for key in keys}
+    return {
+        key: torch.cat(values).to(torch.float64)
+        if values[0].is_floating_point()
+        else torch.cat(values)
+        for key, values in wide.items()
+    }

@@ -1,0 +1,257 @@
+"""How the same data can be written: strategies of Hypothesis for cuts, ranks, orders, padding and weights.
+
+Whatever fails shrinks to a case that a person can read: few rows, one microbatch, small whole numbers.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Literal, NamedTuple, TypeAlias, TypeVar
+
+import torch
+from hypothesis import strategies as st
+
+from purestep.testing.problem import REGRESSION, Batch, Linear, Problem, Task
+from purestep.testing.trainer import Abilities
+
+Cut: TypeAlias = list[list[int]]
+"""Which rows each microbatch holds, in order."""
+
+Weights: TypeAlias = Literal["mask", "whole", "any"]
+T = TypeVar("T")
+
+
+@st.composite
+def cuts(draw: st.DrawFn, rows: int, most: int = 5, *, empty: bool = True) -> Cut:
+    """Any cut of so many rows into microbatches, in order: uneven, and empty ones too, if they may be.
+
+    >>> from hypothesis import find
+    >>> find(cuts(3), lambda cut: len(cut) == 2 and len(cut[0]) == 2)
+    [[0, 1], [2]]
+    """
+    bounds = sorted(draw(st.lists(st.integers(0, rows), max_size=most - 1)))
+    parts = [list(range(a, b)) for a, b in itertools.pairwise([0, *bounds, rows])]
+    return parts if empty else [part for part in parts if part]
+
+
+@st.composite
+def ranks(
+    draw: st.DrawFn, cut: Sequence[T], most: int = 4, *, uneven: bool = True
+) -> list[list[T]]:
+    """Any way to give the microbatches of a cut to ranks; ranks need not hold equally many, nor any, unless you say so.
+
+    >>> from hypothesis import find
+    >>> find(ranks([[0], [1], [2]]), lambda shares: len(shares) == 2 and len(shares[1]) == 2)
+    [[[0]], [[1], [2]]]
+    """
+    if not uneven:
+        sizes = [size for size in range(1, most + 1) if len(cut) % size == 0]
+        size = draw(st.sampled_from(sizes))
+        each = len(cut) // size
+        return [list(cut[rank * each : (rank + 1) * each]) for rank in range(size)]
+    size = draw(st.integers(1, most))
+    owners = draw(st.lists(st.integers(0, size - 1), min_size=len(cut), max_size=len(cut)))
+    return [
+        [part for part, owner in zip(cut, owners, strict=True) if owner == rank]
+        for rank in range(size)
+    ]
+
+
+@st.composite
+def orders(draw: st.DrawFn, cut: Cut) -> Cut:
+    """The microbatches in any order, and the rows of each.
+
+    >>> from hypothesis import find
+    >>> find(orders([[0, 1], [2]]), lambda cut: cut[0] == [2] and cut[1][0] == 1)
+    [[2], [1, 0]]
+    """
+    return [draw(st.permutations(part)) for part in draw(st.permutations(cut))]
+
+
+class Padding(NamedTuple):
+    """What is added to a microbatch and counts for nothing: rows, columns, and whole microbatches after it."""
+
+    rows: int
+    columns: int
+    microbatches: int
+
+
+@st.composite
+def padding(draw: st.DrawFn, most: int = 2) -> Padding:
+    """Any padding of a microbatch.
+
+    >>> from hypothesis import find
+    >>> find(padding(), lambda added: added.columns > 0)
+    Padding(rows=0, columns=1, microbatches=0)
+    """
+    return Padding(draw(st.integers(0, most)), draw(st.integers(0, most)), draw(st.integers(0, 1)))
+
+
+@st.composite
+def weights(
+    draw: st.DrawFn, rows: int, length: int, kind: Weights = "whole", most: int = 3
+) -> list[list[float]]:
+    """A weight for each token, of which many are 0; their sum is a power of two, so that dividing by it is exact.
+
+    "mask" draws 0 and 1, "whole" whole numbers, and "any" such numbers divided by a power of two.
+
+    >>> from hypothesis import find
+    >>> find(weights(1, 3), lambda drawn: drawn[0][0] > 0 and drawn[0][2] > 0)
+    [[1, 0, 1]]
+    """
+    size = rows * length
+    values = [0, 1] if kind == "mask" else [0, 1, *range(1, most + 1)]
+    flat: list[float] = draw(st.lists(st.sampled_from(values), min_size=size, max_size=size))
+    total = int(sum(flat))
+    if kind == "mask":
+        # Take tokens away until their number is a power of two.
+        keep = 1 << (max(1, total).bit_length() - 1)
+        if not total:
+            flat[draw(st.integers(0, size - 1))] = 1
+        for place in [at for at, weight in enumerate(flat) if weight][keep:]:
+            flat[place] = 0
+    else:
+        flat[draw(st.integers(0, size - 1))] += (1 << (max(1, total) - 1).bit_length()) - total
+    if kind == "any":
+        divisor = draw(st.sampled_from([1, 4, 16]))
+        flat = [weight / divisor for weight in flat]
+    return [flat[row * length : (row + 1) * length] for row in range(rows)]
+
+
+@st.composite
+def exact_batches(
+    draw: st.DrawFn,
+    task: Task = REGRESSION,
+    *,
+    kind: Weights = "whole",
+    dtype: torch.dtype = torch.float64,
+    most_rows: int = 5,
+    most_length: int = 3,
+    keyed: bool = False,
+) -> Batch:
+    """Rows of small integers, with weights whose sum is a power of two: arithmetic on them has no rounding.
+
+    >>> from hypothesis import find
+    >>> find(exact_batches(), lambda batch: batch["y"].any())["y"]
+    tensor([[1.]], dtype=torch.float64)
+    """
+    rows = draw(st.integers(1, most_rows))
+    least = 2 if task.vocabulary else 1
+    length = draw(st.integers(least, max(least, most_length)))
+
+    def numbers(low: int, high: int, *shape: int) -> torch.Tensor:
+        size = torch.Size(shape).numel()
+        drawn = draw(st.lists(st.integers(low, high), min_size=size, max_size=size))
+        return torch.tensor(drawn).view(shape)
+
+    if task.vocabulary:
+        mask = torch.tensor(draw(weights(rows, length - 1, "mask")), dtype=torch.bool)
+        ids = numbers(0, task.vocabulary - 1, rows, length)
+        counts = torch.nn.functional.pad(mask, (1, 0))
+        labels = torch.where(counts, ids, -100)
+        return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels}
+    drawn = torch.tensor(draw(weights(rows, length, kind)))
+    batch = {
+        "x": numbers(-2, 2, rows, length, 2).to(dtype),
+        "y": numbers(-2, 2, rows, length).to(dtype),
+        "w": drawn.to(dtype)
+        if kind == "any"
+        else drawn.to(torch.bool if kind == "mask" else torch.int64),
+    }
+    return {**batch, "key": torch.arange(rows)} if keyed else batch
+
+
+@st.composite
+def problems(
+    draw: st.DrawFn, abilities: Abilities, *, dropout: float = 0.0, decayed: bool = True
+) -> Problem:
+    """A model of small integers, and SGD with or without momentum and weight decay."""
+    rate = draw(st.sampled_from([0.25, 0.5]))
+    model = abilities.task.model
+    if model is not None:
+        return Problem(abilities.task, model, rate)
+    integer = st.integers(-2, 2)
+    model = Linear([draw(integer), draw(integer)], draw(integer), abilities.dtype, dropout)
+    momentum, decay = (
+        (draw(st.sampled_from([0.0, 0.5])) for _ in range(2)) if decayed else (0.0, 0.0)
+    )
+    return Problem(abilities.task, model, rate, momentum, decay)
+
+
+def taken(batch: Batch, rows: Sequence[int]) -> Batch:
+    """These rows of it."""
+    return {key: value[list(rows)] for key, value in batch.items()}
+
+
+def padded(batch: Batch, more: Padding, ignored: Mapping[str, float]) -> Batch:
+    """The batch with rows and columns that count for nothing."""
+
+    def larger(key: str, x: torch.Tensor) -> torch.Tensor:
+        shape = [x.shape[0] + more.rows, *x.shape[1:]]
+        if x.ndim > 1:
+            shape[1] += more.columns
+        out = x.new_full(shape, ignored[key])
+        out[tuple(slice(size) for size in x.shape)] = x
+        return out
+
+    return {key: larger(key, value) for key, value in batch.items()}
+
+
+def ignored_like(batch: Batch, ignored: Mapping[str, float]) -> Batch:
+    """A batch of this shape in which nothing counts."""
+    return {key: torch.full_like(value, ignored[key]) for key, value in batch.items()}
+
+
+Arrangement: TypeAlias = tuple[list[list[Batch]], str]
+"""A group, and in words how its rows lie in it."""
+
+
+@st.composite
+def regrouped(
+    draw: st.DrawFn,
+    batch: Batch,
+    task: Task = REGRESSION,
+    *,
+    cut: bool = True,
+    most_ranks: int = 1,
+    uneven: bool = True,
+    order: bool = True,
+    pad: bool = True,
+) -> Arrangement:
+    """The rows of a batch as any group: cut, in any order, over ranks, padded; and how, in words.
+
+    >>> from hypothesis import find
+    >>> batch = {"x": torch.zeros(3, 1, 2), "y": torch.zeros(3, 1), "w": torch.ones(3, 1)}
+    >>> find(regrouped(batch, most_ranks=2), lambda drawn: len(drawn[0][-1]) == 2)[1]
+    '1 rank with rows [0] | [1, 2]'
+    """
+    rows = len(next(iter(batch.values())))
+    inside = draw(st.permutations(range(rows))) if order else range(rows)
+    whole = [list(range(rows))]
+    parts = [
+        [inside[at] for at in part] for part in (draw(cuts(rows, empty=False)) if cut else whole)
+    ]
+    shares = draw(ranks(parts, most_ranks, uneven=uneven)) if most_ranks > 1 else [parts]
+    groups, words = [], []
+    for rank, share in enumerate(shares):
+        group, said = [], []
+        for part in share:
+            more = draw(padding()) if pad else Padding(0, 0, 0)
+            group.append(padded(taken(batch, part), more, task.ignored))
+            said.append(f"{part}" + _said(more))
+            for _ in range(more.microbatches if uneven else 0):
+                group.append(ignored_like(group[-1], task.ignored))
+        groups.append(group)
+        where = f" on rank {rank}" if len(shares) > 1 else ""
+        words.append(f"rows {' | '.join(said)}{where}" if said else f"nothing{where}")
+    return groups, ", ".join(words)
+
+
+def _said(more: Padding) -> str:
+    added = [
+        f"{count} {what}{'s' if count > 1 else ''}"
+        for count, what in zip(more, ["row", "column", "microbatch after it"], strict=True)
+        if count
+    ]
+    return f" (padded by {', '.join(added)})" if added else ""
