@@ -17,15 +17,16 @@ from purestep.testing.trainer import Abilities, Group, Observation
 VOCABULARY, PADDING = 5, 0
 
 
-def gpt2() -> Any:
-    """A small GPT-2 without dropout."""
-    from transformers import GPT2Config, GPT2LMHeadModel
+def gpt2(kind: str = "GPT2LMHeadModel", **more: Any) -> Any:
+    """A small GPT-2 without dropout, with one of its heads."""
+    import transformers
 
     torch.manual_seed(0)
     none = {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
     ids = {"pad_token_id": PADDING, "bos_token_id": 1, "eos_token_id": 2}
     sizes = {"n_positions": 16, "n_embd": 4, "n_layer": 1, "n_head": 2}
-    return GPT2LMHeadModel(GPT2Config(vocab_size=VOCABULARY, **sizes, **none, **ids))
+    config = transformers.GPT2Config(vocab_size=VOCABULARY, **sizes, **none, **ids, **more)
+    return getattr(transformers, kind)(config)
 
 
 def llama() -> Any:
@@ -36,24 +37,6 @@ def llama() -> Any:
     heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
     sizes = {"hidden_size": 4, "num_hidden_layers": 1, "intermediate_size": 4, **heads}
     return LlamaForCausalLM(LlamaConfig(vocab_size=VOCABULARY, **sizes, pad_token_id=PADDING))
-
-
-def bert(kind: str, **more: Any) -> Any:
-    """A small BERT without dropout, with one of its heads."""
-    import transformers
-
-    torch.manual_seed(0)
-    none = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-    sizes = {"hidden_size": 4, "num_hidden_layers": 1, "num_attention_heads": 2}
-    config = transformers.BertConfig(
-        vocab_size=VOCABULARY, intermediate_size=4, max_position_embeddings=16, **sizes, **none, **more
-    )
-    return getattr(transformers, kind)(config)
-
-
-def causal(model: Any) -> Task:
-    """Next tokens."""
-    return causal_lm(model)
 
 
 def classes_of(batch: Batch) -> Tensor:
@@ -67,7 +50,7 @@ def classification(model: Any) -> Task:
     """A class for each row."""
 
     def losses(model: Callable[..., Any], batch: Batch) -> Tensor:
-        logits = model(batch["input_ids"], attention_mask=batch["attention_mask"]).logits
+        logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
         return nn.functional.cross_entropy(logits, classes_of(batch), reduction="none")
 
     def weights(batch: Batch) -> Tensor:
@@ -77,18 +60,18 @@ def classification(model: Any) -> Task:
     return Task("classes of rows", losses, weights, like.ignored, like.roundings, model, VOCABULARY)
 
 
-def masked_lm(model: Any) -> Task:
-    """The tokens themselves, where they count."""
+def token_classification(model: Any) -> Task:
+    """A class for each token, where it counts."""
 
     def losses(model: Callable[..., Any], batch: Batch) -> Tensor:
-        logits = model(batch["input_ids"], attention_mask=batch["attention_mask"]).logits
+        logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
         return nn.functional.cross_entropy(logits.mT, batch["labels"], reduction="none")
 
     def weights(batch: Batch) -> Tensor:
         return batch["labels"] != -100
 
     like = causal_lm(model)
-    return Task("masked tokens", losses, weights, like.ignored, like.roundings, model, VOCABULARY)
+    return Task("classes of tokens", losses, weights, like.ignored, like.roundings, model, VOCABULARY)
 
 
 class Own(nn.Module):
@@ -118,7 +101,7 @@ def items_of_classes(batch: Batch) -> list[Any]:
 
 def items_of_regression(batch: Batch) -> list[Any]:
     """Labels are -100 where nothing counts."""
-    return [{"x": batch["x"], "labels": torch.where(batch["w"], batch["y"], -100.0)}]
+    return [{"x": batch["x"], "labels": batch["y"].where(batch["w"], -100.0)}]
 
 
 def items_flattened(batch: Batch) -> list[Any]:
@@ -212,7 +195,7 @@ def of_tokens(task: Task) -> Abilities:
     return Abilities(weights="mask", dtype=torch.float32, task=task)
 
 
-OF_ROWS = Abilities(weights="mask", task=REGRESSION)
+OF_ROWS = Abilities(weights="mask", dtype=torch.float32, task=REGRESSION)
 
 
 def class_loss(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
@@ -249,29 +232,29 @@ ARGUMENTS = (
 COLUMNS = [
     Column(
         "Trainer, GPT-2",
-        lambda: HuggingFace(of_tokens(causal(gpt2()))),
+        lambda: HuggingFace(of_tokens(causal_lm(gpt2()))),
         PACKAGES,
         "the docstring of transformers.TrainingArguments",
         ARGUMENTS,
     ),
     Column(
         "Trainer, Llama",
-        lambda: HuggingFace(of_tokens(causal(llama()))),
+        lambda: HuggingFace(of_tokens(causal_lm(llama()))),
         PACKAGES,
         "the docstring of transformers.TrainingArguments",
         ARGUMENTS,
     ),
     Column(
         "Trainer, Llama, padding-free",
-        lambda: HuggingFace(of_tokens(causal(llama())), items_flattened),
+        lambda: HuggingFace(of_tokens(causal_lm(llama())), items_flattened),
         PACKAGES,
         "the docstring of transformers.DataCollatorWithFlattening",
         "“Data collator used for padding free approach. [...] concatenates the entire mini batch into single long sequence”",
     ),
     Column(
-        "Trainer, BERT, classes",
+        "Trainer, GPT-2 classes",
         lambda: HuggingFace(
-            of_tokens(classification(bert("BertForSequenceClassification", num_labels=3))),
+            of_tokens(classification(gpt2("GPT2ForSequenceClassification", num_labels=3))),
             items_of_classes,
         ),
         PACKAGES,
@@ -279,9 +262,9 @@ COLUMNS = [
         ARGUMENTS,
     ),
     Column(
-        "Trainer, BERT, classes, accepts_loss_kwargs=False",
+        "Trainer, GPT-2 classes, accepts_loss_kwargs=False",
         lambda: HuggingFace(
-            of_tokens(classification(bert("BertForSequenceClassification", num_labels=3))),
+            of_tokens(classification(gpt2("GPT2ForSequenceClassification", num_labels=3))),
             items_of_classes,
             accepts_loss_kwargs=False,
         ),
@@ -291,9 +274,9 @@ COLUMNS = [
         documented=False,
     ),
     Column(
-        "Trainer, BERT, classes, compute_loss_func",
+        "Trainer, GPT-2 classes, compute_loss_func",
         lambda: HuggingFace(
-            of_tokens(classification(bert("BertForSequenceClassification", num_labels=3))),
+            of_tokens(classification(gpt2("GPT2ForSequenceClassification", num_labels=3))),
             items_of_classes,
             compute_loss_func=class_loss,
         ),
@@ -304,8 +287,8 @@ COLUMNS = [
         documented=False,
     ),
     Column(
-        "Trainer, BERT, masked tokens",
-        lambda: HuggingFace(of_tokens(masked_lm(bert("BertForMaskedLM")))),
+        "Trainer, GPT-2 token classes",
+        lambda: HuggingFace(of_tokens(token_classification(gpt2("GPT2ForTokenClassification", num_labels=VOCABULARY, classifier_dropout=0.0)))),
         PACKAGES,
         "the docstring of transformers.TrainingArguments",
         ARGUMENTS,
@@ -330,7 +313,7 @@ COLUMNS = [
     ),
     Column(
         "Trainer.evaluate, GPT-2",
-        lambda: Evaluation(of_tokens(causal(gpt2()))),
+        lambda: Evaluation(of_tokens(causal_lm(gpt2()))),
         PACKAGES,
         "the docstring of transformers.Trainer.evaluate",
         "“Run evaluation and returns metrics.” Each microbatch is one batch of the evaluation.",
