@@ -13,12 +13,10 @@ from torch import Tensor
 
 import purestep as ps
 from proofs import models, parallel
-from proofs.spec import spec
 from proofs.strategies import (
     OPTIMIZERS,
     Batch,
     Case,
-    Cut,
     assert_same,
     capture,
     cases,
@@ -31,6 +29,8 @@ from proofs.strategies import (
 from proofs.theorem import System
 from proofs.worlds import Grid, Ranks
 from purestep import tree
+from purestep.testing.specification import spec
+from purestep.testing.strategies import Cut
 
 Run = Callable[..., list[Any]]
 """``run(ranks, program, *args)``, on threads or on processes."""

@@ -13,21 +13,11 @@ from torch import Tensor
 import purestep as ps
 from proofs import models
 from proofs.ranks import SETTINGS, Run, check_ranks, loss_with_aux, one_step, share_cases
-from proofs.strategies import (
-    OPTIMIZERS,
-    Batch,
-    Case,
-    Cut,
-    assert_same,
-    cases,
-    cut,
-    cuts,
-    simulate,
-    weights_of,
-)
+from proofs.strategies import OPTIMIZERS, Batch, Case, assert_same, cases, cut, simulate, weights_of
 from proofs.theorem import System
 from proofs.worlds import Grid, Ranks
 from purestep import tree
+from purestep.testing.strategies import Cut, cuts
 
 
 class ShardCase(NamedTuple):

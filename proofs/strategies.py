@@ -8,7 +8,6 @@ gradient of sequence m. Nothing is tuned.
 
 from __future__ import annotations
 
-import itertools
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -20,7 +19,9 @@ from torch import Tensor
 
 import purestep as ps
 from proofs import models
-from purestep import tree
+from purestep import testing, tree
+from purestep.testing.bounds import gamma
+from purestep.testing.strategies import Cut, cuts, taken
 
 settings.register_profile(
     "default", derandomize=True, deadline=None, max_examples=60, database=None
@@ -102,11 +103,7 @@ def cases(
     seed = draw(st.integers(0, 2**20))
     generator = torch.Generator().manual_seed(seed)
     rows, length = draw(st.integers(1, 6)), draw(st.integers(1, 4))
-    weight = st.sampled_from([0, 0, 1, 1, 2, 3])
-    flat = draw(st.lists(weight, min_size=rows * length, max_size=rows * length))
-    total = max(1, sum(flat))
-    flat[draw(st.integers(0, len(flat) - 1))] += 2 ** (total - 1).bit_length() - sum(flat)
-    weights = torch.tensor(flat).view(rows, length)
+    weights = torch.tensor(draw(testing.weights(rows, length)))
     if fractional and draw(st.booleans()):
         weights = weights.to(torch.float64) / draw(st.sampled_from([1, 16, 256]))
     params = laid_out(models.integer_params(generator), draw(st.sampled_from(LAYOUTS)))
@@ -170,30 +167,16 @@ def integer_batch(weights: Tensor, generator: torch.Generator) -> Batch:
     }
 
 
-Cut = list[list[int]]
-"""Which rows each microbatch holds, in order."""
-
-
-@st.composite
-def cuts(draw: st.DrawFn, rows: int, most: int = 5) -> Cut:
-    """Any cut of the rows into microbatches, uneven and empty ones included."""
-    bounds = sorted(draw(st.lists(st.integers(0, rows), max_size=most - 1)))
-    edges = [0, *bounds, rows]
-    return [list(range(a, b)) for a, b in itertools.pairwise(edges)]
-
-
 def cut(batch: Batch, microbatches: Cut) -> list[Batch]:
     """The microbatches of a cut."""
-    return [{key: value[rows] for key, value in batch.items()} for rows in microbatches]
+    return [taken(batch, rows) for rows in microbatches]
 
 
 @st.composite
 def assignments(draw: st.DrawFn, rows: int) -> list[Cut]:
     """Any assignment of rows to ranks, and any cut on each: uneven ranks and ranks without data included."""
-    ranks = draw(st.integers(1, 4))
-    owner = draw(st.lists(st.integers(0, ranks - 1), min_size=rows, max_size=rows))
-    mine = [[row for row in range(rows) if owner[row] == rank] for rank in range(ranks)]
-    return [[[own[i] for i in part] for part in draw(cuts(len(own), 3))] for own in mine]
+    shares = draw(testing.ranks(range(rows)))
+    return [[[own[i] for i in part] for part in draw(cuts(len(own), 3))] for own in shares]
 
 
 @st.composite
@@ -254,13 +237,6 @@ def capture() -> ps.optim.Optimizer:
             tree.map(lambda grad, kept: grad.to(kept.dtype), grads, opt_state),
         ),
     )
-
-
-def gamma(n: int, dtype: torch.dtype) -> float:
-    """γₙ = n u / (1 − n u)."""
-    nu = n * torch.finfo(dtype).eps / 2
-    assert nu < 1, f"{n} roundings in {dtype} have no bound"
-    return nu / (1 - nu)
 
 
 @dataclass(frozen=True, repr=False)

@@ -16,24 +16,23 @@ from hypothesis import strategies as st
 import purestep as ps
 from proofs import models
 from proofs.programs import CLOSED_OVER, PROGRAMS, module_loss
-from proofs.spec import spec
 from proofs.strategies import (
     Batch,
     Case,
-    Cut,
     RealCase,
     assert_same,
     capture,
     cases,
     cut,
-    cuts,
-    gamma,
     outcome,
     real_cases,
     weights_of,
 )
 from proofs.theorem import System, theorem
 from purestep import tree
+from purestep.testing.bounds import gamma
+from purestep.testing.specification import spec
+from purestep.testing.strategies import Cut, cuts
 
 
 @st.composite

@@ -23,7 +23,6 @@ from proofs.ranks import (
     grid_cases,
     share_cases,
 )
-from proofs.spec import spec
 from proofs.strategies import (
     Batch,
     Case,
@@ -33,7 +32,6 @@ from proofs.strategies import (
     capture,
     cases,
     cut,
-    cuts,
     real_cases,
     simulate,
     stack,
@@ -42,6 +40,8 @@ from proofs.strategies import (
 from proofs.theorem import System, theorem
 from proofs.worlds import on_threads
 from purestep import tree
+from purestep.testing.specification import spec
+from purestep.testing.strategies import cuts
 
 
 @st.composite

@@ -10,14 +10,12 @@ from proofs.ranks import ShareCase, check_ranks, share_cases, shuffled
 from proofs.strategies import (
     Batch,
     Case,
-    Cut,
     RealCase,
     assert_same,
     assignments,
     capture,
     cases,
     cut,
-    cuts,
     real_cases,
     simulate,
     weights_of,
@@ -26,6 +24,7 @@ from proofs.test_t02_ranks import on_ranks
 from proofs.theorem import System, theorem
 from proofs.worlds import on_threads
 from purestep import tree
+from purestep.testing.strategies import Cut, cuts
 
 
 @st.composite

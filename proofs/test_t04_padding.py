@@ -21,7 +21,6 @@ from proofs.strategies import (
     capture,
     cases,
     cut,
-    cuts,
     integer_batch,
     real_cases,
     weights_of,
@@ -29,6 +28,7 @@ from proofs.strategies import (
 from proofs.theorem import System, theorem
 from proofs.worlds import on_threads
 from purestep import tree
+from purestep.testing.strategies import cuts
 
 
 @st.composite

@@ -16,12 +16,12 @@ from proofs.strategies import (
     capture,
     cases,
     cut,
-    cuts,
     real_cases,
     weights_of,
 )
 from proofs.theorem import System, theorem
 from purestep import tree
+from purestep.testing.strategies import cuts
 
 
 @st.composite

@@ -12,9 +12,10 @@ import torch
 from hypothesis import strategies as st
 
 from proofs import models
-from proofs.strategies import Batch, Case, assert_same, cases, cut, cuts, weights_of
+from proofs.strategies import Batch, Case, assert_same, cases, cut, weights_of
 from proofs.theorem import System, theorem
 from purestep import tree
+from purestep.testing.strategies import cuts
 
 SETTINGS = [{}, {"normalize": "grads"}, {"on_nonfinite": "skip"}]
 

@@ -15,9 +15,10 @@ from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
 import purestep as ps
-from proofs.strategies import Batch, assert_same, gamma, weights_of
+from proofs.strategies import Batch, assert_same, weights_of
 from proofs.test_t06_purity import storages
 from purestep import tree
+from purestep.testing.bounds import gamma
 
 STEPS = 30
 DTYPES = [torch.float64, torch.float32]

@@ -17,8 +17,9 @@ from torch import Tensor
 
 import purestep as ps
 from proofs import models
-from proofs.strategies import Batch, assert_same, capture, cut, gamma
+from proofs.strategies import Batch, assert_same, capture, cut
 from purestep import tree
+from purestep.testing.bounds import gamma
 
 Recipes = dict[str, Callable[[Tensor], ps.optim.Optimizer]]
 

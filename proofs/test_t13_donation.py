@@ -9,10 +9,11 @@ from hypothesis import strategies as st
 
 import purestep as ps
 from proofs import models
-from proofs.strategies import Batch, Case, assert_same, cases, cut, cuts, outcome, weights_of
+from proofs.strategies import Batch, Case, assert_same, cases, cut, outcome, weights_of
 from proofs.test_t06_purity import storages
 from proofs.theorem import System, theorem
 from purestep import tree
+from purestep.testing.strategies import cuts
 
 SETTINGS: list[dict[str, Any]] = [{}, {"normalize": "grads"}, {"on_nonfinite": "skip"}]
 

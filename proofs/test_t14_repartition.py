@@ -21,21 +21,12 @@ from torch import Tensor
 
 import purestep as ps
 from proofs import models
-from proofs.spec import spec
-from proofs.strategies import (
-    Batch,
-    Case,
-    RealCase,
-    assert_same,
-    capture,
-    cases,
-    cut,
-    cuts,
-    gamma,
-    real_cases,
-)
+from proofs.strategies import Batch, Case, RealCase, assert_same, capture, cases, cut, real_cases
 from proofs.theorem import System, theorem
 from purestep import tree
+from purestep.testing.bounds import gamma
+from purestep.testing.specification import spec
+from purestep.testing.strategies import cuts
 
 FLOATS = [torch.float64, torch.float32]
 SIGNED = [*FLOATS, torch.int64, torch.int32, torch.int8]

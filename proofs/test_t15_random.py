@@ -20,7 +20,6 @@ from torch.utils.checkpoint import checkpoint
 
 import purestep as ps
 from proofs import models
-from proofs.spec import spec
 from proofs.strategies import (
     Batch,
     Case,
@@ -30,7 +29,6 @@ from proofs.strategies import (
     capture,
     cases,
     cut,
-    cuts,
     integer_batch,
     real_cases,
     simulate,
@@ -39,6 +37,8 @@ from proofs.strategies import (
 from proofs.test_t02_ranks import on_ranks
 from proofs.theorem import System, theorem
 from purestep import tree
+from purestep.testing.specification import spec
+from purestep.testing.strategies import cuts
 
 Loss = Callable[[Any, Batch], Tensor]
 Arrangement = tuple[Case, list[list[int]], list[tuple[int, int]]]

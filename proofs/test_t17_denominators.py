@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 
 import purestep as ps
 from proofs import models
-from proofs.spec import spec
 from proofs.strategies import (
     RECIPES,
     Batch,
@@ -23,8 +22,6 @@ from proofs.strategies import (
     assert_same,
     capture,
     cut,
-    cuts,
-    gamma,
     integer_batch,
     real_cases,
     some_opt_state,
@@ -33,6 +30,9 @@ from proofs.strategies import (
 from proofs.test_t02_ranks import on_ranks, rank_cases
 from proofs.theorem import System, theorem
 from purestep import tree
+from purestep.testing.bounds import gamma
+from purestep.testing.specification import spec
+from purestep.testing.strategies import cuts
 
 
 def weighing_loss(params: Any, batch: Batch) -> ps.LossTerms:

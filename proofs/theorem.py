@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from hypothesis import HealthCheck, Phase, given, seed, settings
-from hypothesis.errors import HypothesisWarning
 from hypothesis.strategies import SearchStrategy
 
 import purestep as ps
 from proofs import parallel
+from purestep.testing.law import Law
 
 
 @dataclass(frozen=True)
@@ -53,52 +51,18 @@ PURESTEP = System(
 )
 
 
-@dataclass(frozen=True)
-class Theorem:
+class Theorem(Law[System]):
     """``claim(system, case)`` raises ``AssertionError`` where it does not hold."""
 
-    name: str
-    cases: SearchStrategy[Any]
-    claim: Callable[[System, Any], None]
-
     def test(
-        self, system: System = PURESTEP, where: Callable[[Any], Any] = lambda case: case
+        self, subject: System = PURESTEP, where: Callable[[Any], Any] = lambda case: case
     ) -> Callable[[], None]:
-        """The test that purestep satisfies the claim; ``where`` brings a case to a device."""
-
-        @given(self.cases)
-        def holds(case: Any) -> None:
-            self.claim(system, where(case))
-
-        holds.__name__ = holds.__qualname__ = f"test_{self.claim.__name__}"
-        holds.__doc__ = self.claim.__doc__
-        return holds
+        """The test that purestep satisfies the claim."""
+        return super().test(subject, where)
 
     def rejects(self, system: System, max_examples: int = 20) -> bool:
         """Whether some case shows that this system does not satisfy the claim."""
-
-        # A seed of our own: Hypothesis's would follow the text of this function, and the table with it.
-        @seed(0)
-        @settings(
-            max_examples=max_examples,
-            derandomize=False,
-            deadline=None,
-            database=None,
-            phases=[Phase.generate],
-            suppress_health_check=list(HealthCheck),
-        )
-        @given(self.cases)
-        def holds(case: Any) -> None:
-            self.claim(system, case)
-
-        with warnings.catch_warnings():
-            # Hypothesis warns of how long it would take to print the case, which nobody reads.
-            warnings.simplefilter("ignore", HypothesisWarning)
-            try:
-                holds()
-            except AssertionError:
-                return True
-        return False
+        return self.broken_by(system, max_examples) is not None
 
 
 def theorem(

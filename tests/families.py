@@ -21,9 +21,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import purestep as ps
-from proofs.strategies import gamma
 from purestep import tree
 from purestep.gathering import Gather
+from purestep.testing.bounds import gamma
 
 VOCABULARY, WIDTH, LAYERS, HEADS, CONTEXT, WINDOW = 64, 16, 2, 2, 32, 4
 LENGTHS = [10, 4, 7, 9, 3, 6]

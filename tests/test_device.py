@@ -13,17 +13,9 @@ from torch.autograd import Function
 import purestep as ps
 from proofs import models
 from proofs.devices import Waits, lazy, moved, placed
-from proofs.strategies import (
-    Batch,
-    assert_same,
-    cut,
-    gamma,
-    integer_batch,
-    labels,
-    matrices,
-    weights_of,
-)
+from proofs.strategies import Batch, assert_same, cut, integer_batch, labels, matrices, weights_of
 from purestep import tree
+from purestep.testing.bounds import gamma
 from tests.torch_internals import FakeTensorMode
 
 optim = ps.optim

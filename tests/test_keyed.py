@@ -14,8 +14,8 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import purestep as ps
-from proofs.strategies import gamma
 from purestep import tree
+from purestep.testing.bounds import gamma
 from tests.families import ROUNDINGS, SHAPE, llama
 from tests.torch_internals import attention_in_steps
 

@@ -11,9 +11,9 @@ import torch
 from hypothesis import given, strategies as st
 
 import purestep as ps
-from proofs.strategies import gamma
 from purestep import tree
 from purestep.optim.base import guarded
+from purestep.testing.bounds import gamma
 from tests.torch_internals import TorchDispatchMode
 
 PARAMS = {"w": torch.ones(2, 2), "b": torch.ones(2)}

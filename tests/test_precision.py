@@ -12,10 +12,11 @@ from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
 import purestep as ps
-from proofs.strategies import assert_same, capture, gamma
+from proofs.strategies import assert_same, capture
 from proofs.test_t06_purity import storages
 from proofs.test_t08_optimizers import WHOLE_VECTORS, buffers, kinds, random_grads, random_params
 from purestep import tree
+from purestep.testing.bounds import gamma
 
 HALVES = [torch.bfloat16, torch.float16]
 COUNT = 1000

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 import purestep as ps
-from proofs.strategies import gamma
 from purestep import tree
+from purestep.testing.bounds import gamma
 
 Group = list[dict[str, Tensor]]
 NAN = float("nan")

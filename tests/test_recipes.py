@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 
 import purestep as ps
-from proofs.strategies import gamma
+from purestep.testing.bounds import gamma
 
 Batch = dict[str, Tensor]
 CUTS = [

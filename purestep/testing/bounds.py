@@ -37,9 +37,10 @@ class Bound(NamedTuple):
     grad_norm: float
 
 
-def bound(problem: Problem, batches: Sequence[Batch | None], dtype: torch.dtype) -> Bound:
-    """The bound after updates on these whole batches, for whoever computes in this dtype."""
-    tokens = sum(problem.weights(batch).numel() for batch in batches if batch is not None)
+def bound(
+    problem: Problem, batches: Sequence[Batch | None], tokens: int, dtype: torch.dtype
+) -> Bound:
+    """The bound after updates on these whole batches, for whoever sums so many tokens in all in this dtype."""
     n = (problem.task.roundings + 8) * max(1, len(batches)) + 2 * tokens
     factor = gamma(n, dtype)
     if isinstance(problem.model, Linear):

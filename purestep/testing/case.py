@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, TypeAlias
@@ -115,11 +116,15 @@ class Case:
 
 def _code(batch: Batch) -> str:
     items = [
-        f"{key!r}: torch.tensor({value.tolist()}, dtype={value.dtype})"
+        f"{key!r}: torch.tensor({_numbers(value)}, dtype={value.dtype})"
         + (f".view{tuple(value.shape)}" if not value.numel() else "")
         for key, value in batch.items()
     ]
     return f"{{{', '.join(items)}}}"
+
+
+def _numbers(value: Tensor) -> str:
+    return re.sub(r"\b(nan|inf)\b", r'float("\1")', str(value.tolist()))
 
 
 class RefusalError(Exception):
@@ -156,9 +161,10 @@ def outcome(trainer: Trainer, problem: Problem, run: Run) -> Sequence[Observatio
 
 def agree(trainer: Trainer, case: Case) -> bool:
     """Raises ``DisagreementError`` where the two runs end in different states, or report different numbers; else: whether to the bit."""
-    dtype = trainer.abilities.dtype
-    whole = [together([p for share in group for p in share]) for group in case.second.groups]
-    allowed = bound(case.problem, whole, dtype)
+    # The first run has no more in it than has to be computed.
+    whole = _wholes(case.first or case.second)
+    tokens = sum(case.problem.weights(b).numel() for b in _wholes(case.second) if b is not None)
+    allowed = bound(case.problem, whole, tokens, trainer.abilities.dtype)
     if case.first is None:
         (expected,) = outcome(Specification(), case.problem, case.second._replace(setting=None))
     else:
@@ -174,6 +180,10 @@ def agree(trainer: Trainer, case: Case) -> bool:
         for each in second
         for name in expected.params
     )
+
+
+def _wholes(run: Run) -> list[Batch | None]:
+    return [together([part for share in group for part in share]) for group in run.groups]
 
 
 def _compare_evaluations(trainer: Any, case: Case, allowed: Bound) -> None:

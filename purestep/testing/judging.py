@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 from purestep.testing.case import Case, DisagreementError, RefusalError
+from purestep.testing.catalogue import LAWS, TrainerLaw
 from purestep.testing.law import Law
-from purestep.testing.laws import LAWS, TrainerLaw
 from purestep.testing.trainer import Trainer
 
 CASES, SHRINK = 100, 200

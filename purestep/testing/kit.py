@@ -2,8 +2,8 @@
 
 from purestep.testing.adapters import Loop, Processes, PureTrainer, loop
 from purestep.testing.case import Case
+from purestep.testing.catalogue import LAWS
 from purestep.testing.judging import Verdict, check, judge, laws
-from purestep.testing.laws import LAWS
 from purestep.testing.problem import REGRESSION, Linear, Problem, Task, causal_lm
 from purestep.testing.specification import Specification
 from purestep.testing.strategies import (

@@ -30,9 +30,12 @@ def cuts(draw: st.DrawFn, rows: int, most: int = 5, *, empty: bool = True) -> Cu
     >>> find(cuts(3), lambda cut: len(cut) == 2 and len(cut[0]) == 2)
     [[0, 1], [2]]
     """
-    bounds = sorted(draw(st.lists(st.integers(0, rows), max_size=most - 1)))
-    parts = [list(range(a, b)) for a, b in itertools.pairwise([0, *bounds, rows])]
-    return parts if empty else [part for part in parts if part]
+    if empty:
+        bounds = draw(st.lists(st.integers(0, rows), max_size=most - 1))
+    else:
+        count = draw(st.integers(0, min(most, rows) - 1))
+        bounds = draw(st.permutations(range(1, rows)))[:count]
+    return [list(range(a, b)) for a, b in itertools.pairwise([0, *sorted(bounds), rows])]
 
 
 @st.composite
@@ -90,33 +93,35 @@ def padding(draw: st.DrawFn, most: int = 2) -> Padding:
 
 @st.composite
 def weights(
-    draw: st.DrawFn, rows: int, length: int, kind: Weights = "whole", most: int = 3
+    draw: st.DrawFn, rows: int, length: int, kind: Weights = "whole", *, exact: bool = True
 ) -> list[list[float]]:
-    """A weight for each token, of which many are 0; their sum is a power of two, so that dividing by it is exact.
+    """A weight for each token, of which many are 0; ``exact``: their sum is a power of two, and dividing by it never rounds.
 
-    "mask" draws 0 and 1, "whole" whole numbers, and "any" such numbers divided by a power of two.
+    "mask" draws 0 and 1, "whole" whole numbers, and "any" such numbers divided by a power of two. At least one is not 0.
 
     >>> from hypothesis import find
     >>> find(weights(1, 3), lambda drawn: drawn[0][0] > 0 and drawn[0][2] > 0)
     [[1, 0, 1]]
     """
     size = rows * length
-    values = [0, 1] if kind == "mask" else [0, 1, *range(1, most + 1)]
+    values = [0, 1] if kind == "mask" else [0, 0, 1, 1, 2, 3]
     flat: list[float] = draw(st.lists(st.sampled_from(values), min_size=size, max_size=size))
+    if not any(flat):
+        flat[draw(st.integers(0, size - 1))] = 1
     total = int(sum(flat))
-    if kind == "mask":
-        # Take tokens away until their number is a power of two.
-        keep = 1 << (max(1, total).bit_length() - 1)
-        if not total:
-            flat[draw(st.integers(0, size - 1))] = 1
-        for place in [at for at, weight in enumerate(flat) if weight][keep:]:
+    if exact and kind == "mask":
+        for place in [at for at, weight in enumerate(flat) if weight][_power_below(total) :]:
             flat[place] = 0
-    else:
-        flat[draw(st.integers(0, size - 1))] += (1 << (max(1, total) - 1).bit_length()) - total
+    elif exact and total > _power_below(total):
+        flat[draw(st.integers(0, size - 1))] += 2 * _power_below(total) - total
     if kind == "any":
         divisor = draw(st.sampled_from([1, 4, 16]))
         flat = [weight / divisor for weight in flat]
     return [flat[row * length : (row + 1) * length] for row in range(rows)]
+
+
+def _power_below(number: int) -> int:
+    return 1 << (number.bit_length() - 1)
 
 
 @st.composite
@@ -125,7 +130,9 @@ def exact_batches(
     task: Task = REGRESSION,
     *,
     kind: Weights = "whole",
+    exact: bool = True,
     dtype: torch.dtype = torch.float64,
+    least_rows: int = 1,
     most_rows: int = 5,
     most_length: int = 3,
     keyed: bool = False,
@@ -136,7 +143,7 @@ def exact_batches(
     >>> find(exact_batches(), lambda batch: batch["y"].any())["y"]
     tensor([[1.]], dtype=torch.float64)
     """
-    rows = draw(st.integers(1, most_rows))
+    rows = draw(st.integers(least_rows, most_rows))
     least = 2 if task.vocabulary else 1
     length = draw(st.integers(least, max(least, most_length)))
 
@@ -146,12 +153,12 @@ def exact_batches(
         return torch.tensor(drawn).view(shape)
 
     if task.vocabulary:
-        mask = torch.tensor(draw(weights(rows, length - 1, "mask")), dtype=torch.bool)
+        mask = torch.tensor(draw(weights(rows, length - 1, "mask", exact=exact)), dtype=torch.bool)
         ids = numbers(0, task.vocabulary - 1, rows, length)
         counts = torch.nn.functional.pad(mask, (1, 0))
         labels = torch.where(counts, ids, -100)
         return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels}
-    drawn = torch.tensor(draw(weights(rows, length, kind)))
+    drawn = torch.tensor(draw(weights(rows, length, kind, exact=exact)))
     batch = {
         "x": numbers(-2, 2, rows, length, 2).to(dtype),
         "y": numbers(-2, 2, rows, length).to(dtype),
@@ -203,49 +210,19 @@ def ignored_like(batch: Batch, ignored: Mapping[str, float]) -> Batch:
     return {key: torch.full_like(value, ignored[key]) for key, value in batch.items()}
 
 
-Arrangement: TypeAlias = tuple[list[list[Batch]], str]
-"""A group, and in words how its rows lie in it."""
-
-
 @st.composite
-def regrouped(
-    draw: st.DrawFn,
-    batch: Batch,
-    task: Task = REGRESSION,
-    *,
-    cut: bool = True,
-    most_ranks: int = 1,
-    uneven: bool = True,
-    order: bool = True,
-    pad: bool = True,
-) -> Arrangement:
-    """The rows of a batch as any group: cut, in any order, over ranks, padded; and how, in words.
-
-    >>> from hypothesis import find
-    >>> batch = {"x": torch.zeros(3, 1, 2), "y": torch.zeros(3, 1), "w": torch.ones(3, 1)}
-    >>> find(regrouped(batch, most_ranks=2), lambda drawn: len(drawn[0][-1]) == 2)[1]
-    '1 rank with rows [0] | [1, 2]'
-    """
-    rows = len(next(iter(batch.values())))
-    inside = draw(st.permutations(range(rows))) if order else range(rows)
-    whole = [list(range(rows))]
-    parts = [
-        [inside[at] for at in part] for part in (draw(cuts(rows, empty=False)) if cut else whole)
-    ]
-    shares = draw(ranks(parts, most_ranks, uneven=uneven)) if most_ranks > 1 else [parts]
-    groups, words = [], []
-    for rank, share in enumerate(shares):
-        group, said = [], []
-        for part in share:
-            more = draw(padding()) if pad else Padding(0, 0, 0)
-            group.append(padded(taken(batch, part), more, task.ignored))
-            said.append(f"{part}" + _said(more))
-            for _ in range(more.microbatches if uneven else 0):
-                group.append(ignored_like(group[-1], task.ignored))
-        groups.append(group)
-        where = f" on rank {rank}" if len(shares) > 1 else ""
-        words.append(f"rows {' | '.join(said)}{where}" if said else f"nothing{where}")
-    return groups, ", ".join(words)
+def padded_group(
+    draw: st.DrawFn, parts: Sequence[Batch], names: Sequence[str], task: Task, *, added: bool = True
+) -> tuple[list[Batch], str]:
+    """These microbatches with any padding, and how, in words; ``added``: there may be microbatches without tokens."""
+    group, words = [], []
+    for part, name in zip(parts, names, strict=True):
+        more = draw(padding())
+        more = more if added else more._replace(microbatches=0)
+        group.append(padded(part, more, task.ignored))
+        group += [ignored_like(group[-1], task.ignored)] * more.microbatches
+        words.append(name + _said(more))
+    return group, f"rows {' | '.join(words)}" if words else "nothing"
 
 
 def _said(more: Padding) -> str:
@@ -255,3 +232,32 @@ def _said(more: Padding) -> str:
         if count
     ]
     return f" (padded by {', '.join(added)})" if added else ""
+
+
+@st.composite
+def regrouped(
+    draw: st.DrawFn,
+    batch: Batch,
+    task: Task = REGRESSION,
+    *,
+    most_ranks: int = 1,
+    uneven: bool = True,
+) -> tuple[list[list[Batch]], str]:
+    """The rows of a batch as any group: cut, in any order, over ranks, padded; and how, in words.
+
+    >>> from hypothesis import find
+    >>> batch = {"x": torch.zeros(3, 1, 2), "y": torch.zeros(3, 1), "w": torch.ones(3, 1)}
+    >>> group, how = find(regrouped(batch, most_ranks=2), lambda drawn: len(drawn[0]) == 2)
+    >>> how
+    'rows [0, 1, 2] on rank 0, nothing on rank 1'
+    """
+    inside = draw(st.permutations(range(len(next(iter(batch.values()))))))
+    cut = [[inside[at] for at in part] for part in draw(cuts(len(inside), empty=False))]
+    groups, words = [], []
+    shares = draw(ranks(cut, most_ranks, uneven=uneven))
+    for rank, share in enumerate(shares):
+        parts = [taken(batch, rows) for rows in share]
+        group, how = draw(padded_group(parts, [str(rows) for rows in share], task, added=uneven))
+        groups.append(group)
+        words.append(how + (f" on rank {rank}" if len(shares) > 1 else ""))
+    return groups, ", ".join(words)

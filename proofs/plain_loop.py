@@ -1,0 +1,117 @@
+"""The loop that people write by hand, done right: what the kit has to accept, and what bugs are put into.
+
+Its ranks are simulated one after the other, in the order of what each would do: count, backward passes, reduction, step.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from purestep.testing import Abilities, Observation, Problem
+
+Batch = dict[str, Tensor]
+
+
+class PlainLoop:
+    """One model and one optimizer for each rank."""
+
+    abilities = Abilities(ranks=3, dropout=True, skips=True)
+
+    def start(self, problem: Problem, ranks: int) -> None:
+        """Begins anew."""
+        self.problem = problem
+        self.models: list[Any] = [problem.module() for _ in range(ranks)]
+        self.optimizers = [problem.optimizer(model) for model in self.models]
+        self.reports: list[dict[str, float]] = [{} for _ in range(ranks)]
+        self.updates = 0
+
+    def update(self, group: Sequence[Sequence[Batch]]) -> None:
+        """Counts all tokens, adds up gradients of Σ wᵢ ℓᵢ / N over microbatches and ranks, and steps."""
+        counts = [self.count(share) for share in group]
+        total = sum(counts)
+        sums = []
+        for model, share in zip(self.models, group, strict=True):
+            model.zero_grad()
+            loss = 0.0
+            for batch in share:
+                objective = self.weighted_sum(model, batch) / max(total, 1e-300)
+                objective.backward()
+                loss += objective.item()
+            sums.append(loss)
+        for params in zip(*[model.parameters() for model in self.models], strict=True):
+            grads = [p.grad if p.grad is not None else torch.zeros_like(p) for p in params]
+            whole = torch.stack(grads).sum(0)
+            for p in params:
+                p.grad = whole.clone()
+        norms = [norm(model) for model in self.models]
+        finite = [n < float("inf") for n in norms]
+        for rank, optimizer in enumerate(self.optimizers):
+            if total > 0 and finite[rank]:
+                optimizer.step()
+            self.reports[rank] = {
+                "loss": sum(sums),
+                "grad_norm": norms[rank],
+                "num_tokens": total,
+            }
+        self.updates += 1
+
+    def count(self, share: Sequence[Batch]) -> float:
+        """The weights of a rank's tokens."""
+        return float(sum(self.problem.weights(batch).sum() for batch in share))
+
+    def weighted_sum(self, model: nn.Module, batch: Batch) -> Tensor:
+        """Σ wᵢ ℓᵢ."""
+        weights = self.problem.weights(batch).to(torch.float64)
+        losses = self.problem.losses(model, self.dropped(batch))
+        return torch.where(weights > 0, weights * losses, 0).sum()
+
+    def dropped(self, batch: Batch) -> Batch:
+        """The batch, of which elements are dropped by the number of their row, and by where they stand in it."""
+        if not self.problem.model.dropout:
+            return batch
+        rows, length, features = batch["x"].shape
+        x = batch["x"].clone()
+        for row in range(rows):
+            for column in range(length):
+                key = int(batch["key"][row])
+                generator = torch.Generator().manual_seed(1000 * key + column)
+                x[row, column] *= 2 * torch.randint(0, 2, (features,), generator=generator)
+        for model in self.models:
+            model.eval()
+        return {**batch, "x": x}
+
+    def observe(self) -> list[Observation]:
+        """What each rank sees."""
+        return [
+            Observation({name: p.detach().clone() for name, p in model.named_parameters()}, **said)
+            for model, said in zip(self.models, self.reports, strict=True)
+        ]
+
+    def evaluate(self, group: Sequence[Sequence[Batch]]) -> float:
+        """The mean loss over all tokens."""
+        total = sum(self.count(share) for share in group)
+        with torch.no_grad():
+            sums = [float(self.weighted_sum(self.models[0], b)) for share in group for b in share]
+        return sum(sums) / total
+
+    def save(self) -> Any:
+        """All of it."""
+        return copy.deepcopy((self.models, [o.state_dict() for o in self.optimizers], self.updates))
+
+    def load(self, saved: Any) -> None:
+        """Goes on from there."""
+        self.models, states, self.updates = copy.deepcopy(saved)
+        self.optimizers = [self.problem.optimizer(model) for model in self.models]
+        for optimizer, state in zip(self.optimizers, states, strict=True):
+            optimizer.load_state_dict(state)
+
+
+def norm(model: nn.Module) -> float:
+    """Of all gradients."""
+    squares = [p.grad.square().sum() for p in model.parameters() if p.grad is not None]
+    return float(torch.stack(squares).sum().sqrt())
