@@ -50,10 +50,10 @@ def bias_after(trainer: Any, group: Group) -> float | str:
     try:
         trainer.start(problem, len(group))
         trainer.update([[cast(batch) for batch in share] for share in group])
-        (bias,) = {float(seen.params["bias"]) for seen in trainer.observe()}
+        seen = [float(each.params["bias"]) for each in trainer.observe()]
     except Exception as error:
-        return f"{type(error).__name__}"
-    return bias
+        return type(error).__name__
+    return seen[0] if len({str(bias) for bias in seen}) == 1 else f"ranks differ: {seen}"
 
 
 def biases(columns: Sequence[Column]) -> dict[str, dict[str, float | str]]:
@@ -160,13 +160,15 @@ def heads() -> dict[str, float]:
             disable_tqdm=True,
         )
         optimizers = torch.optim.SGD(model.parameters(), lr=1.0), None
-        transformers.Trainer(
+        trainer = transformers.Trainer(
             model=model,
             args=args,
             train_dataset=items,
             data_collator=lambda items: items[0],
             optimizers=optimizers,
-        ).train()
+        )
+        trainer.remove_callback(transformers.PrinterCallback)
+        trainer.train()
         return before - torch.cat([p.detach().flatten() for p in model.parameters()])
 
     ratios = {}

@@ -22,8 +22,10 @@ def make(problem: Problem, axis: ps.Axis, **how: Any) -> tuple[Any, Any, Callabl
     params, apply = ps.from_module(problem.module())
 
     def loss_fn(params: Any, batch: Batch) -> Tensor:
+        keys = ps.random.fold_in(ps.random.key(0), batch["key"]) if "key" in batch else None
+
         def model(*args: Any, **kwargs: Any) -> Any:
-            return apply(params, *args, **kwargs)
+            return apply(params, *args, key=keys, **kwargs)
 
         return problem.losses(model, batch)
 
@@ -61,14 +63,14 @@ class Rank:
 COLUMNS = [
     Column(
         "purestep",
-        lambda: PureTrainer(make, Abilities(ranks=3)),
+        lambda: PureTrainer(make, Abilities(ranks=3, dropout=True)),
         ("purestep", "torch"),
         "README.md",
         "ps.make_update_step(loss_fn, optimizer, weight_fn=..., axis=...), on ranks that are threads.",
     ),
     Column(
         "purestep, gloo",
-        lambda: Processes(Rank, Abilities(ranks=3)),
+        lambda: Processes(Rank, Abilities(ranks=3, dropout=True)),
         ("purestep", "torch"),
         "README.md",
         "The same, on ranks that are processes.",

@@ -160,7 +160,7 @@ class HuggingFace:
             prediction_loss_only=True,
             remove_unused_columns=False,
         )
-        return transformers.Trainer(
+        trainer = transformers.Trainer(
             model=self.model,
             args=args,
             train_dataset=data,
@@ -169,6 +169,8 @@ class HuggingFace:
             optimizers=(self.optimizer, None),
             compute_loss_func=self.compute_loss_func,
         )
+        trainer.remove_callback(transformers.PrinterCallback)
+        return trainer
 
     def update(self, group: Group) -> None:
         """One step of the optimizer."""
