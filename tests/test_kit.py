@@ -362,6 +362,17 @@ def test_language_models_are_judged() -> None:
         assert all(v.finding == "holds" for v in verdicts[1:]), [str(v) for v in verdicts]
 
 
+def test_no_number_in_both_runs_is_the_same_in_both() -> None:
+    """A trainer that divides by zero is wrong about the equation, and right about the order."""
+
+    def nothing(model: Any, optimizer: Any, batches: Sequence[Batch], problem: Problem) -> None:
+        for p in model.parameters():
+            p.data.fill_(float("nan"))
+
+    verdicts = ps.testing.judge(ps.testing.loop(nothing), ["T0", "T3"], cases=5, shrink=0)
+    assert [verdict.finding for verdict in verdicts] == ["wrong", "holds"]
+
+
 def test_evaluation_is_compared_with_the_equation() -> None:
     class Wrong(PlainLoop):
         def evaluate(self, group: Sequence[Sequence[Batch]]) -> float:

@@ -169,7 +169,8 @@ def test_every_module_imports() -> None:
         assert importlib.import_module(module.name).__doc__, f"{module.name} says nothing of itself"
 
 
-BLOCKS = re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), re.S | re.M)
+CODE = re.compile(r"^```python\n(.*?)^```", re.S | re.M)
+BLOCKS = CODE.findall((ROOT / "README.md").read_text())
 
 
 assert BLOCKS
@@ -180,6 +181,13 @@ def test_readme_runs(block: str) -> None:
     """Each block of the README by itself."""
     torch.manual_seed(0)
     exec(compile(block, "README.md", "exec"), {"__name__": "readme"})
+
+
+def test_the_kits_readme_runs() -> None:
+    """From top to bottom."""
+    names: dict[str, object] = {"__name__": "readme"}
+    for block in CODE.findall((ROOT / "purestep" / "testing" / "README.md").read_text()):
+        exec(compile(block, "testing/README.md", "exec"), names)
 
 
 def test_torch_is_claimed_alike_everywhere() -> None:

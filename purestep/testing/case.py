@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import isnan
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
@@ -154,9 +155,17 @@ def outcome(trainer: Trainer, problem: Problem, run: Run) -> Sequence[Observatio
                 trainer.load(saved)
             else:
                 trainer.update(act)
-        return trainer.observe()
+        seen = trainer.observe()
     except Exception as error:
         raise RefusalError(f"{type(error).__name__}: {error}".split("\n")[0]) from error
+    known = problem.params().keys()
+    for each in seen:
+        if {*each.params} != {*known}:
+            raise ValueError(
+                f"observe() of {type(trainer).__name__} names the parameters {[*each.params]}, but the problem's module has "
+                f"{[*known]}: give them the names of the problem's"
+            )
+    return seen
 
 
 def agree(trainer: Trainer, case: Case) -> bool:
@@ -212,17 +221,14 @@ def _compare_evaluations(trainer: Any, case: Case, allowed: Bound) -> None:
 def _compare(
     case: Case, seen: Sequence[Observation], expected: Observation, allowed: Bound, scale: float
 ) -> None:
-    names = {*expected.params}
     for rank, each in enumerate(seen):
         on = f" on rank {rank}" if len(seen) > 1 else ""
-        if {*each.params} != names:
-            raise DisagreementError(
-                case, f"parameters{on}: {[*each.params]} are not {[*names]}", 1.0
-            )
         for name, want in expected.params.items():
             have = each.params[name].detach().to(torch.float64)
             want = want.detach().to(torch.float64)
-            error = float((have - want).norm())
+            # What is no number in both runs is the same in both.
+            same = (have == want) | (have.isnan() & want.isnan())
+            error = float(torch.where(same, 0, have - want).norm())
             # Each of the two may be off by the bound.
             if not error <= 2 * allowed.params[name]:
                 moved = float((want - case.problem.params()[name].to(torch.float64)).norm())
@@ -254,7 +260,11 @@ def _compare_reports(
             continue
         have, want = float(have), float(want)
         scaled = want * scale if name == "num_tokens" else want
-        if not abs(have - scaled) <= tolerance[name]:
+        if (
+            have != scaled
+            and not (isnan(have) and isnan(scaled))
+            and not abs(have - scaled) <= tolerance[name]
+        ):
             raise DisagreementError(
                 case, f"{name}{on}: {have} is not {scaled}", _relative(scaled, have)
             )

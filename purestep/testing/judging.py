@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias
 
+import torch
+
 from purestep.testing.case import Case, DisagreementError, RefusalError
 from purestep.testing.catalogue import LAWS, TrainerLaw
 from purestep.testing.law import Law
@@ -57,7 +59,7 @@ def judge(
     T1 cut: holds in 10 cases, all to the bit
     T16 resume: not asked, it cannot be saved here
     """
-    return [_verdict(trainer, LAWS[name], cases, shrink) for name in laws]
+    return [_verdict(trainer, name, cases, shrink) for name in laws]
 
 
 def check(
@@ -73,7 +75,7 @@ def check(
     >>> check(Specification(), ["T1", "T2", "T3"], cases=10)
     """
     for name in laws:
-        verdict = _verdict(trainer, LAWS[name], cases, shrink)
+        verdict = _verdict(trainer, name, cases, shrink)
         if verdict.finding in ("wrong", "refuses"):
             raise AssertionError(_report(verdict))
 
@@ -103,7 +105,14 @@ def laws(
     return test
 
 
-def _verdict(trainer: Trainer, law: TrainerLaw, cases: int, shrink: int) -> Verdict:
+def _verdict(trainer: Trainer, name: str, cases: int, shrink: int) -> Verdict:
+    if name not in LAWS:
+        raise ValueError(f"there is no law {name!r}: they are {', '.join(LAWS)}")
+    law, dtype = LAWS[name], trainer.abilities.dtype
+    if dtype not in (torch.float64, torch.float32):
+        raise ValueError(
+            f"{dtype} rounds so much that a wrong number could hide in it: judge the trainer in torch.float32 or torch.float64"
+        )
     if missing := law.missing(trainer):
         return Verdict(law, "not asked", why=missing)
     held: list[bool] = []
