@@ -12,7 +12,7 @@ from torch import Tensor
 
 from benchmarks.conformance.column import Column
 from purestep.testing.problem import REGRESSION, Batch, Linear, Problem
-from purestep.testing.trainer import Group
+from purestep.testing.trainer import Group, Switchable
 
 RATE = 0.5
 """θ = θ - ½ ∇L, from a model whose prediction is its bias, 0."""
@@ -48,6 +48,8 @@ def bias_after(trainer: Any, group: Group) -> float | str:
         return {key: x.to(dtype) if x.is_floating_point() else x for key, x in batch.items()}
 
     try:
+        if isinstance(trainer, Switchable):
+            trainer.use(trainer.settings[0])
         trainer.start(problem, len(group))
         trainer.update([[cast(batch) for batch in share] for share in group])
         seen = [float(each.params["bias"]) for each in trainer.observe()]
@@ -91,37 +93,47 @@ def head(kind: str) -> Any:
     import transformers
 
     torch.manual_seed(0)
-    small = {
-        "GPT2": dict(n_embd=8, n_layer=1, n_head=2, attn_pdrop=0, embd_pdrop=0, resid_pdrop=0),
-        "Llama": dict(
-            hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8
-        ),
-        "Bert": dict(
-            hidden_size=8,
-            num_hidden_layers=1,
-            num_attention_heads=2,
-            intermediate_size=8,
-            hidden_dropout_prob=0.0,
-            attention_probs_dropout_prob=0.0,
-        ),
-        "DistilBert": dict(
-            dim=8,
-            n_layers=1,
-            n_heads=2,
-            hidden_dim=8,
-            dropout=0.0,
-            attention_dropout=0.0,
-            seq_classif_dropout=0.0,
-        ),
-        "T5": dict(
-            d_model=8,
-            d_kv=4,
-            d_ff=8,
-            num_layers=1,
-            num_heads=2,
-            dropout_rate=0.0,
-            decoder_start_token_id=0,
-        ),
+    small: dict[str, dict[str, Any]] = {
+        "GPT2": {
+            "n_embd": 8,
+            "n_layer": 1,
+            "n_head": 2,
+            "attn_pdrop": 0,
+            "embd_pdrop": 0,
+            "resid_pdrop": 0,
+        },
+        "Llama": {
+            "hidden_size": 8,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+            "intermediate_size": 8,
+        },
+        "Bert": {
+            "hidden_size": 8,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+            "intermediate_size": 8,
+            "hidden_dropout_prob": 0.0,
+            "attention_probs_dropout_prob": 0.0,
+        },
+        "DistilBert": {
+            "dim": 8,
+            "n_layers": 1,
+            "n_heads": 2,
+            "hidden_dim": 8,
+            "dropout": 0.0,
+            "attention_dropout": 0.0,
+            "seq_classif_dropout": 0.0,
+        },
+        "T5": {
+            "d_model": 8,
+            "d_kv": 4,
+            "d_ff": 8,
+            "num_layers": 1,
+            "num_heads": 2,
+            "dropout_rate": 0.0,
+            "decoder_start_token_id": 0,
+        },
     }
     family = next(name for name in reversed(small) if kind.startswith(name))
     if kind.endswith("TokenClassification") and family == "GPT2":

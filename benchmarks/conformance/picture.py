@@ -15,14 +15,14 @@ def draw(report: dict[str, Any], path: Path) -> None:
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
-    from matplotlib.patches import Patch
+    from matplotlib.patches import Patch, Rectangle
 
     columns, laws = report["columns"], report["laws"]
     figure, axes = pyplot.subplots(figsize=(0.42 * len(columns) + 2.5, 0.38 * len(laws) + 4.2))
     for x, column in enumerate(columns):
         for y, law in enumerate(laws):
             finding = column["verdicts"][law]["finding"]
-            box = pyplot.Rectangle((x, y), 1, 1, facecolor=COLOURS[finding], edgecolor="white", lw=2)
+            box = Rectangle((x, y), 1, 1, facecolor=COLOURS[finding], edgecolor="white", lw=2)
             axes.add_patch(box)
             axes.text(x + 0.5, y + 0.5, SIGNS[finding], ha="center", va="center", color="white")
     axes.set_xlim(0, len(columns))

@@ -60,7 +60,10 @@ class Jax:
         (microbatches,) = group
         with jax.disable_jit():
             self.params, self.opt_state = self._step(
-                self.problem, self.params, self.opt_state, [_arrays(batch) for batch in microbatches]
+                self.problem,
+                self.params,
+                self.opt_state,
+                [_arrays(batch) for batch in microbatches],
             )
 
     def observe(self) -> Sequence[Observation]:
@@ -103,9 +106,7 @@ def multi_steps_sums(problem: Problem, params: Any, opt_state: Any, batches: lis
     num_tokens = sum(batch["w"].sum() for batch in batches)
     if not num_tokens:
         return params, opt_state
-    optimizer = optax.MultiSteps(
-        sgd(problem), every_k_schedule=len(batches), use_grad_mean=False
-    )
+    optimizer = optax.MultiSteps(sgd(problem), every_k_schedule=len(batches), use_grad_mean=False)
     state = optimizer.init(params)._replace(inner_opt_state=opt_state)
     for batch in batches:
         grads = jax.grad(lambda params, batch: loss_sum(params, batch) / num_tokens)(params, batch)
@@ -129,7 +130,7 @@ class Microbatch(Jax):
     def __init__(self, function: Any, accumulator: str, divide: bool) -> None:
         super().__init__(self._one)
         self._function, self._accumulator, self._divide = function, accumulator, divide
-        self._setting = self.settings[0]
+        self._setting = self.settings[1]
 
     def use(self, setting: str) -> None:
         """How it cuts."""

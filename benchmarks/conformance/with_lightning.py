@@ -25,7 +25,9 @@ def _fit(
     """``Trainer.fit`` for one step of the optimizer, which keeps its state."""
     import lightning
 
-    class Module(lightning.LightningModule):
+    base: Any = lightning.LightningModule
+
+    class Module(base):  # type: ignore[misc]
         def __init__(self) -> None:
             super().__init__()
             self.model = model
@@ -49,7 +51,8 @@ def _fit(
             enable_progress_bar=False,
             enable_model_summary=False,
         )
-        data: Any = DataLoader([*microbatches], batch_size=None, collate_fn=_identity)
+        examples: Any = [*microbatches]
+        data: Any = DataLoader(examples, batch_size=None, collate_fn=_identity)
         trainer.fit(Module(), data)
 
 

@@ -92,7 +92,7 @@ class OneDimensional(nn.Module):
 def sharded(module: nn.Module, problem: Problem) -> tuple[Any, Any]:
     """The module's parameters, spread over all ranks."""
     params = dict(module.named_parameters())
-    model = fully_shard(OneDimensional(params["weight"], params["bias"]))
+    model: Any = fully_shard(OneDimensional(params["weight"], params["bias"]))
     return model, problem.optimizer(model)
 
 

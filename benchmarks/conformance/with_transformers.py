@@ -71,7 +71,9 @@ def token_classification(model: Any) -> Task:
         return batch["labels"] != -100
 
     like = causal_lm(model)
-    return Task("classes of tokens", losses, weights, like.ignored, like.roundings, model, VOCABULARY)
+    return Task(
+        "classes of tokens", losses, weights, like.ignored, like.roundings, model, VOCABULARY
+    )
 
 
 class Own(nn.Module):
@@ -132,9 +134,10 @@ class HuggingFace:
     def start(self, problem: Problem, ranks: int) -> None:
         """At the problem's own parameters."""
         self.problem, self.module, self.loss = problem, problem.module(), None
-        self.model: Any = self.wrap(self.module)
+        model: Any = self.wrap(self.module)
         if self.accepts_loss_kwargs is not None:
-            self.model.accepts_loss_kwargs = self.accepts_loss_kwargs
+            model.accepts_loss_kwargs = self.accepts_loss_kwargs
+        self.model = model
         self.optimizer = problem.optimizer(self.module)
 
     def trainer(self, folder: str, microbatches: Sequence[Batch]) -> Any:
@@ -290,7 +293,15 @@ COLUMNS = [
     ),
     Column(
         "Trainer, GPT-2 token classes",
-        lambda: HuggingFace(of_tokens(token_classification(gpt2("GPT2ForTokenClassification", num_labels=VOCABULARY, classifier_dropout=0.0)))),
+        lambda: HuggingFace(
+            of_tokens(
+                token_classification(
+                    gpt2(
+                        "GPT2ForTokenClassification", num_labels=VOCABULARY, classifier_dropout=0.0
+                    )
+                )
+            )
+        ),
         PACKAGES,
         "the docstring of transformers.TrainingArguments",
         ARGUMENTS,

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import gc
 import time
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,10 +23,35 @@ def prepare() -> None:
     warnings.simplefilter("ignore")
 
 
+@functools.cache
+def keep_tokens() -> None:
+    """In this process a microbatch without tokens is met by T4, T7 and T14 alone, and hides nothing elsewhere."""
+    ps.testing.LAWS.update(
+        {
+            name: dataclasses.replace(law, cases=with_tokens(law))
+            for name, law in ps.testing.LAWS.items()
+            if name not in ("T4", "T7", "T14")
+        }
+    )
+
+
+def with_tokens(law: Any) -> Callable[[Any], Any]:
+    """Its cases, but for those with a microbatch in which nothing counts."""
+
+    def counts(case: Any) -> bool:
+        runs = [run for run in (case.first, case.second) if run is not None]
+        groups = [act for run in runs for act in run.acts if act != "restart"]
+        microbatches = [part for group in groups for share in group for part in share]
+        return all(bool(case.problem.weights(part).any()) for part in microbatches)
+
+    return lambda trainer: law.cases(trainer).filter(counts)
+
+
 def judged(name: str, cases: int, shrink: int) -> dict[str, Any]:
     """A column."""
     prepare()
     (column,) = [column for column in COLUMNS if column.name == name]
+    keep_tokens()
     start = time.monotonic()
     trainer = column.make()
     gc.collect()
@@ -49,7 +77,7 @@ def judged(name: str, cases: int, shrink: int) -> dict[str, Any]:
         "verdicts": verdicts,
         "seconds": time.monotonic() - start,
     }
-    says = " ".join(f"{law}:{about['finding'].split()[0]}" for law, about in verdicts.items())
+    says = " ".join(f"{law}:{str(about['finding']).split()[0]}" for law, about in verdicts.items())
     print(f"{name}, {found['seconds']:.0f} s\n    {says}", flush=True)
     return found
 
