@@ -184,7 +184,7 @@ cross-entropy in which every label is ignored is 0 whatever it is scaled by; `Tr
 
 def _of_purity(report: dict[str, Any]) -> str:
     return """
-`Trainer` seeds the global generators of Python, NumPy and torch (`TrainingArguments.seed`: “Random seed that will be set at the beginning of
+`Trainer` on one process seeds the global generators of Python, NumPy and torch (`TrainingArguments.seed`: “Random seed that will be set at the beginning of
 training”), and data loaders draw their base seed from torch's global generator: by design, but a program that draws from them later draws
 different numbers. It does not change the updates.
 """
@@ -241,6 +241,7 @@ def _usages(report: dict[str, Any]) -> str:
         lines.append("")
     lines.append(
         "torchtune 0.6.1 cannot be imported beside the torchao in the index (0.18), so that its recipe's lines are run as they stand. "
-        "Accelerate, transformers and Lightning run on one process here."
+        "Lightning runs on one process here. DistributedDataParallel, fully_shard, Accelerate and Trainer wait for each other once for each "
+        "microbatch or update, so that all ranks are given equally many microbatches; purestep's may hold any number, or none."
     )
     return "\n".join(lines)

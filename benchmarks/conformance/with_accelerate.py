@@ -3,21 +3,31 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from benchmarks.conformance.column import Column, count, loss_sum, mean_loss
 from purestep.testing.adapters import loop
 from purestep.testing.problem import Batch, Problem
+from purestep.testing.trainer import Abilities
 
+ON_RANKS = Abilities(ranks=3, uneven=False)
 GUIDE = "https://huggingface.co/docs/accelerate/usage_guides/gradient_accumulation"
 
 
 def _accelerator(gradient_accumulation_steps: int) -> Any:
     from accelerate import Accelerator
 
+    if dist.is_initialized():
+        # As a launcher sets them; the process group is there already.
+        rank, size = str(dist.get_rank()), str(dist.get_world_size())
+        os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=size, LOCAL_WORLD_SIZE=size)
+        os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+        os.environ.setdefault("MASTER_PORT", "29500")
     return Accelerator(cpu=True, gradient_accumulation_steps=max(1, gradient_accumulation_steps))
 
 
@@ -60,15 +70,17 @@ def variable_size(
 def variable_size_guarded(
     model: Any, optimizer: Any, microbatches: Sequence[Batch], problem: Problem
 ) -> None:
-    """The same, where something counts."""
-    if count(problem, microbatches):
+    """The same, where something counts on any rank."""
+    num_items = count(problem, microbatches)
+    dist.all_reduce(num_items)
+    if num_items:
         variable_size(model, optimizer, microbatches, problem)
 
 
 COLUMNS = [
     Column(
         "Accelerate, accumulate",
-        lambda: loop(accumulate),
+        lambda: loop(accumulate, abilities=ON_RANKS),
         ("accelerate", "torch"),
         f"{GUIDE}, “The finished code”",
         """accelerator = Accelerator(gradient_accumulation_steps=2)
@@ -85,7 +97,7 @@ for batch in training_dataloader:
     ),
     Column(
         "Accelerate, variable size",
-        lambda: loop(variable_size),
+        lambda: loop(variable_size, abilities=ON_RANKS),
         ("accelerate", "torch"),
         f"{GUIDE}, “Gradient accumulation on training samples of variable size”",
         """num_items_in_batch = sum([(batch["labels"].ne(-100)).sum() for batch in batch_samples])
@@ -104,7 +116,7 @@ optimizer.zero_grad()""",
     ),
     Column(
         "Accelerate, variable size, guarded",
-        lambda: loop(variable_size_guarded),
+        lambda: loop(variable_size_guarded, abilities=ON_RANKS),
         ("accelerate", "torch"),
         "",
         "The same, and no step where num_items_in_batch is 0.",

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import gc
+import os
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from benchmarks.conformance.column import Column
+from purestep.testing.adapters import Processes
 from purestep.testing.problem import REGRESSION, Batch, Problem, Task, causal_lm
 from purestep.testing.trainer import Abilities, Group, Observation
 
@@ -130,6 +134,7 @@ class HuggingFace:
     wrap: Callable[[nn.Module], nn.Module] = lambda module: module
     compute_loss_func: Callable[..., Tensor] | None = None
     accepts_loss_kwargs: bool | None = None
+    ranks: int = 1
 
     def start(self, problem: Problem, ranks: int) -> None:
         """At the problem's own parameters."""
@@ -150,7 +155,7 @@ class HuggingFace:
             output_dir=folder,
             per_device_train_batch_size=1,
             per_device_eval_batch_size=1,
-            gradient_accumulation_steps=max(1, len(data)),
+            gradient_accumulation_steps=max(1, len(data) // self.ranks),
             max_steps=1,
             learning_rate=self.problem.learning_rate,
             lr_scheduler_type="constant",
@@ -162,6 +167,7 @@ class HuggingFace:
             disable_tqdm=True,
             prediction_loss_only=True,
             remove_unused_columns=False,
+            ddp_find_unused_parameters=False,
         )
         trainer = transformers.Trainer(
             model=self.model,
@@ -184,6 +190,30 @@ class HuggingFace:
         """The parameters, and ``training_loss`` of what ``train`` returns."""
         params = {name: p.detach().clone() for name, p in self.module.named_parameters()}
         return [Observation(params, loss=self.loss)]
+
+
+class Rank:
+    """One process of several. ``Trainer`` deals out the items itself, equally many to each rank."""
+
+    def start(self, problem: Problem) -> None:
+        """The environment is that of a launcher; the process group is there already."""
+        rank, size = str(dist.get_rank()), str(dist.get_world_size())
+        os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=size, LOCAL_WORLD_SIZE=size)
+        os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+        os.environ.setdefault("MASTER_PORT", "29500")
+        self._it = HuggingFace(of_tokens(problem.task), ranks=int(size))
+        gc.freeze()  # Trainer collects garbage after each run.
+        self._it.start(problem, 1)
+
+    def update(self, microbatches: Sequence[Batch]) -> None:
+        """All ranks are given the items of all."""
+        gathered: list[Any] = [None] * self._it.ranks
+        dist.all_gather_object(gathered, [*microbatches])
+        self._it.update([[batch for share in gathered for batch in share]])
+
+    def observe(self) -> Observation:
+        """What this rank sees; its ``training_loss`` is that of its own items."""
+        return self._it.observe()[0]._replace(loss=None)
 
 
 class Evaluation(HuggingFace):
@@ -248,6 +278,14 @@ COLUMNS = [
         PACKAGES,
         "the docstring of transformers.TrainingArguments",
         ARGUMENTS,
+    ),
+    Column(
+        "Trainer, Llama, gloo",
+        lambda: Processes(Rank, of_tokens(causal_lm(llama()))._replace(ranks=3, uneven=False)),
+        PACKAGES,
+        "the docstring of transformers.TrainingArguments",
+        "“average_tokens_across_devices: Whether or not to average tokens across devices. If enabled, will use all_reduce to synchronize "
+        "num_tokens_in_batch for precise loss calculation.” It is, unless told otherwise. Trainer deals out the items itself.",
     ),
     Column(
         "Trainer, Llama, padding-free",
