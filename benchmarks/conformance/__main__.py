@@ -43,7 +43,7 @@ def main() -> None:
         tasks = [pool.submit(judged, name, options.cases, options.shrink) for name in names]
         worked = {
             which: pool.submit(examples, which)
-            for which in ("biases", "heads", "torchtune", "evaluation")
+            for which in ("biases", "heads", "torchtune", "evaluation", "torchopt")
         }
         columns = [task.result() for task in tasks]
         found = {which: task.result() for which, task in worked.items()}

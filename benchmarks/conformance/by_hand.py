@@ -259,3 +259,19 @@ def evaluation_losses() -> dict[str, float]:
         "of both": trainer.evaluate([[one, three]]),
         "of both as one batch": trainer.evaluate([[whole]]),
     }
+
+
+def torchopt_buffers() -> dict[str, float]:
+    """The momentum after gradients 2 and 1, with μ = 0.5: going on, and where the state is put back into a new optimizer between the two."""
+    import torchopt
+
+    params = {"w": torch.zeros(())}
+
+    def after(optimizer: Any, state: Any, gradient: float) -> tuple[float, Any]:
+        grads = {"w": torch.tensor(gradient)}
+        updates, state = optimizer.update(grads, state, params=params, inplace=False)
+        return -float(updates["w"]), state
+
+    first, second = (torchopt.sgd(1.0, momentum=0.5) for _ in range(2))
+    _, state = after(first, first.init(params), 2.0)
+    return {"going on": after(first, state, 1.0)[0], "put back": after(second, state, 1.0)[0]}

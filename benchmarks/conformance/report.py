@@ -191,12 +191,17 @@ different numbers. It does not change the updates.
 
 
 def _of_resuming(report: dict[str, Any]) -> str:
-    return """
+    found = report["torchopt"]
+    return f"""
 **By hand.** `torchopt.sgd` with momentum μ keeps, beside the state that it returns, a flag of its own for the first call, on which the buffer is
-m + g instead of μ m + g (`first_call` in torchopt/transform/trace.py). From a fresh optimizer, m = 0, and there is no difference. A state
-that is put back into a new optimizer meets the flag again: with μ = 0.5, m = 2 and g = 1 the next m is 2 + 1 = 3, where it is
-0.5 · 2 + 1 = 2 without the pause. What to change: keep the optimizer object as long as its state, or make one call on zeros of a state that is
-thrown away before the saved state is put back.
+m + g instead of μ m + g (`first_call` in torchopt/transform/trace.py). From a fresh state, m = 0, and there is no difference. A state that is
+put back into a new optimizer meets the flag again: with μ = 0.5 and the gradients 2 and 1,
+
+    going on                      m = 2, then 0.5 · 2 + 1 = 2         its own run: {found["going on"]:g}
+    put back between the two      m = 2, then 2 + 1 = 3               its own run: {found["put back"]:g}
+
+What to change: keep the optimizer object as long as its state; or let a new one make one call on a state that is thrown away, before it gets
+the saved one.
 """
 
 

@@ -90,4 +90,5 @@ def examples(which: str) -> Any:
         "heads": by_hand.heads,
         "torchtune": by_hand.torchtune_losses,
         "evaluation": by_hand.evaluation_losses,
+        "torchopt": by_hand.torchopt_buffers,
     }[which]()
