@@ -44,7 +44,7 @@ documented stand, with a name of their own, settings and changes of a few lines 
 def _table(report: dict[str, Any]) -> str:
     laws = report["laws"]
     lines = [
-        f"## The table\n\n{report['cases']} cases for each law and trainer. Microbatches without tokens are drawn for T4, T7 and T14 alone.\n",
+        f"## The table\n\n{report['cases']} cases for each law and trainer; for T1 and models of tokens five times as many. Microbatches without tokens are drawn for T4, T7 and T14 alone.\n",
         f"| trainer | {' | '.join(laws)} |",
         f"| --- |{' --- |' * len(laws)}",
     ]
