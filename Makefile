@@ -2,7 +2,7 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test proofs versions oldest newest bench format clean
+.PHONY: demo test proofs versions oldest newest bench conformance format clean
 
 demo: .venv/installed
 	OMP_NUM_THREADS=2 $(BIN)/python -m purestep.examples.docstrings
@@ -38,6 +38,10 @@ bench: .venv/installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.modules
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.families
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.losses
+
+conformance: .venv/installed
+	$(BIN)/python -m pip install -q -c constraints.txt -e '.[testing,conformance]'
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.conformance
 
 format: .venv/installed
 	$(BIN)/ruff check --fix-only .

@@ -81,7 +81,7 @@ BUGS = [
     Bug("14b", "T1", "multiplied by the number of microbatches", objective("total / len(share)")),
     Bug("15", "T1", "a training-only factor leaks into evaluation", [("        return sum(sums) / total", "        return sum(sums) / total / sum(map(len, group))")]),
     Bug("16", "T5", "loss normalised after the backward: metric right, gradient N times too large", [(BACKWARD, "                (objective * total).backward()\n")]),
-    Bug("17", "T3", "gradients rescaled at every microbatch: a decaying average", after_backward("                for p in model.parameters():\n                    p.grad /= 1 + (batch is not share[0])\n")),
+    Bug("17", "T1", "gradients rescaled at every microbatch: a decaying average", after_backward("                for p in model.parameters():\n                    p.grad /= 1 + (batch is not share[0])\n")),
     Bug("18", "T5", "the normaliser is accepted and ignored", objective("self.problem.weights(batch).numel()")),
     Bug("19", "T5", "normaliser dropped: the learning rate follows the token count", objective("1")),
     Bug("20", "T2", "skip scaling when K = 1, with the local count", objective("self.count(share) * len(group) if len(share) == 1 else total")),

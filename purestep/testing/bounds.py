@@ -82,7 +82,10 @@ def _of_polynomials(
 def _of_gradients(
     problem: Problem, batches: Sequence[Batch | None]
 ) -> tuple[dict[str, float], float, float]:
-    """For other models the norms of each row's own gradient stand for the products: Σ‖gₘ‖, after a single update."""
+    """For other models the norms of each row's own gradient stand for the products: Σ‖gₘ‖, after a single update.
+
+    Of all parameters together: one whose gradient is zero is given differences of others' terms.
+    """
     params = {name: p.to(torch.float64) for name, p in problem.params().items()}
     sizes = {name: float(p.norm()) for name, p in params.items()}
     batch = together([each for each in batches if each is not None])
@@ -99,13 +102,9 @@ def _of_gradients(
         )
         return (share[row] * losses).sum()
 
-    loss = squares = 0.0
-    totals = dict.fromkeys(params, 0.0)
+    loss = total = 0.0
     for row in range(len(share)):
         grads, value = torch.func.grad_and_value(of_row)(params, row)
         loss += float(value)
-        for name, grad in grads.items():
-            totals[name] += float(grad.norm())
-    squares = sum(total**2 for total in totals.values())
-    moved = {name: sizes[name] + problem.learning_rate * totals[name] for name in params}
-    return moved, loss, squares**0.5
+        total += float(torch.stack([grad.norm() for grad in grads.values()]).norm())
+    return {name: size + problem.learning_rate * total for name, size in sizes.items()}, loss, total

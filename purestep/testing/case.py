@@ -188,7 +188,7 @@ def agree(trainer: Trainer, case: Case) -> bool:
     if isinstance(trainer, Evaluating) and "loss" in case.reports and whole[-1] is not None:
         _compare_evaluations(trainer, case, allowed)
     return all(
-        torch.equal(each.params[name].to(torch.float64), expected.params[name].to(torch.float64))
+        bool(_same(each.params[name], expected.params[name]).all())
         for each in second
         for name in expected.params
     )
@@ -229,9 +229,7 @@ def _compare(
         for name, want in expected.params.items():
             have = each.params[name].detach().to(torch.float64)
             want = want.detach().to(torch.float64)
-            # What is no number in both runs is the same in both.
-            same = (have == want) | (have.isnan() & want.isnan())
-            error = float(torch.where(same, 0, have - want).norm())
+            error = float(torch.where(_same(have, want), 0, have - want).norm())
             # Each of the two may be off by the bound.
             if not error <= 2 * allowed.params[name]:
                 moved = float((want - case.problem.params()[name].to(torch.float64)).norm())
@@ -242,6 +240,11 @@ def _compare(
                     error / moved if moved else float("inf"),
                 )
         _compare_reports(case, each, expected, allowed, scale, on)
+
+
+def _same(have: Tensor, want: Tensor) -> Tensor:
+    """Where they are equal. What is no number in both runs is the same in both."""
+    return (have == want) | (have.isnan() & want.isnan())
 
 
 def _compare_reports(

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy
 
 from purestep.testing.case import Case, DisagreementError, Run, agree, outcome
-from purestep.testing.problem import Batch
+from purestep.testing.problem import Batch, Task
 from purestep.testing.strategies import (
     Cut,
     cuts,
@@ -73,13 +73,33 @@ def _updates(draw: st.DrawFn, abilities: Abilities, microbatches: int = 2) -> li
 
 
 @st.composite
-def _cut(draw: st.DrawFn, batch: Batch) -> Cut:
-    rows = len(next(iter(batch.values())))
-    return draw(cuts(rows, empty=False))
+def _cut(draw: st.DrawFn, batch: Batch, task: Task) -> Cut:
+    """Each microbatch has tokens; those without are T4's and T7's."""
+    cut: Cut = []
+    for rows in draw(cuts(len(next(iter(batch.values()))), empty=False)):
+        if cut and not (counts(batch, cut[-1], task) and counts(batch, rows, task)):
+            cut[-1] += rows
+        else:
+            cut.append(rows)
+    return cut
+
+
+def counts(batch: Batch, rows: Sequence[int], task: Task) -> bool:
+    """Whether there is a token in these rows."""
+    return bool(task.weights(taken(batch, rows)).any())
 
 
 def _said(cut: Cut) -> str:
     return f"rows {' | '.join(map(str, cut))}"
+
+
+def _shared(batch: Batch, shares: Sequence[Cut]) -> tuple[list[list[Batch]], str]:
+    """What each rank holds, and in words."""
+    group = [[taken(batch, rows) for rows in share] for share in shares]
+    words = [_said(share) if share else "nothing" for share in shares]
+    if len(shares) == 1:
+        return group, words[0]
+    return group, ", ".join(f"{said} on rank {rank}" for rank, said in enumerate(words))
 
 
 def _after(updates: Sequence[Any]) -> str:
@@ -103,7 +123,7 @@ def _in_parts(draw: st.DrawFn, trainer: Trainer) -> Case:
     problem = draw(problems(abilities))
     before = [[update] for update in draw(_updates(abilities))]
     batch = draw(_batches(abilities, least_rows=2))
-    cut = draw(_cut(batch))
+    cut = draw(_cut(batch, abilities.task))
     group = [[taken(batch, rows) for rows in cut]]
     first = Run([*before, [[batch]]], f"{_after(before)}one microbatch of all rows")
     return Case(problem, first, Run([*before, group], _said(cut)))
@@ -115,13 +135,9 @@ def _spread(draw: st.DrawFn, trainer: Trainer) -> Case:
     abilities = trainer.abilities
     problem = draw(problems(abilities))
     batch = draw(_batches(abilities, least_rows=2))
-    cut = draw(_cut(batch))
+    cut = draw(_cut(batch, abilities.task))
     shares = draw(ranks(cut, abilities.ranks, uneven=abilities.uneven))
-    group = [[taken(batch, rows) for rows in share] for share in shares]
-    how = ", ".join(
-        f"{_said(share) if share else 'nothing'} on rank {rank}"
-        for rank, share in enumerate(shares)
-    )
+    group, how = _shared(batch, shares)
     first = Run([[[taken(batch, rows) for rows in cut]]], f"{_said(cut)} on one rank")
     return Case(problem, first, Run([group], how, len(group)))
 
@@ -132,12 +148,14 @@ def _reordered(draw: st.DrawFn, trainer: Trainer) -> Case:
     abilities = trainer.abilities
     problem = draw(problems(abilities))
     batch = draw(_batches(abilities, least_rows=2))
-    shares = draw(ranks(draw(_cut(batch)), abilities.ranks, uneven=abilities.uneven))
+    shares = draw(
+        ranks(draw(_cut(batch, abilities.task)), abilities.ranks, uneven=abilities.uneven)
+    )
     other = [draw(orders(share)) for share in draw(st.permutations(shares))]
 
     def run(shares: list[Cut]) -> Run:
-        group = [[taken(batch, rows) for rows in share] for share in shares]
-        return Run([group], " and ".join(map(_said, shares)), len(shares))
+        group, how = _shared(batch, shares)
+        return Run([group], how, len(shares))
 
     return Case(problem, run(shares), run(other))
 
@@ -148,7 +166,7 @@ def _padded(draw: st.DrawFn, trainer: Trainer) -> Case:
     abilities = trainer.abilities
     problem = draw(problems(abilities))
     batch = draw(_batches(abilities))
-    cut = draw(_cut(batch))
+    cut = draw(_cut(batch, abilities.task))
     plain = [taken(batch, rows) for rows in cut]
     group, how = draw(padded_group(plain, [str(rows) for rows in cut], abilities.task))
     return Case(problem, Run([[plain]], _said(cut)), Run([[group]], how))
@@ -195,7 +213,7 @@ def _twice(draw: st.DrawFn, trainer: Trainer) -> Case:
     abilities = trainer.abilities
     problem = draw(problems(abilities))
     batch = draw(_batches(abilities))
-    cut = draw(_cut(batch))
+    cut = draw(_cut(batch, abilities.task))
     group = [[taken(batch, rows) for rows in cut]]
     run = Run([*[[update] for update in draw(_updates(abilities))], group], _said(cut))
     return Case(problem, run, run._replace(how="the same again"))
@@ -251,7 +269,10 @@ def _identity(draw: st.DrawFn, trainer: Trainer) -> Case:
         idle, how = on_ranks([spoilt], [batch]), "a target that is not finite"
     else:
         parts = [ignored_like(batch, abilities.task.ignored)] * draw(st.integers(0, 2))
-        idle, how = on_ranks(parts, []), f"an update of {len(parts)} microbatches without tokens"
+        idle, how = (
+            on_ranks(parts, []),
+            f"an update of {len(parts)} microbatch{'' if len(parts) == 1 else 'es'} without tokens",
+        )
     where = f" on rank {at} of {size}" if size > 1 else ""
     last = draw(st.booleans()) if before else False
     acts = [*before, idle] if last else [*before, idle, one]
@@ -283,14 +304,10 @@ def _switched(draw: st.DrawFn, trainer: Trainer) -> Case:
     assert isinstance(trainer, Switchable)
     abilities = trainer.abilities
     problem = draw(problems(abilities))
-    group, how = draw(
-        regrouped(
-            draw(_batches(abilities, least_rows=2)),
-            abilities.task,
-            most_ranks=abilities.ranks,
-            uneven=abilities.uneven,
-        )
-    )
+    batch = draw(_batches(abilities, least_rows=2))
+    cut = draw(_cut(batch, abilities.task))
+    shares = draw(ranks(cut, abilities.ranks, uneven=abilities.uneven))
+    group, how = _shared(batch, shares)
     one, other = draw(st.permutations([*trainer.settings]))[:2]
     run = Run([group], f"{how} in the setting {one!r}", len(group), one)
     return Case(problem, run, run._replace(how=f"in the setting {other!r}", setting=other))
