@@ -186,7 +186,8 @@ def _of_purity(report: dict[str, Any]) -> str:
     return """
 `Trainer` on one process seeds the global generators of Python, NumPy and torch (`TrainingArguments.seed`: “Random seed that will be set at the beginning of
 training”), and data loaders draw their base seed from torch's global generator: by design, but a program that draws from them later draws
-different numbers. It does not change the updates.
+different numbers. It does not change the updates. Of trainers in processes of their own
+(DDP, FSDP2, Accelerate, gloo), only the process that judges them is looked at.
 """
 
 
