@@ -1,0 +1,59 @@
+"""The small examples: what each of them claims, with fewer steps than its picture has."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import purestep as ps
+from purestep import tree
+from purestep.examples import cut_invariance
+from purestep.testing.bounds import gamma
+
+
+@pytest.fixture
+def arguments(tmp_path: Path) -> list[str]:
+    """Where the picture goes."""
+    return ["--picture", str(tmp_path / "picture.png")]
+
+
+def assert_drawn(arguments: list[str]) -> None:
+    assert Path(arguments[1]).read_bytes().startswith(b"\x89PNG")
+
+
+def off_by(fraction: float) -> ps.optim.Transform:
+    """Each gradient off by this fraction of its tensor's largest element, upward or downward."""
+    generator = torch.Generator().manual_seed(0)
+
+    def off(grad: Tensor) -> Tensor:
+        signs = torch.randint(2, grad.shape, generator=generator) * 2 - 1
+        return grad + fraction * grad.abs().max() * signs
+
+    def update(grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
+        return tree.map(off, grads), state
+
+    return ps.optim.Transform(lambda params: (), update)
+
+
+def test_cuts_are_one_run_of_purestep_and_several_of_the_usual_loop(arguments: list[str]) -> None:
+    """As far apart as rounding of the gradients' sums takes one run from itself, which is γₙ of them in each step."""
+    steps = 2
+    far = cut_invariance.main(["--steps", str(steps), *arguments])
+    assert_drawn(arguments)
+    data = cut_invariance.groups(steps)
+    for dtype in (torch.float64, torch.float32):
+        tokens = max(sum(len(each["tokens"]) for each in group) for group in data)
+        rounded = ps.optim.chain(off_by(gamma(tokens, dtype)), cut_invariance.OPTIMIZER)
+        whole = cut_invariance.CUTS["one large microbatch"]
+        runs = [
+            cut_invariance.pure(whole, 1, data, dtype, optimizer)
+            for optimizer in (cut_invariance.OPTIMIZER, rounded)
+        ]
+        bound = cut_invariance.worst(runs)
+        name = str(dtype).removeprefix("torch.")
+        for found, most in zip(far[f"purestep, {name}"], bound, strict=True):
+            assert 0 < found < most < far["the usual loop, float64"][-1]
