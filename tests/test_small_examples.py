@@ -11,7 +11,7 @@ from torch import Tensor
 
 import purestep as ps
 from purestep import tree
-from purestep.examples import cut_invariance
+from purestep.examples import cut_invariance, ensembles
 from purestep.testing.bounds import gamma
 
 
@@ -57,3 +57,19 @@ def test_cuts_are_one_run_of_purestep_and_several_of_the_usual_loop(arguments: l
         name = str(dtype).removeprefix("torch.")
         for found, most in zip(far[f"purestep, {name}"], bound, strict=True):
             assert 0 < found < most < far["the usual loop, float64"][-1]
+
+
+def test_an_ensemble_is_its_runs_in_less_time(arguments: list[str]) -> None:
+    """As far apart as runs whose learning rates are off by γₙ; at the lower half, where training is stable, to its end."""
+    found = ensembles.main(["--steps", "30", *arguments])
+    assert_drawn(arguments)
+    stable = slice(ensembles.RUNS // 2)
+    factor = gamma(4 * ensembles.POINTS, torch.float64)
+    off = ensembles.one_by_one(found.rates[stable] * (1 + factor), 30)
+    bound = factor * found.alone[stable] + (off - found.alone[stable]).abs()
+    assert ((found.together - found.alone)[stable].abs() <= bound).all()
+    assert not torch.equal(found.alone[0], found.alone[1])
+
+    last = found.together[:, -1]
+    assert 2 * last.min() < torch.minimum(last[0], last[-1])
+    assert found.seconds_together < found.seconds_alone
