@@ -11,7 +11,7 @@ from torch import Tensor
 
 import purestep as ps
 from purestep import tree
-from purestep.examples import cut_invariance, ensembles
+from purestep.examples import cut_invariance, ensembles, hypergradients
 from purestep.testing.bounds import gamma
 
 
@@ -73,3 +73,29 @@ def test_an_ensemble_is_its_runs_in_less_time(arguments: list[str]) -> None:
     last = found.together[:, -1]
     assert 2 * last.min() < torch.minimum(last[0], last[-1])
     assert found.seconds_together < found.seconds_alone
+
+
+def test_rates_learned_through_training_serve_unseen_runs(arguments: list[str]) -> None:
+    """Better than the best single rate, by more than the runs differ: five standard errors."""
+    single, learned = hypergradients.main(["--steps", "12", *arguments])
+    assert_drawn(arguments)
+    gain = (single - learned)[:, -1]
+    assert gain.mean() > 5 * gain.std() / len(gain) ** 0.5
+
+
+def test_a_hypergradient_is_a_difference_of_runs() -> None:
+    """As central differences have it, to their own accuracy: how far those of twice the step are from them."""
+    run = hypergradients.runs(1, torch.Generator().manual_seed(0))
+    at = {name: torch.tensor(-4.0).double() for name in hypergradients.LAYERS}
+
+    def end(log_rates: dict[str, Tensor]) -> Tensor:
+        return hypergradients.losses_of(log_rates, run)[0, -1]
+
+    gradient = torch.func.grad(end)(at)
+    for name in hypergradients.LAYERS:
+
+        def difference(step: float, name: str = name) -> Tensor:
+            return (end({**at, name: at[name] + step}) - end({**at, name: at[name] - step})) / (2 * step)  # fmt: skip
+
+        near, far = difference(1e-3), difference(2e-3)
+        assert 0 < (near - gradient[name]).abs() < (far - near).abs() < 1e-3 * gradient[name].abs()
