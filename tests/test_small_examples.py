@@ -11,7 +11,7 @@ from torch import Tensor
 
 import purestep as ps
 from purestep import tree
-from purestep.examples import cut_invariance, ensembles, hypergradients
+from purestep.examples import cut_invariance, ensembles, hypergradients, maml
 from purestep.testing.bounds import gamma
 
 
@@ -99,3 +99,12 @@ def test_a_hypergradient_is_a_difference_of_runs() -> None:
 
         near, far = difference(1e-3), difference(2e-3)
         assert 0 < (near - gradient[name]).abs() < (far - near).abs() < 1e-3 * gradient[name].abs()
+
+
+def test_what_is_learned_through_updates_adapts_in_as_many(arguments: list[str]) -> None:
+    """What is trained in the ordinary way does not, with no rate; by five standard errors of the difference."""
+    plain, learned = (each.mean(-1) for each in maml.main(["--steps", "100", *arguments]))
+    assert_drawn(arguments)
+    for gain in (learned[:, 0] - learned[:, maml.UPDATES], (plain - learned)[:, maml.UPDATES]):
+        assert gain.mean() > 5 * gain.std() / len(gain) ** 0.5
+    assert learned[:, maml.UPDATES].mean() < 0.75 * plain.mean(0).min()
