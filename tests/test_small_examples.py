@@ -11,7 +11,7 @@ from torch import Tensor
 
 import purestep as ps
 from purestep import tree
-from purestep.examples import cut_invariance, ensembles, hypergradients, maml
+from purestep.examples import cut_invariance, differential_privacy, ensembles, hypergradients, maml
 from purestep.testing.bounds import gamma
 
 
@@ -108,3 +108,25 @@ def test_what_is_learned_through_updates_adapts_in_as_many(arguments: list[str])
     for gain in (learned[:, 0] - learned[:, maml.UPDATES], (plain - learned)[:, maml.UPDATES]):
         assert gain.mean() > 5 * gain.std() / len(gain) ** 0.5
     assert learned[:, maml.UPDATES].mean() < 0.75 * plain.mean(0).min()
+
+
+def test_an_example_is_hidden_by_noise_and_by_others(arguments: list[str]) -> None:
+    """Noise costs accuracy, and the same noise less of it among four times as many: by ten deviations of 4000 answers."""
+    few, more, most = differential_privacy.main(["--steps", "8", *arguments]).values()
+    assert_drawn(arguments)
+    ten = 10 * (2 * 0.25 / 4000) ** 0.5
+    assert few[0] > few[3] + ten
+    assert more[3] > few[3] + ten
+    assert most[5] > more[5] + ten
+
+
+def test_what_an_example_moves_is_what_epsilon_counts_on() -> None:
+    """Two clips of N, however far out it is; but for rounding of the sum of N gradients, none longer than a clip."""
+    data = differential_privacy.people(300, seed=0)
+    outlier = {**data, "x": data["x"].clone()}
+    outlier["x"][7] = -1e3 * data["x"][7]
+    one, other = (differential_privacy.train(each, 0.0, 1, seed=0) for each in (data, outlier))
+    moved = tree.global_norm(tree.map(torch.sub, one, other))
+    rounding = tree.global_norm(one) + tree.global_norm(other)
+    most = 2 * differential_privacy.CLIP / 300 + gamma(2 * 300, torch.float32) * rounding
+    assert 0.5 * most < moved < most

@@ -55,7 +55,7 @@ def init() -> Params:
     generator = torch.Generator().manual_seed(1)
 
     def normal(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator, dtype=torch.float64) / shape[0] ** 0.5
+        return torch.randn(shape, generator=generator, dtype=torch.float64) / math.sqrt(shape[0])
 
     return {
         "first": normal(2, WIDTH), "bias": normal(WIDTH), "second": normal(WIDTH, WIDTH),
@@ -124,11 +124,12 @@ def draw(path: Path, found: Found) -> None:
     )
     rates, steps = found.rates.tolist(), found.together.shape[1]
     middle = RUNS // 2
-    for step, alpha, how in [
+    places: list[tuple[int, float, dict[str, Any]]] = [
         (max(1, steps // 10), 0.35, {"xytext": (0, 9), "ha": "center"}),
         (max(1, steps // 3), 0.6, {"xytext": (20, -3)}),
         (steps, 1.0, {"xytext": (-6, 0), "ha": "right"}),
-    ]:
+    ]
+    for step, alpha, how in places:
         losses = found.together[:, step - 1].tolist()
         left.loglog(rates, losses, color=picture.BLUE, alpha=alpha, linewidth=1.8)
         at, words = (rates[middle], losses[middle]), f"after {step} updates"
@@ -143,9 +144,9 @@ def draw(path: Path, found: Found) -> None:
         "one program": (found.seconds_together, picture.BLUE),
         f"{RUNS} runs, one\nafter the other": (found.seconds_alone, picture.ORANGE),
     }
-    for at, (seconds, color) in enumerate(bars.values()):
-        right.bar(at, seconds, color=color, width=0.6)
-        picture.say(right, f"{seconds:.1f}", (at, seconds), color, xytext=(0, 8), ha="center")
+    for place, (seconds, color) in enumerate(bars.values()):
+        right.bar(place, seconds, color=color, width=0.6)
+        picture.say(right, f"{seconds:.1f}", (place, seconds), color, xytext=(0, 8), ha="center")
     right.set_xticks([0, 1], [*bars])
     picture.save(figure, path)
 

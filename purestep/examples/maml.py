@@ -35,7 +35,8 @@ def init(generator: torch.Generator) -> Params:
     """Two hidden layers."""
 
     def normal(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator, dtype=torch.float64) * (2 / shape[0]) ** 0.5
+        deviation = math.sqrt(2 / shape[0])
+        return deviation * torch.randn(shape, generator=generator, dtype=torch.float64)
 
     return {
         "first": normal(1, WIDTH), "bias": torch.zeros(WIDTH, dtype=torch.float64),
