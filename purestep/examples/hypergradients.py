@@ -92,12 +92,17 @@ def losses_of(log_rates: Rates, some: Any) -> Tensor:
     return losses
 
 
+def in_all_layers(log_rate: Tensor) -> Rates:
+    """The same rate."""
+    return dict.fromkeys(LAYERS, log_rate)
+
+
 def best_single(some: Any) -> Rates:
     """The logarithm of the rate that, in all layers, ends lowest: of 16, in one program."""
     candidates = torch.linspace(-7.0, -2.0, 16, dtype=torch.float64)
-    ends = torch.vmap(lambda rate: losses_of({name: rate for name in LAYERS}, some)[:, -1].mean())
+    ends = torch.vmap(lambda rate: losses_of(in_all_layers(rate), some)[:, -1].mean())
     best = ends(candidates).nan_to_num(nan=torch.inf).argmin()
-    return dict.fromkeys(LAYERS, candidates[best])
+    return in_all_layers(candidates[best])
 
 
 def learn(log_rates: Rates, steps: int, generator: torch.Generator) -> list[Rates]:
