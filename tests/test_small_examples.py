@@ -8,11 +8,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
 
 import purestep as ps
 from purestep import tree
 from purestep.examples import cut_invariance, differential_privacy, ensembles, hypergradients, maml
 from purestep.testing.bounds import gamma
+from purestep.testing.processes import World, values
 
 
 @pytest.fixture
@@ -39,24 +41,56 @@ def off_by(fraction: float) -> ps.optim.Transform:
     return ps.optim.Transform(lambda params: (), update)
 
 
+OPTIMIZER = cut_invariance.OPTIMIZER
+
+
+def one_rank(
+    dtype: torch.dtype, data: list[list[cut_invariance.Batch]], optimizer: ps.optim.Optimizer
+) -> list[cut_invariance.Params]:
+    """The parameters after each update on one large microbatch."""
+    whole, model = cut_invariance.CUTS["one large microbatch"], cut_invariance.gpt2(dtype)
+    axis = ps.testing.ThreadAxis(1)
+    train = axis.map(lambda _: cut_invariance.train(axis, model, whole, data, optimizer))
+    return train([0])[0]
+
+
+def bound_of(dtype: torch.dtype, data: list[list[cut_invariance.Batch]]) -> list[float]:
+    """How far rounding of the gradients' sums takes a run from itself, which is γₙ of them in each step."""
+    tokens = max(sum(len(each["tokens"]) for each in group) for group in data)
+    rounded = ps.optim.chain(off_by(gamma(tokens, dtype)), OPTIMIZER)
+    return cut_invariance.worst([one_rank(dtype, data, each) for each in (OPTIMIZER, rounded)])
+
+
 def test_cuts_are_one_run_of_purestep_and_several_of_the_usual_loop(arguments: list[str]) -> None:
-    """As far apart as rounding of the gradients' sums takes one run from itself, which is γₙ of them in each step."""
+    """No farther apart than rounding explains."""
     steps = 2
     far = cut_invariance.main(["--steps", str(steps), *arguments])
     assert_drawn(arguments)
     data = cut_invariance.groups(steps)
     for dtype in (torch.float64, torch.float32):
-        tokens = max(sum(len(each["tokens"]) for each in group) for group in data)
-        rounded = ps.optim.chain(off_by(gamma(tokens, dtype)), cut_invariance.OPTIMIZER)
-        whole = cut_invariance.CUTS["one large microbatch"]
-        runs = [
-            cut_invariance.pure(whole, 1, data, dtype, optimizer)
-            for optimizer in (cut_invariance.OPTIMIZER, rounded)
-        ]
-        bound = cut_invariance.worst(runs)
         name = str(dtype).removeprefix("torch.")
-        for found, most in zip(far[f"purestep, {name}"], bound, strict=True):
+        for found, most in zip(far[f"purestep, {name}"], bound_of(dtype, data), strict=True):
             assert 0 < found < most < far["the usual loop, float64"][-1]
+
+
+def on_process(_: int, cut: str, steps: int) -> list[cut_invariance.Params]:
+    """One of two processes."""
+    axis = ps.MeshAxis(init_device_mesh("cpu", (2,), mesh_dim_names=("dp",)), "dp")
+    model, data = cut_invariance.gpt2(torch.float64), cut_invariance.groups(steps)
+    return cut_invariance.train(axis, model, cut_invariance.CUTS[cut], data)
+
+
+def test_processes_are_the_same_run() -> None:
+    """A cut over two processes of a gloo group, each of which draws for the examples that it has."""
+    data = cut_invariance.groups(2)
+    with World(2, timeout=120) as world:
+        first, second = values(
+            world.run(on_process, ["by length, 256 tokens at most"] * 2, [2] * 2)
+        )
+    assert all(map(torch.equal, tree.leaves_of(first), tree.leaves_of(second)))
+    far = cut_invariance.worst([one_rank(torch.float64, data, OPTIMIZER), first])
+    for found, most in zip(far, bound_of(torch.float64, data), strict=True):
+        assert 0 < found < most
 
 
 def test_an_ensemble_is_its_runs_in_less_time(arguments: list[str]) -> None:

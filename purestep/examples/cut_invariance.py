@@ -63,32 +63,33 @@ def groups(steps: int) -> list[list[Batch]]:
     return list(ps.group(ps.random.with_keys(examples, ps.random.key(0)), GROUP))
 
 
-def pure(
+def train(
+    axis: ps.testing.ThreadAxis | ps.MeshAxis,
+    model: GPT2LMHeadModel,
     cut: Cut,
-    ranks: int,
     data: list[list[Batch]],
-    dtype: torch.dtype,
     optimizer: ps.optim.Optimizer = OPTIMIZER,
 ) -> list[Params]:
-    """The parameters after each update of purestep's, the group dealt out to so many ranks."""
-    params, apply = ps.from_module(gpt2(dtype))
+    """What one rank does: the parameters after each update, to which it brings its share of the group."""
+    params, apply = ps.from_module(model)
 
     def loss_fn(params: Params, batch: Batch) -> Tensor:
         output = apply(params, input_ids=batch["tokens"], use_cache=False, key=batch["key"])
         return ps.losses.cross_entropy(output.logits, batch["labels"])
 
-    axis = ps.testing.ThreadAxis(ranks)
     update_step = ps.make_update_step(loss_fn, optimizer, axis=axis)
+    opt_state, path = optimizer.init(params), []
+    for group in data:
+        mine = ps.balance(group, ranks=axis.size)[axis.rank]
+        params, opt_state, _ = update_step(params, opt_state, cut(mine))
+        path.append(params)
+    return path
 
-    def train(rank: int) -> list[Params]:
-        at, opt_state, path = params, optimizer.init(params), []
-        for group in data:
-            mine = ps.balance(group, ranks=ranks)[rank]
-            at, opt_state, _ = update_step(at, opt_state, cut(mine))
-            path.append(at)
-        return path
 
-    first: list[Params] = axis.map(train)([*range(ranks)])[0]
+def pure(cut: Cut, ranks: int, data: list[list[Batch]], dtype: torch.dtype) -> list[Params]:
+    """The parameters after each update of purestep's, over so many ranks, which are threads."""
+    axis, model = ps.testing.ThreadAxis(ranks), gpt2(dtype)
+    first: list[Params] = axis.map(lambda _: train(axis, model, cut, data))([*range(ranks)])[0]
     return first
 
 
