@@ -27,6 +27,14 @@ def assert_drawn(arguments: list[str]) -> None:
     assert Path(arguments[1]).read_bytes().startswith(b"\x89PNG")
 
 
+def test_a_picture_that_could_not_be_drawn_is_refused_early(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        maml.main(["--picture", str(tmp_path / "nowhere" / "picture.png")])
+    assert "picture.png cannot be written (No such" in capsys.readouterr().err
+
+
 def off_by(fraction: float) -> ps.optim.Transform:
     """Each gradient off by this fraction of its tensor's largest element, upward or downward."""
     generator = torch.Generator().manual_seed(0)

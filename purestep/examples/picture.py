@@ -18,13 +18,18 @@ BLUE, ORANGE, GREEN, GREY = "#0072b2", "#d55e00", "#009e73", "0.45"
 def parse(
     words: str | None, name: str, steps: int, arguments: Sequence[str] | None
 ) -> argparse.Namespace:
-    """``--steps`` and ``--picture`` of the program that says these words of itself."""
+    """``--steps`` and ``--picture`` of the program that says these words of itself; refused where nothing could be drawn."""
     parser = argparse.ArgumentParser(
         description=words, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--steps", type=positive, default=steps)
     parser.add_argument("--picture", type=Path, default=Path(f"{name}.png"))
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    try:
+        ps.checkpoint.check_writable(options.picture)
+    except OSError as error:
+        parser.error(f"--picture {error}")
+    return options
 
 
 def panels(*titles: str, **how: Any) -> tuple[Figure, list[Any]]:
