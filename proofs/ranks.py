@@ -43,9 +43,11 @@ SETTINGS: list[dict[str, Any]] = [
 ]
 
 
-def loss_with_aux(params: Any, batch: Batch) -> ps.LossTerms:
+def loss_with_aux(
+    params: Any, batch: Batch, loss_fn: Callable[..., Tensor] = models.integer_loss
+) -> ps.LossTerms:
     """A loss that also counts, in whole numbers and in others."""
-    losses = models.integer_loss(params, batch)
+    losses = loss_fn(params, batch)
     counts = batch["w"] > 0
     aux = {"zero": (counts & (losses == 0)).sum(), "sum": [torch.where(counts, losses, 0).sum()]}
     return ps.LossTerms(losses, aux=aux)
@@ -90,15 +92,18 @@ def check_ranks(
     groups: Sequence[list[Batch]],
     bucket_bytes: int,
     settings: dict[str, Any],
-    program: Callable[..., Any] = one_step,
+    program: Callable[..., Any] | None = None,
     *,
     grid: bool = False,
+    loss_fn: Callable[..., Tensor] = models.integer_loss,
 ) -> list[Any]:
-    """Every rank has the state of the one big batch, and the metrics of one rank that holds it all."""
-    state, _, _ = spec(
-        models.integer_loss, case.optimizer.update, case.params, case.opt_state, case.batch
-    )
-    alone = one_step(
+    """Every rank has the state of the one big batch, and the metrics of one rank that holds it all.
+
+    The program is ``one_step`` of the loss, or one that has this loss in a form of its own.
+    """
+    state, _, _ = spec(loss_fn, case.optimizer.update, case.params, case.opt_state, case.batch)
+    step = partial(one_step, loss_fn=partial(loss_with_aux, loss_fn=loss_fn))
+    alone = step(
         system.make_update_step, ps.LocalAxis(), *_own(case), [case.batch], case.recipe, {}
     )[2]
     size = len(groups)
@@ -106,7 +111,7 @@ def check_ranks(
     states = [in_any_order(_own(case), generator, overlapping=not donate) for _ in groups]
     results = run(
         Ranks(size, bucket_bytes, grid),
-        partial(program, system.make_update_step),
+        partial(program or step, system.make_update_step),
         [params for params, _ in states],
         [opt_state for _, opt_state in states],
         groups,

@@ -1,4 +1,4 @@
-"""T2, T3, T4, T11 and T12 on real ranks: ``MeshAxis`` over gloo processes, of one group that stays up for the module.
+"""T2, T3, T4, T11, T12 and T15 on real ranks: ``MeshAxis`` over gloo processes, of one group that stays up for the module.
 
 The claims are those that the same files make of threads, and each state is that of the threads, to the bit.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
+from typing import Any
 
 import pytest
 from hypothesis import given, strategies as st
@@ -32,8 +33,9 @@ from proofs.sharded import (
     held_cases,
     shard_cases,
 )
-from proofs.strategies import assert_same, cut
+from proofs.strategies import Batch, assert_same, cut
 from proofs.test_t11_collectives import LAWS, check_separate_ranks, ranks, ways
+from proofs.test_t15_random import integer_loss, keyed_case, module_loss
 from proofs.theorem import PURESTEP
 from proofs.worlds import LARGEST, on_processes, on_threads
 from purestep.testing.processes import World
@@ -93,6 +95,29 @@ def test_t12_replicated_pieces(run: Run, drawn: HeldCase) -> None:
 def test_t12_layers_in_pieces(run: Run, drawn: ShardCase) -> None:
     """Layers spread over a second dimension of the mesh, whose norms are those of the whole."""
     check_sharded(run, PURESTEP, drawn)
+
+
+OF_MODULE = module_loss(PURESTEP.from_module)
+
+
+def by_hand(params: Any, batch: Batch) -> Tensor:
+    """At the top of the module, where processes find it."""
+    return integer_loss(PURESTEP.random)(params, batch)
+
+
+def by_module(params: Any, batch: Batch) -> Tensor:
+    """The same."""
+    return OF_MODULE(params, batch)
+
+
+@pytest.mark.parametrize("loss_fn", [by_hand, by_module])
+@given(drawn=share_cases())
+def test_t15_ranks(run: Run, loss_fn: Any, drawn: ShareCase) -> None:
+    """Dropout draws what it draws in the one big batch, whichever process holds the example."""
+    case, groups = keyed_case(PURESTEP, drawn)
+    results = check_ranks(run, PURESTEP, case, groups, *drawn[2:], loss_fn=loss_fn)
+    threads = check_ranks(on_threads, PURESTEP, case, groups, *drawn[2:], loss_fn=loss_fn)
+    assert_same(results, threads)
 
 
 @given(drawn=grid_cases())

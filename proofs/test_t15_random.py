@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 import purestep as ps
 from proofs import models
+from proofs.ranks import ShareCase, check_ranks, share_cases
 from proofs.strategies import (
     Batch,
     Case,
@@ -36,6 +37,7 @@ from proofs.strategies import (
 )
 from proofs.test_t02_ranks import on_ranks
 from proofs.theorem import System, theorem
+from proofs.worlds import on_threads
 from purestep import tree
 from purestep.testing.specification import spec
 from purestep.testing.strategies import cuts
@@ -91,6 +93,22 @@ class Layers(nn.Module):
         """No module's call, so that a checkpoint of it has nothing else to go by."""
         hidden = torch.relu(x @ self.weight + self.biases[0] + self.biases[1])
         return functional.dropout(hidden, 0.5, self.training) @ self.out
+
+
+def module_loss(from_module: Any, again: bool = False) -> Loss:
+    """The integer loss, by the module."""
+    _, apply = from_module(Layers(again))
+
+    def loss(params: Any, batch: Batch) -> Tensor:
+        first, second = params["hidden"]["biases"]
+        of_module = {
+            "weight": params["hidden"]["weight"], "biases.0": first, "biases.1": second,
+            "out": params["out"][0],
+        }  # fmt: skip
+        made: Tensor = apply(of_module, batch["x"], key=batch["key"])
+        return (made - batch["y"]).square()
+
+    return loss
 
 
 @st.composite
@@ -149,31 +167,29 @@ def ranks(system: System, drawn: tuple[Case, list[list[list[int]]]]) -> None:
     assert_same(metrics.loss, loss, "loss")
 
 
+def keyed_case(system: System, drawn: ShareCase) -> tuple[Case, list[list[Batch]]]:
+    """The case with keys, and what each rank holds of it."""
+    case = with_keys(system, drawn[0])
+    return case, [cut(case.batch, rank) for rank in drawn[1]]
+
+
+@theorem("T15", share_cases())
+def separate_ranks(system: System, drawn: ShareCase) -> None:
+    """The same for ranks that run programs of their own, uneven and empty ones; by hand, and as a module that all of them call."""
+    case, groups = keyed_case(system, drawn)
+    for loss_fn in (integer_loss(system.random), module_loss(system.from_module)):
+        check_ranks(on_threads, system, case, groups, *drawn[2:], loss_fn=loss_fn)
+
+
 @theorem("T15", st.tuples(arrangements(), st.booleans()))
 def module(system: System, drawn: tuple[Arrangement, bool]) -> None:
     """A module as it comes draws the same, its n-th dropout from ``fold_in(key, n)``; checkpoints draw it again."""
     (case, parts, more), again = drawn
-    case = with_keys(system, case)
-    _, apply = system.from_module(Layers(again))
-    hidden = case.params["hidden"]
-    first, second = hidden["biases"]
-    params = {
-        "weight": hidden["weight"], "biases.0": first, "biases.1": second, "out": case.params["out"][0],
-    }  # fmt: skip
-
-    def by_hand(params: Any, batch: Batch) -> Tensor:
-        biases = [params["biases.0"], params["biases.1"]]
-        inside = {"hidden": {"weight": params["weight"], "biases": biases}, "out": [params["out"]]}
-        return integer_loss(system.random)(inside, batch)
-
-    def loss_fn(params: Any, batch: Batch) -> Tensor:
-        losses: Tensor = (apply(params, batch["x"], key=batch["key"]) - batch["y"]).square()
-        return losses
-
-    zeros = tree.zeros_like(params)
-    state, _, loss = spec(by_hand, capture().update, params, zeros, case.batch)
-    step = system.make_update_step(loss_fn, capture(), weight_fn=weights_of)
-    *actual, metrics = step(params, zeros, arranged(case, parts, more))
+    case, by_hand = with_keys(system, case), integer_loss(system.random)
+    state, _, loss = spec(by_hand, case.optimizer.update, case.params, case.opt_state, case.batch)
+    loss_fn = module_loss(system.from_module, again)
+    step = system.make_update_step(loss_fn, case.optimizer, weight_fn=weights_of)
+    *actual, metrics = step(case.params, case.opt_state, arranged(case, parts, more))
     assert_same(tuple(actual), state)
     assert_same(metrics.loss, loss, "loss")
 
@@ -292,6 +308,7 @@ def encoder_within_bound(system: System, drawn: tuple[RealCase, list[Batch]]) ->
 
 test_cut_order_and_padding = cut_order_and_padding.test()
 test_ranks = ranks.test()
+test_separate_ranks = separate_ranks.test()
 test_module = module.test()
 test_packing = packing.test()
 test_transformer_within_bound = transformer_within_bound.test()

@@ -31,6 +31,7 @@ from transformers import (
 
 import purestep as ps
 from purestep import tree
+from purestep.examples import picture
 from purestep.examples.docstrings import docstrings, docstrings_of, positive
 
 Params = dict[str, Tensor]
@@ -182,7 +183,7 @@ def draw(
     path: Path, scratch: Mapping[str, Any], lora: Mapping[str, Any], rows: Mapping[str, Any]
 ) -> None:
     """What was learned on the left, what packing changes on the right."""
-    blue, orange, green, grey = "#0072b2", "#d55e00", "#009e73", "0.45"
+    blue, orange, green, grey = picture.BLUE, picture.ORANGE, picture.GREEN, picture.GREY
     figure = Figure(figsize=(11, 4.2), dpi=110, layout="constrained")
     left, right = figure.subplots(1, 2)
 
@@ -220,8 +221,7 @@ def draw(
     right.set_ylabel("loss per token: |in a shared row − alone|")
     for axes in (left, right):
         axes.spines[["top", "right"]].set_visible(False)
-    with ps.checkpoint.replacing(path) as file:
-        figure.savefig(file, format="png")
+    picture.save(figure, path)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -271,7 +271,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     (text,) = loaded.generate(**prompt, max_new_tokens=60, do_sample=True, top_k=20)
     print("---", reader.decode(text), "---", sep="\n")
     draw(options.out / "huggingface.png", scratch, lora, rows)
-    print(f"picture: {options.out / 'huggingface.png'}")
 
 
 if __name__ == "__main__":

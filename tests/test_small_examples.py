@@ -1,0 +1,174 @@
+"""The small examples: what each of them claims, with fewer steps than its picture has."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+
+import purestep as ps
+from purestep import tree
+from purestep.examples import cut_invariance, differential_privacy, ensembles, hypergradients, maml
+from purestep.testing.bounds import gamma
+from purestep.testing.processes import World, values
+
+
+@pytest.fixture
+def arguments(tmp_path: Path) -> list[str]:
+    """Where the picture goes."""
+    return ["--picture", str(tmp_path / "picture.png")]
+
+
+def assert_drawn(arguments: list[str]) -> None:
+    assert Path(arguments[1]).read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_picture_that_could_not_be_drawn_is_refused_early(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        maml.main(["--picture", str(tmp_path / "nowhere" / "picture.png")])
+    assert "picture.png cannot be written (No such" in capsys.readouterr().err
+
+
+def off_by(fraction: float) -> ps.optim.Transform:
+    """Each gradient off by this fraction of its tensor's largest element, upward or downward."""
+    generator = torch.Generator().manual_seed(0)
+
+    def off(grad: Tensor) -> Tensor:
+        signs = torch.randint(2, grad.shape, generator=generator) * 2 - 1
+        return grad + fraction * grad.abs().max() * signs
+
+    def update(grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
+        return tree.map(off, grads), state
+
+    return ps.optim.Transform(lambda params: (), update)
+
+
+OPTIMIZER = cut_invariance.OPTIMIZER
+
+
+def one_rank(
+    dtype: torch.dtype, data: list[list[cut_invariance.Batch]], optimizer: ps.optim.Optimizer
+) -> list[cut_invariance.Params]:
+    """The parameters after each update on one large microbatch."""
+    whole, model = cut_invariance.CUTS["one large microbatch"], cut_invariance.gpt2(dtype)
+    axis = ps.testing.ThreadAxis(1)
+    train = axis.map(lambda _: cut_invariance.train(axis, model, whole, data, optimizer))
+    return train([0])[0]
+
+
+def bound_of(dtype: torch.dtype, data: list[list[cut_invariance.Batch]]) -> list[float]:
+    """How far rounding of the gradients' sums takes a run from itself, which is γₙ of them in each step."""
+    tokens = max(sum(len(each["tokens"]) for each in group) for group in data)
+    rounded = ps.optim.chain(off_by(gamma(tokens, dtype)), OPTIMIZER)
+    return cut_invariance.worst([one_rank(dtype, data, each) for each in (OPTIMIZER, rounded)])
+
+
+def test_cuts_are_one_run_of_purestep_and_several_of_the_usual_loop(arguments: list[str]) -> None:
+    """No farther apart than rounding explains."""
+    steps = 2
+    far = cut_invariance.main(["--steps", str(steps), *arguments])
+    assert_drawn(arguments)
+    data = cut_invariance.groups(steps)
+    for dtype in (torch.float64, torch.float32):
+        name = str(dtype).removeprefix("torch.")
+        for found, most in zip(far[f"purestep, {name}"], bound_of(dtype, data), strict=True):
+            assert 0 < found < most < far["the usual loop, float64"][-1]
+
+
+def on_process(_: int, cut: str, steps: int) -> list[cut_invariance.Params]:
+    """One of two processes."""
+    axis = ps.MeshAxis(init_device_mesh("cpu", (2,), mesh_dim_names=("dp",)), "dp")
+    model, data = cut_invariance.gpt2(torch.float64), cut_invariance.groups(steps)
+    return cut_invariance.train(axis, model, cut_invariance.CUTS[cut], data)
+
+
+def test_processes_are_the_same_run() -> None:
+    """A cut over two processes of a gloo group, each of which draws for the examples that it has."""
+    data = cut_invariance.groups(2)
+    with World(2, timeout=120) as world:
+        first, second = values(
+            world.run(on_process, ["by length, 256 tokens at most"] * 2, [2] * 2)
+        )
+    assert all(map(torch.equal, tree.leaves_of(first), tree.leaves_of(second)))
+    far = cut_invariance.worst([one_rank(torch.float64, data, OPTIMIZER), first])
+    for found, most in zip(far, bound_of(torch.float64, data), strict=True):
+        assert 0 < found < most
+
+
+def test_an_ensemble_is_its_runs_in_less_time(arguments: list[str]) -> None:
+    """As far apart as runs whose learning rates are off by γₙ; at the lower half, where training is stable, to its end."""
+    found = ensembles.main(["--steps", "30", *arguments])
+    assert_drawn(arguments)
+    stable = slice(ensembles.RUNS // 2)
+    factor = gamma(4 * ensembles.POINTS, torch.float64)
+    off = ensembles.one_by_one(found.rates[stable] * (1 + factor), 30)
+    bound = factor * found.alone[stable] + (off - found.alone[stable]).abs()
+    assert ((found.together - found.alone)[stable].abs() <= bound).all()
+    assert not torch.equal(found.alone[0], found.alone[1])
+
+    last = found.together[:, -1]
+    assert 2 * last.min() < torch.minimum(last[0], last[-1])
+    assert found.seconds_together < found.seconds_alone
+
+
+def test_rates_learned_through_training_serve_unseen_runs(arguments: list[str]) -> None:
+    """Better than the best single rate, by more than the runs differ: five standard errors."""
+    single, learned = hypergradients.main(["--steps", "12", *arguments])
+    assert_drawn(arguments)
+    gain = (single - learned)[:, -1]
+    assert gain.mean() > 5 * gain.std() / len(gain) ** 0.5
+
+
+def test_a_hypergradient_is_a_difference_of_runs() -> None:
+    """As central differences have it, to their own accuracy: how far those of twice the step are from them."""
+    run = hypergradients.runs(1, torch.Generator().manual_seed(0))
+    at = {name: torch.tensor(-4.0).double() for name in hypergradients.LAYERS}
+
+    def end(log_rates: dict[str, Tensor]) -> Tensor:
+        return hypergradients.losses_of(log_rates, run)[0, -1]
+
+    gradient = torch.func.grad(end)(at)
+    for name in hypergradients.LAYERS:
+
+        def difference(step: float, name: str = name) -> Tensor:
+            return (end({**at, name: at[name] + step}) - end({**at, name: at[name] - step})) / (2 * step)  # fmt: skip
+
+        near, far = difference(1e-3), difference(2e-3)
+        assert 0 < (near - gradient[name]).abs() < (far - near).abs() < 1e-3 * gradient[name].abs()
+
+
+def test_what_is_learned_through_updates_adapts_in_as_many(arguments: list[str]) -> None:
+    """What is trained in the ordinary way does not, with no rate; by five standard errors of the difference."""
+    plain, learned = (each.mean(-1) for each in maml.main(["--steps", "100", *arguments]))
+    assert_drawn(arguments)
+    for gain in (learned[:, 0] - learned[:, maml.UPDATES], (plain - learned)[:, maml.UPDATES]):
+        assert gain.mean() > 5 * gain.std() / len(gain) ** 0.5
+    assert learned[:, maml.UPDATES].mean() < 0.75 * plain.mean(0).min()
+
+
+def test_an_example_is_hidden_by_noise_and_by_others(arguments: list[str]) -> None:
+    """Noise costs accuracy, and the same noise less of it among four times as many: by ten deviations of 4000 answers."""
+    few, more, most = differential_privacy.main(["--steps", "8", *arguments]).values()
+    assert_drawn(arguments)
+    ten = 10 * (2 * 0.25 / 4000) ** 0.5
+    assert few[0] > few[3] + ten
+    assert more[3] > few[3] + ten
+    assert most[5] > more[5] + ten
+
+
+def test_what_an_example_moves_is_what_epsilon_counts_on() -> None:
+    """Two clips of N, however far out it is; but for rounding of the sum of N gradients, none longer than a clip."""
+    data = differential_privacy.people(300, seed=0)
+    outlier = {**data, "x": data["x"].clone()}
+    outlier["x"][7] = -1e3 * data["x"][7]
+    one, other = (differential_privacy.train(each, 0.0, 1, seed=0) for each in (data, outlier))
+    moved = tree.global_norm(tree.map(torch.sub, one, other))
+    rounding = tree.global_norm(one) + tree.global_norm(other)
+    most = 2 * differential_privacy.CLIP / 300 + gamma(2 * 300, torch.float32) * rounding
+    assert 0.5 * most < moved < most
