@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from purestep import tree
+from purestep import pieces, tree
 from purestep.form import NAMED_BY_TORCH, PLAIN, Form, flat, once
 from purestep.types import Tree
 
@@ -63,13 +63,18 @@ def describe(structure: tree.Structure) -> str:
     >>> describe(tree.flatten({"w": 1.0, "layers": [2.0, None]})[1])
     "{'layers': [*, None], 'w': *}"
     """
-    text: str = structure.walk(["*"] * structure.num_leaves, _node)
+    axes: dict[int, str] = {}
+    text: str = structure.walk(["*"] * structure.num_leaves, functools.partial(_node, axes))
     return text
 
 
-def _node(kind: type, data: Any, children: tuple[str, ...]) -> str:
-    """A node of a structure, from its children's descriptions."""
+def _node(axes: dict[int, str], kind: type, data: Any, children: tuple[str, ...]) -> str:
+    """A node of a structure, from its children's descriptions; ``axes`` are those described already."""
     name = kind.__qualname__
+    if kind is pieces.Shard:
+        # One axis stands in many nodes.
+        axis = axes.get(id(data.axis)) or axes.setdefault(id(data.axis), said(data.axis))
+        return f"{name}[{axis}, {data.shape}, {data.dim}]({', '.join(children)})"
     if kind is types.NoneType:
         return "None"
     if kind is list:
