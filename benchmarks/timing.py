@@ -168,5 +168,5 @@ def write(folder: Path, name: str, report: dict[str, Any]) -> Path:
     """Writes the report; returns where its picture goes."""
     folder.mkdir(exist_ok=True, parents=True)
     (folder / f"{name}.json").write_text(json.dumps(about() | report, indent=1))
-    print(f"\npicture: {folder / f'{name}.png'}")
+    print(f"\nreport: {folder / f'{name}.json'}")
     return folder / f"{name}.png"
