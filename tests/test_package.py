@@ -9,6 +9,7 @@ import pkgutil
 import re
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -167,6 +168,14 @@ def test_private_names_of_torch_stand_in_one_place(folder: str) -> None:
 def test_every_module_imports() -> None:
     for module in pkgutil.walk_packages(ps.__path__, "purestep."):
         assert importlib.import_module(module.name).__doc__, f"{module.name} says nothing of itself"
+
+
+def test_every_package_is_installed() -> None:
+    """Not only from a checkout, where all of them are found."""
+    with (ROOT / "pyproject.toml").open("rb") as file:
+        listed = tomllib.load(file)["tool"]["setuptools"]["packages"]
+    found = pkgutil.walk_packages(ps.__path__, "purestep.")
+    assert {*listed} == {"purestep", *(each.name for each in found if each.ispkg)}
 
 
 CODE = re.compile(r"^```python\n(.*?)^```", re.S | re.M)
