@@ -326,6 +326,19 @@ def test_a_refusal_is_told_apart_from_a_wrong_number() -> None:
         ps.testing.check(Refusing(), ["T1"], cases=40)
 
 
+@pytest.mark.parametrize("wrong", [lambda *given: None, PlainLoop, None])
+def test_what_is_no_trainer_is_told_how_to_become_one(wrong: Any) -> None:
+    with pytest.raises(TypeError, match=r"ps.testing.loop\(update\)"):
+        ps.testing.judge(wrong, ["T1"])
+
+
+def test_unknown_laws_are_told_the_known_ones() -> None:
+    asks: list[Any] = [ps.testing.judge, ps.testing.check, ps.testing.laws]
+    for ask in asks:
+        with pytest.raises(ValueError, match="no law 'T8': they are T0, T1"):
+            ask(PlainLoop(), ["T8"])
+
+
 def test_a_law_that_asks_for_too_much_is_not_asked() -> None:
     (ranks, resume, settings) = ps.testing.judge(Specification(), ["T15", "T16", "T17"], cases=5)
     assert {ranks.finding, resume.finding, settings.finding} == {"not asked"}

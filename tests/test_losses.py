@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import given, strategies as st
-from torch import Tensor
+from torch import Tensor, library
 from torch.nn import functional
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -439,12 +439,12 @@ def test_a_compiler_is_told_what_the_operations_give(dtype: torch.dtype) -> None
     bias = weight[:, 0]
     z, *others = values(hidden, weight, bias, case.labels, None, 3)
     checks = ("test_schema", "test_faketensor")
-    torch.library.opcheck(
+    library.opcheck(
         torch.ops.purestep.vocabulary_values.default,
         (hidden, weight, bias, case.labels, None, 3), test_utils=checks,
     )  # fmt: skip
     for wanted in ([True, True, True], [True, False, True], [False, True, False]):
-        torch.library.opcheck(
+        library.opcheck(
             torch.ops.purestep.vocabulary_gradients.default,
             (hidden, weight, bias, case.labels, z, [z, *others], 2.0, None, wanted), test_utils=checks,
         )  # fmt: skip

@@ -134,26 +134,19 @@ class MeshAxis(Ranks):
         if law == "all_gather":
             rows = out.view(self.size, -1)
             rows[me] = x
-            sent, received, terms = [x for _ in targets], [rows[rank] for rank in sources], []
+            sent, received = [x for _ in targets], [rows[rank] for rank in sources]
+            terms = []
         else:
             rows = x.view(self.size, -1)
-            sent, received = (
-                [rows[rank] for rank in targets],
-                [torch.empty_like(out) for _ in sources],
-            )
-            received[0] = out
+            sent = [rows[rank] for rank in targets]
+            received = [out, *[torch.empty_like(out) for _ in sources[1:]]]
             terms = [rows[me], *received[1:]]
         how: Any = {"group": self._group, "tag": TAG}
-        works = [
-            *[
-                dist.isend(row, group_dst=rank, **how)
-                for row, rank in zip(sent, targets, strict=True)
-            ],
-            *[
-                dist.irecv(row, group_src=rank, **how)
-                for row, rank in zip(received, sources, strict=True)
-            ],
-        ]
+        works: list[Any] = []
+        for row, rank in zip(sent, targets, strict=True):
+            works.append(dist.isend(row, group_dst=rank, **how))
+        for row, rank in zip(received, sources, strict=True):
+            works.append(dist.irecv(row, group_src=rank, **how))
 
         def wait() -> None:
             for work in works:

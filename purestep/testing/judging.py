@@ -93,7 +93,7 @@ def laws(
     """
     import pytest
 
-    names = [f"{LAWS[name].name}_{LAWS[name].title}" for name in laws]
+    names = [f"{name}_{_law(name).title}" for name in laws]
 
     @pytest.mark.parametrize("law", laws, ids=names)
     def test(law: str) -> None:
@@ -106,9 +106,13 @@ def laws(
 
 
 def _verdict(trainer: Trainer, name: str, cases: int, shrink: int) -> Verdict:
-    if name not in LAWS:
-        raise ValueError(f"there is no law {name!r}: they are {', '.join(LAWS)}")
-    law, dtype = LAWS[name], trainer.abilities.dtype
+    law = _law(name)
+    if isinstance(trainer, type) or not hasattr(trainer, "abilities"):
+        raise TypeError(
+            f"{trainer!r} is no trainer, which has abilities, start, update and observe: of a loop make one by "
+            "ps.testing.loop(update), of a pure step by ps.testing.PureTrainer(make, abilities), of a class by calling it"
+        )
+    dtype = trainer.abilities.dtype
     if dtype not in (torch.float64, torch.float32):
         raise ValueError(
             f"{dtype} rounds so much that a wrong number could hide in it: judge the trainer in torch.float32 or torch.float64"
@@ -141,6 +145,12 @@ def _verdict(trainer: Trainer, name: str, cases: int, shrink: int) -> Verdict:
         if no is not None:
             return Verdict(law, "refuses", case=no.case, why=no.what)
     return Verdict(law, "holds", cases=len(held), to_the_bit=sum(held))
+
+
+def _law(name: str) -> TrainerLaw:
+    if name not in LAWS:
+        raise ValueError(f"there is no law {name!r}: they are {', '.join(LAWS)}")
+    return LAWS[name]
 
 
 class _RefusedError(AssertionError):

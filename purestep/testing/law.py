@@ -90,10 +90,3 @@ class Law(Generic[Subject]):
 
 class _BrokenError(Exception):
     """The claim does not hold."""
-
-
-def law(
-    name: str, cases: SearchStrategy[Any]
-) -> Callable[[Callable[[Subject, Any], Any]], Law[Subject]]:
-    """Makes a law of the claim below it."""
-    return lambda claim: Law(name, cases, claim)
