@@ -25,6 +25,11 @@ from proofs.theorem import System, Theorem
 README = Path(__file__).with_name("README.md")
 MODULES = [
     "purestep.pieces",
+    "purestep.tree.structure",
+    "purestep.tree.observers",
+    "purestep.tree.memory",
+    "purestep.tree.alike",
+    "purestep.tree.reductions",
     "purestep.tree",
     "purestep.form",
     "purestep.random",
@@ -192,7 +197,7 @@ def of_ranks(old: str, new: str) -> Patch:
 
 def trees(old: str, new: str) -> Patch:
     """A patch of what is computed of a whole tree."""
-    return Patch("purestep.tree", old, new)
+    return Patch("purestep.tree.reductions", old, new)
 
 
 def forms(old: str, new: str) -> Patch:

@@ -116,7 +116,9 @@ def test_imports_run_downward() -> None:
         if place == ("__init__",):
             continue
         source = file.read_text()
-        found = re.findall(r"^(?:from|import) purestep(?:\.(\w+))?(?: import (.*))?$", source, re.M)
+        found = re.findall(
+            r"^(?:from|import) purestep(?:\.(\w+)[.\w]*)?(?: import (.*))?$", source, re.M
+        )
         names = {name or part.strip() for name, what in found for part in (what or name).split(",")}
         above = {n for n in names if n in order and order.index(n) > order.index(place[0])}
         assert not above, f"{'/'.join(place)} imports upward: {above}"
