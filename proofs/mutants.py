@@ -48,6 +48,7 @@ MODULES = [
     "purestep.batching.prefetch",
     "purestep.objective",
     "purestep.backward",
+    "purestep.reverse_mode",
     "purestep.passes",
     "purestep.gathering",
     "purestep.gathering_of_ranks",

@@ -33,11 +33,12 @@ from purestep.batching import (
 from purestep.compiler import compile
 from purestep.evaluation import make_eval_step
 from purestep.gradient_noise import NoiseScale, SquaredNorms, noise_scale, with_squared_norms
-from purestep.grads import accumulate, grad_and_value
+from purestep.grads import accumulate
 from purestep.modules import from_module, to_module
 from purestep.pieces import Shard
 from purestep.privacy import per_example
 from purestep.rematerialisation import remat
+from purestep.reverse_mode import grad_and_value
 from purestep.shard import from_dtensor, shard, to_dtensor, unshard, unshard_each
 from purestep.state import load_state_dict, state_dict
 from purestep.step import make_update_step

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from purestep import tree
-from purestep.grads import grad_and_value as plain_grad_and_value
+from purestep.reverse_mode import grad_and_value as plain_grad_and_value
 from purestep.types import ReverseMode, StepMetrics, Tally, Tree
 
 

@@ -8,16 +8,14 @@ is no pass over the gradients to scale them, and nothing to forget.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Protocol
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from purestep import tree
-from purestep.backward import GradientSums, backward, own_leaves
-from purestep.compiler import Compiler, compiled
+from purestep.compiler import Compiler
 from purestep.form import Form, flat, once
 from purestep.gathering import Gathering
 from purestep.objective import (
@@ -28,8 +26,16 @@ from purestep.objective import (
     sums_of,
     worth,
 )
-from purestep.passes import Ready, Task, compiled_pass, in_place_pass, returning_pass
+from purestep.passes import (
+    Ready,
+    Task,
+    compiled_pass,
+    in_place_pass,
+    recorded_pass,
+    returning_pass,
+)
 from purestep.pieces import Spread
+from purestep.reverse_mode import grad_and_value as plain_grad_and_value, inference
 from purestep.tokens import (
     Group,
     Weighed,
@@ -46,94 +52,8 @@ from purestep.types import (
     Params,
     ReverseMode,
     Sums,
-    Tree,
     WeightFn,
 )
-
-
-def grad_and_value(
-    func: Callable[..., Any], /, argnums: int | tuple[int, ...] = 0, has_aux: bool = False
-) -> Callable[..., Any]:
-    """``torch.func.grad_and_value``, to the bit, in half its memory.
-
-    ``torch.func`` keeps every activation until the whole backward pass is done, ready for a second
-    derivative that nobody may ask for. Here each is freed as soon as the pass has used it: by autograd's own
-    backward pass where nobody transforms, which is what a step runs, and by ``torch.func.vjp`` elsewhere, where second
-    derivatives and all other transforms work as before. What ``func`` closes over is a constant to the first: to
-    differentiate by it, pass it in, or use ``torch.func``.
-
-    Args:
-        func: a function to a scalar tensor, or to ``(scalar, aux)`` with ``has_aux``.
-        argnums: the positions to differentiate; each argument a tree of floating point tensors.
-        has_aux: whether ``func`` returns a tree of tensors beside its value.
-
-    Returns:
-        A function to ``(grads, value)``, or to ``(grads, (value, aux))`` with ``has_aux``.
-
-    >>> grads, value = grad_and_value(lambda p: (p["w"] ** 2).sum())({"w": torch.tensor([3.0])})
-    >>> grads, value
-    ({'w': tensor([6.])}, tensor(9.))
-    """
-    positions = argnums if isinstance(argnums, tuple) else (argnums,)
-
-    @functools.wraps(func)
-    def grads_and_value_of(*args: Any, **kwargs: Any) -> Any:
-        for position in positions:
-            if not -len(args) <= position < len(args):
-                raise ValueError(
-                    f"argnums={argnums} needs more than the {len(args)} arguments given"
-                )
-        leaves, structure = tree.flatten(tuple(args[position] for position in positions))
-        aux_structure: tree.Structure = None
-
-        def over_leaves(*leaves: Tensor) -> tuple[Tensor, list[Tensor]]:
-            nonlocal aux_structure
-            filled = list(args)
-            for position, argument in zip(
-                positions, tree.unflatten(structure, leaves), strict=True
-            ):
-                filled[position] = argument
-            value, aux = _value_and_aux(func(*filled, **kwargs), has_aux)
-            aux_leaves, aux_structure = tree.flatten(aux)
-            return value, aux_leaves
-
-        if tree.eager(args, kwargs) and not _inference(leaves):
-            sums = GradientSums(leaves, [leaf.dtype for leaf in leaves])
-            own = own_leaves(leaves)
-            with torch.enable_grad():
-                value, aux_leaves = over_leaves(*own)
-            backward([value], [torch.ones_like(value)], own, sums)
-            pulled = sums.filled()
-            value, aux_leaves = tree.detached((value, aux_leaves))
-        else:
-            vjp: Callable[..., Any] = torch.func.vjp
-            value, pull, aux_leaves = vjp(over_leaves, *leaves, has_aux=True)
-            pulled = pull(torch.ones_like(value), retain_graph=False)
-        grads = tree.unflatten(structure, pulled)
-        grads = grads if isinstance(argnums, tuple) else grads[0]
-        if has_aux:
-            return grads, (value, tree.unflatten(aux_structure, aux_leaves))
-        return grads, value
-
-    return grads_and_value_of
-
-
-def _value_and_aux(output: Any, has_aux: bool) -> tuple[Tensor, Tree]:
-    if has_aux and not (isinstance(output, tuple) and len(output) == 2):
-        raise ValueError(
-            f"with has_aux=True the function must return (value, aux), got {type(output).__name__}"
-        )
-    value, aux = output if has_aux else (output, None)
-    if not isinstance(value, Tensor) or value.ndim != 0:
-        found = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
-        hint = "" if has_aux else ". Perhaps it returns aux as well: has_aux=True"
-        raise ValueError(
-            f"only a scalar tensor has a gradient, but the function gave {found}{hint}"
-        )
-    return value, aux
-
-
-_own_grad_and_value = grad_and_value
 
 
 def accumulate(
@@ -143,7 +63,7 @@ def accumulate(
     *,
     weight_fn: WeightFn | None = label_weights,
     total: Count | None = None,
-    grad_and_value: GradAndValue = grad_and_value,
+    grad_and_value: GradAndValue = plain_grad_and_value,
     accum_dtype: torch.dtype | None = None,
     out: Sequence[Tensor] | None = None,
     ready: Ready | None = None,
@@ -239,14 +159,14 @@ def accumulator(
     compile: bool | Compiler = False,
 ) -> Accumulate:
     """Made once, so that a compiler compiles it once: for every number of microbatches, and all of their shapes."""
-    own = grad_and_value is _own_grad_and_value
+    own = grad_and_value is plain_grad_and_value
     part_of = partial_loss(loss_fn)
-    in_place = in_place_pass(part_of)
-    if own and compile is not False:
-        in_place = compiled_pass(part_of, grad_and_value, compile)
-    returned = returning_pass(part_of, grad_and_value, weight_fn)
-    # Our own reverse mode returns gradients only under transforms, which compile what they like themselves.
-    returned = returned if own else compiled(returned, compile)
+    if own:
+        in_place = in_place_pass(part_of) if compile is False else compiled_pass(part_of, compile)
+        # Whoever transforms or differentiates the step compiles what they like themselves.
+        returned = recorded_pass(part_of)
+    else:
+        returned = returning_pass(part_of, grad_and_value, weight_fn, compile)
 
     def add_up(gathering: Gathering, group: Group, total: Count | None, /) -> Sums:
         like = gathering.given.leaves[0]
@@ -254,7 +174,7 @@ def accumulator(
         recorded = (
             not (own and tree.eager())
             or tree.any_requires_grad([*gathering.given.leaves, *(total or ())])
-            or _inference(gathering.given.leaves)
+            or inference(gathering.given.leaves)
         )
         given: Worth | None = None
         total = total and Count(divisor(total.num_tokens), total.num_microbatches)
@@ -267,22 +187,18 @@ def accumulator(
             recorded = recorded or tree.any_requires_grad(data)
             with gathering as (seen, sums):
                 if recorded:
-                    grads, told = returned(seen.tree(), microbatch, weights, total)
-                    if not tree.differentiated(seen.leaves, total, data):
-                        # What the loss closes over is a constant, whether it requires grad or not.
-                        grads, told = tree.detached((grads, told))
-                    if not own:
-                        # What a reverse mode of the user's returns may be a buffer of theirs.
-                        told = told._replace(loss=told.loss.clone())
-                    sums.add(grads, copy=not own)
+                    differentiated = tree.differentiated([*seen.leaves, *(total or ()), *data])
                 else:
-                    detached = tree.unflatten(kind, tree.cut_off(data))
-                    given_ = (detached, weights, total, gathering.loss_gathers)
-                    task = Task(seen.leaves, seen.structure, *given_)
-                    last = gathering.each_microbatch or position == group.length
-                    told = in_place(task, sums, gathering.ready if last else None)
-                    del detached, given_, task
-                del seen, sums
+                    # What the loss does to its data is not done to the caller's.
+                    microbatch, differentiated = tree.unflatten(kind, tree.cut_off(data)), False
+                task = Task(
+                    *(seen.leaves, seen.structure, microbatch, weights, total),
+                    *(gathering.loss_gathers, differentiated),
+                )
+                last = gathering.each_microbatch or position == group.length
+                ready = gathering.ready if last else None
+                told = (returned if recorded else in_place)(task, sums, ready)
+                del seen, sums, task
             reached = reached or told.reached
             given = plus(given, worth(*told[:3]))
             del told, data, microbatch, weights
@@ -314,11 +230,6 @@ def _forgetting(group: Iterable[Weighed]) -> Iterator[Weighed]:
             torch.clear_autocast_cache()
     finally:
         torch.clear_autocast_cache()
-
-
-def _inference(leaves: Sequence[Tensor]) -> bool:
-    """Whether autograd would record nothing, where ``torch.func`` does."""
-    return torch.is_inference_mode_enabled() or any(map(Tensor.is_inference, leaves))
 
 
 @once

@@ -5,7 +5,7 @@ All of them differentiate the same part of the objective, and give the same besi
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any, Literal, NamedTuple, TypeAlias
 
@@ -17,6 +17,7 @@ from purestep.backward import GradientSums, backward, own_leaves
 from purestep.compiler import Compiler, NoGraph, compiled, one_graph
 from purestep.loss_gathers import LossGathers
 from purestep.objective import PartOf, value
+from purestep.reverse_mode import by_vjp
 from purestep.tokens import checked_weights
 from purestep.types import Count, GradAndValue, Microbatch, Params, Tally, Tree, WeightFn
 
@@ -25,7 +26,10 @@ Ready: TypeAlias = Callable[[int], None]
 
 
 class Task(NamedTuple):
-    """What a pass is to differentiate: the part of the objective that belongs to this microbatch."""
+    """What a pass is to differentiate: the part of the objective that belongs to this microbatch.
+
+    ``recorded`` says whether derivatives of what it gives may be asked for.
+    """
 
     leaves: list[Tensor]
     structure: tree.Structure
@@ -33,6 +37,7 @@ class Task(NamedTuple):
     weights: Tensor | None
     total: Count | None
     loss_gathers: LossGathers | None = None
+    recorded: bool = False
 
 
 class Told(NamedTuple):
@@ -69,22 +74,18 @@ def in_place_pass(part_of: PartOf) -> Pass:
     return run
 
 
-def compiled_pass(
-    part_of: PartOf, grad_and_value: GradAndValue, compile: Literal[True] | Compiler
-) -> Pass:
+def compiled_pass(part_of: PartOf, compile: Literal[True] | Compiler) -> Pass:
     """As one graph: forward, backward and the sums, which it makes, or writes to in place.
 
     Where there is no such graph, and where somebody waits for single sums, the forward pass is compiled alone.
     """
-    returned = returning_pass(part_of, grad_and_value, None)
     in_pieces = in_place_pass(compiled(part_of, compile))
     makes_graph = True
 
     def add(
         params: Params, sums: list[Tensor] | None, dtypes: list[torch.dtype], *given: Any
     ) -> tuple[list[Tensor], Told]:
-        # What the loss closes over is a constant, whether it requires grad or not.
-        grads, told = tree.detached(returned(params, *given))
+        grads, told = _constant(*_gradients(part_of, *tree.flatten(params), *given))
         if sums is None:
             return [grad.to(dtype) for grad, dtype in zip(grads, dtypes, strict=True)], told
         for so_far, grad in zip(sums, grads, strict=True):
@@ -113,12 +114,63 @@ def compiled_pass(
     return run
 
 
-def returning_pass(
-    part_of: PartOf, grad_and_value: GradAndValue, weight_fn: WeightFn | None
-) -> Callable[..., tuple[list[Tensor], Told]]:
-    """``run(params, microbatch, weights, total)`` by any reverse mode, which returns the gradients of the leaves."""
+def recorded_pass(part_of: PartOf) -> Pass:
+    """By ``torch.func.vjp``, for whoever transforms, differentiates or compiles a step: sums keep their graph."""
 
-    def run(
+    def run(task: Task, sums: GradientSums, ready: Ready | None) -> Told:
+        grads, told = _gradients(part_of, *task[:5])
+        if not task.recorded:
+            grads, told = _constant(grads, told)
+        sums.add(grads, copy=False)
+        return told
+
+    return run
+
+
+def _gradients(
+    part_of: PartOf,
+    leaves: list[Tensor],
+    structure: tree.Structure,
+    microbatch: Microbatch,
+    weights: Tensor | None,
+    total: Count | None,
+) -> tuple[list[Tensor], Told]:
+    reached, counts, kind = True, 0, None
+
+    def loss_of(*leaves: Tensor) -> tuple[Tensor, list[Tensor]]:
+        nonlocal reached, counts, kind
+        part = part_of(tree.unflatten(structure, leaves), microbatch, weights, total)
+        loss = value(part.terms, part.cotangents)
+        reached, counts = _reaches(loss, leaves), len(part.num_tokens)
+        aux, kind = tree.flatten(part.aux)
+        return loss, [*part.num_tokens, *aux]
+
+    grads, loss, beside = by_vjp(loss_of, leaves)
+    aux = tree.unflatten(kind, beside[counts:])
+    return grads, Told(loss, beside[:counts], aux, reached)
+
+
+def _reaches(loss: Tensor, leaves: Sequence[Tensor]) -> bool:
+    """Whether the loss depends on them; where they are not tracked, reverse mode has a way of its own."""
+    return loss.requires_grad or not tree.any_requires_grad(leaves)
+
+
+def _constant(grads: list[Tensor], told: Told) -> tuple[list[Tensor], Told]:
+    """What the loss closes over is a constant, whether it requires grad or not."""
+    loss, num_tokens, aux, reached = told
+    told = Told(loss.detach(), tree.cut_off(num_tokens), tree.detached(aux), reached)
+    return tree.cut_off(grads), told
+
+
+def returning_pass(
+    part_of: PartOf,
+    grad_and_value: GradAndValue,
+    weight_fn: WeightFn | None,
+    compile: bool | Compiler,
+) -> Pass:
+    """By any reverse mode, which returns the gradients."""
+
+    def gradients(
         params: Params, microbatch: Microbatch, weights: Tensor | None, total: Count | None, /
     ) -> tuple[list[Tensor], Told]:
         leaves, structure = tree.flatten(params)
@@ -132,13 +184,21 @@ def returning_pass(
                 here = checked_weights(weight_fn(given))
             part = part_of(tree.unflatten(structure, leaves), given, here, total)
             loss = value(part.terms, part.cotangents)
-            # Where the leaves are not tracked, this reverse mode has a way of its own.
-            tracked = any(leaf.requires_grad for leaf in leaves)
-            reached = loss.requires_grad or not tracked
+            reached = _reaches(loss, leaves)
             return loss, Tally(part.num_tokens, part.aux)
 
         differentiate = grad_and_value(over_leaves, has_aux=True)
         grads, (loss, (num_tokens, aux)) = differentiate(leaves, microbatch)
         return list(grads), Told(loss, num_tokens, aux, reached)
+
+    gradients = compiled(gradients, compile)
+
+    def run(task: Task, sums: GradientSums, ready: Ready | None) -> Told:
+        grads, told = gradients(tree.unflatten(task.structure, task.leaves), *task[2:5])
+        if not task.recorded:
+            grads, told = _constant(grads, told)
+        # What a reverse mode of the user's returns may be a buffer of theirs.
+        sums.add(grads, copy=True)
+        return told._replace(loss=told.loss.clone())
 
     return run

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from purestep import tree
 from purestep.batching.cut import common_length, whole_leaves
-from purestep.grads import grad_and_value as plain_grad_and_value
+from purestep.reverse_mode import grad_and_value as plain_grad_and_value
 from purestep.tree import accumulation_dtype
 from purestep.types import Microbatch, Params, ReverseMode, Tally
 

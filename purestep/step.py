@@ -27,10 +27,11 @@ from purestep.conversation import conversation
 from purestep.donation import apart
 from purestep.form import flat
 from purestep.gathering import Gather
-from purestep.grads import accumulator, check_undivided, check_whole, grad_and_value, sum_dtypes
+from purestep.grads import accumulator, check_undivided, check_whole, sum_dtypes
 from purestep.objective import divisor, over
 from purestep.optim.base import Optimizer, check_optimizer
 from purestep.optim.transition import transition
+from purestep.reverse_mode import grad_and_value
 from purestep.tokens import count_of, grouped, label_weights
 from purestep.types import (
     GradAndValue,

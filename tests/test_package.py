@@ -87,6 +87,7 @@ def test_imports_run_downward() -> None:
         "batching",
         "objective",
         "backward",
+        "reverse_mode",
         "products",
         "compiler",
         "axis",

@@ -35,16 +35,16 @@ def untransformed(*trees: Tree) -> bool:
     return not (trees and requires_grad(trees))
 
 
-def differentiated(*trees: Tree) -> bool:
+def differentiated(leaves: Sequence[Any]) -> bool:
     """Whether derivatives of what is computed from these leaves may be asked for: a ``vmap`` alone asks for none."""
     if torch_internals.in_forward_mode():
         return True
     if torch.compiler.is_dynamo_compiling():
         # A compiler cannot ask which transforms there are, nor look below them.
-        return torch_internals.transformed() or requires_grad(trees)
+        return torch_internals.transformed() or any_requires_grad(leaves)
     if torch_internals.transforms_differentiate():
         return True
-    return requires_grad([below_transforms(leaf) for leaf in leaves_of(trees)])
+    return any_requires_grad([below_transforms(leaf) for leaf in leaves])
 
 
 def below_transforms(leaf: Any) -> Any:

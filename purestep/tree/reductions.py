@@ -61,7 +61,7 @@ def _norm_of_pieces(leaves: list[Tensor], spread: pieces.Spread) -> Tensor:
 def _root(total: Tensor) -> Tensor:
     """√total, whose derivative at zero is zero."""
     known = number_at_hand(total)
-    if known is not None and known >= 0 and not differentiated(total):
+    if known is not None and known >= 0 and not differentiated([total]):
         # MKL's root, which torch takes, is not correctly rounded.
         return total.new_tensor(math.sqrt(known))
     return torch.where(total > 0, torch.where(total > 0, total, 1).sqrt(), total)

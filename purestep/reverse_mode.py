@@ -1,0 +1,112 @@
+"""Reverse mode: ``torch.func.grad_and_value`` in half its memory, and the gradients that a step hands on with their graph."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from purestep import tree
+from purestep.backward import GradientSums, backward, own_leaves
+from purestep.types import Tree
+
+
+def grad_and_value(
+    func: Callable[..., Any], /, argnums: int | tuple[int, ...] = 0, has_aux: bool = False
+) -> Callable[..., Any]:
+    """``torch.func.grad_and_value``, to the bit, in half its memory.
+
+    ``torch.func`` keeps every activation until the whole backward pass is done, ready for a second
+    derivative that nobody may ask for. Here each is freed as soon as the pass has used it: by autograd's own
+    backward pass where nobody transforms, which is what a step runs, and by ``torch.func.vjp`` elsewhere, where second
+    derivatives and all other transforms work as before. What ``func`` closes over is a constant to the first: to
+    differentiate by it, pass it in, or use ``torch.func``.
+
+    Args:
+        func: a function to a scalar tensor, or to ``(scalar, aux)`` with ``has_aux``.
+        argnums: the positions to differentiate; each argument a tree of floating point tensors.
+        has_aux: whether ``func`` returns a tree of tensors beside its value.
+
+    Returns:
+        A function to ``(grads, value)``, or to ``(grads, (value, aux))`` with ``has_aux``.
+
+    >>> grads, value = grad_and_value(lambda p: (p["w"] ** 2).sum())({"w": torch.tensor([3.0])})
+    >>> grads, value
+    ({'w': tensor([6.])}, tensor(9.))
+    """
+    positions = argnums if isinstance(argnums, tuple) else (argnums,)
+
+    @functools.wraps(func)
+    def grads_and_value_of(*args: Any, **kwargs: Any) -> Any:
+        for position in positions:
+            if not -len(args) <= position < len(args):
+                raise ValueError(
+                    f"argnums={argnums} needs more than the {len(args)} arguments given"
+                )
+        leaves, structure = tree.flatten(tuple(args[position] for position in positions))
+        aux_structure: tree.Structure = None
+
+        def over_leaves(*leaves: Tensor) -> tuple[Tensor, list[Tensor]]:
+            nonlocal aux_structure
+            filled = list(args)
+            for position, argument in zip(
+                positions, tree.unflatten(structure, leaves), strict=True
+            ):
+                filled[position] = argument
+            value, aux = _value_and_aux(func(*filled, **kwargs), has_aux)
+            aux_leaves, aux_structure = tree.flatten(aux)
+            return value, aux_leaves
+
+        if tree.eager(args, kwargs) and not inference(leaves):
+            sums = GradientSums(leaves, [leaf.dtype for leaf in leaves])
+            own = own_leaves(leaves)
+            with torch.enable_grad():
+                value, aux_leaves = over_leaves(*own)
+            backward([value], [torch.ones_like(value)], own, sums)
+            pulled = sums.filled()
+            value, aux_leaves = tree.detached((value, aux_leaves))
+        else:
+            pulled, value, aux_leaves = by_vjp(over_leaves, leaves)
+        grads = tree.unflatten(structure, pulled)
+        grads = grads if isinstance(argnums, tuple) else grads[0]
+        if has_aux:
+            return grads, (value, tree.unflatten(aux_structure, aux_leaves))
+        return grads, value
+
+    return grads_and_value_of
+
+
+def _value_and_aux(output: Any, has_aux: bool) -> tuple[Tensor, Tree]:
+    if has_aux and not (isinstance(output, tuple) and len(output) == 2):
+        raise ValueError(
+            f"with has_aux=True the function must return (value, aux), got {type(output).__name__}"
+        )
+    value, aux = output if has_aux else (output, None)
+    if not isinstance(value, Tensor) or value.ndim != 0:
+        found = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+        hint = "" if has_aux else ". Perhaps it returns aux as well: has_aux=True"
+        raise ValueError(
+            f"only a scalar tensor has a gradient, but the function gave {found}{hint}"
+        )
+    return value, aux
+
+
+def by_vjp(
+    function: Callable[..., tuple[Tensor, list[Tensor]]], leaves: Sequence[Tensor]
+) -> tuple[list[Tensor], Tensor, list[Tensor]]:
+    """The gradients of ``function(*leaves) -> (value, aux)``, its value, and aux: for any transform, and any derivative of them.
+
+    >>> by_vjp(lambda w: (w**2, [2 * w]), [torch.tensor(3.0)])
+    ([tensor(6.)], tensor(9.), [tensor(6.)])
+    """
+    vjp: Callable[..., Any] = torch.func.vjp
+    value, pull, aux = vjp(function, *leaves, has_aux=True)
+    return [*pull(torch.ones_like(value), retain_graph=False)], value, aux
+
+
+def inference(leaves: Sequence[Tensor]) -> bool:
+    """Whether autograd would record nothing, where ``torch.func`` does."""
+    return torch.is_inference_mode_enabled() or any(map(Tensor.is_inference, leaves))
