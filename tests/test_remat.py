@@ -607,25 +607,27 @@ import purestep as ps
 from benchmarks.memory import peak_on_host
 from tests.test_remat import deep
 
-kind, remat, backend = sys.argv[1], {"plain": lambda fn: fn, "remat": ps.remat}[sys.argv[2]], sys.argv[3]
+kind, backend = sys.argv[1:]
 torch.manual_seed(0)
 weights, m = [torch.randn(64, 64) / 8 for _ in range(12)], {"x": torch.randn(4096, 64)}
 sgd = ps.optim.sgd(1e-3)
-loss = lambda w, m: deep(w, m["x"], remat).expand(1)
 how = dict(weight_fn=lambda m: torch.ones(1))
-if kind == "whole":
-    step = ps.compile(ps.make_update_step(loss, sgd, **how), backend=backend, fullgraph=True)
-    run = lambda: step(weights, sgd.init(weights), [m])
-elif kind == "graph":
-    compiler = lambda fn: torch.compile(fn, backend=backend)
-    step = ps.make_update_step(loss, sgd, compile=compiler, **how)
-    run = lambda: step(weights, sgd.init(weights), [m])
-else:
-    own = [w.clone().requires_grad_() for w in weights]
-    compiled = torch.compile(loss, backend=backend, fullgraph=True)
-    run = lambda: torch.autograd.grad(compiled(own, m).sum(), own)
-run(), run()
-print(peak_on_host(run) / m["x"].nbytes)
+for remat in (lambda fn: fn, ps.remat):
+    loss = lambda w, m: deep(w, m["x"], remat).expand(1)
+    if kind == "whole":
+        step = ps.compile(ps.make_update_step(loss, sgd, **how), backend=backend, fullgraph=True)
+        run = lambda: step(weights, sgd.init(weights), [m])
+    elif kind == "graph":
+        compiler = lambda fn: torch.compile(fn, backend=backend)
+        step = ps.make_update_step(loss, sgd, compile=compiler, **how)
+        run = lambda: step(weights, sgd.init(weights), [m])
+    else:
+        own = [w.clone().requires_grad_() for w in weights]
+        compiled = torch.compile(loss, backend=backend, fullgraph=True)
+        run = lambda: torch.autograd.grad(compiled(own, m).sum(), own)
+    run(), run()
+    print("peak", peak_on_host(run) / m["x"].nbytes)
+    torch.compiler.reset()
 """
 
 
@@ -633,19 +635,17 @@ print(peak_on_host(run) / m["x"].nbytes)
 def test_what_is_kept_under_the_compiler(kind: str) -> None:
     """Whether reverse mode is in the graph, or the compiler's own, which would compute as it likes."""
 
-    def peak(how: str) -> float:
-        # Only the compiler's own partition of a joint graph takes what is computed twice for one and the same.
-        backend = COMPILER if kind == "joint" else "aot_eager"
-        run = subprocess.run(
-            [sys.executable, "-c", PEAK, kind, how, backend], capture_output=True, text=True,
-            env={**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"}, timeout=240,
-            cwd=Path(__file__).parent.parent,
-        )  # fmt: skip
-        assert run.returncode == 0, run.stderr
-        return float(re.findall(r"[\d.]+", run.stdout)[-1])
-
-    assert peak("plain") >= 4 * 12
-    assert peak("remat") <= 12 + 5 + 5
+    # Only the compiler's own partition of a joint graph takes what is computed twice for one and the same.
+    backend = COMPILER if kind == "joint" else "aot_eager"
+    run = subprocess.run(
+        [sys.executable, "-c", PEAK, kind, backend], capture_output=True, text=True,
+        env={**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"}, timeout=240,
+        cwd=Path(__file__).parent.parent,
+    )  # fmt: skip
+    assert run.returncode == 0, run.stderr
+    plain, remat = map(float, re.findall(r"^peak ([\d.]+)$", run.stdout, re.M))
+    assert plain >= 4 * 12
+    assert remat <= 12 + 5 + 5
 
 
 def test_attention_draws_where_it_drops() -> None:
