@@ -148,21 +148,21 @@ def kill_after_a_save(run: Run, rank: int, checkpoint: Path) -> None:
 
 
 def test_a_killed_run_ends_in_the_same_bits(undisturbed: Run, tmp_path: Path) -> None:
+    """The rank that saves is killed."""
     checkpoint = tmp_path / "state"
     resumable = [*TRAINING, "--checkpoint", str(checkpoint), "--save-every", "2"]
 
-    with running(tmp_path, *torchrun(), "--max-restarts", "2", *resumable) as run:
-        for rank in (1, 0):
-            kill_after_a_save(run, rank, checkpoint)
+    with running(tmp_path, *torchrun(), "--max-restarts", "1", *resumable) as run:
+        kill_after_a_save(run, 0, checkpoint)
         assert run.process.wait(timeout=PATIENCE) == 0, run.stderr
 
-    first, second, third = map(int, re.findall(r"^from step (\d+)", run.stdout, re.M))
-    assert 0 == first < second < third < 80
+    first, second = map(int, re.findall(r"^from step (\d+)", run.stdout, re.M))
+    assert 0 == first < second < 80
     assert run.fingerprints == undisturbed.fingerprints != set()
 
 
 def test_a_killed_run_in_pieces_goes_on(undisturbed: Run, tmp_path: Path) -> None:
-    """Half of the state on each rank, in a folder that all of them write; and the same losses, as they are printed."""
+    """The other rank is killed. Half of the state on each, in a folder that all of them write; and the same losses, as they are printed."""
     checkpoint = tmp_path / "state"
     resumable = [*TRAINING, "--checkpoint", str(checkpoint), "--save-every", "2"]
     resumable += ["--shard", "microbatch"]

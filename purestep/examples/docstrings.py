@@ -30,7 +30,6 @@ from typing import Any
 
 import torch
 from einops import rearrange
-from matplotlib.figure import Figure
 from torch import Tensor
 from tqdm import tqdm
 
@@ -84,12 +83,13 @@ def docstrings() -> list[bytes]:
 def docstrings_of(files: Iterable[Path]) -> list[str]:
     """The docstrings in these files that are longer than a line, each once."""
     kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-    found = {
-        ast.get_docstring(node)
-        for file in files
-        for node in ast.walk(ast.parse(file.read_bytes()))
-        if isinstance(node, kinds)
-    }
+    found = set()
+    for file in files:
+        nodes: list[ast.AST] = [ast.parse(file.read_bytes())]
+        for node in nodes:
+            # Most of a file is expressions, and there is nothing to be found in them.
+            nodes += [part for part in ast.iter_child_nodes(node) if not isinstance(part, ast.expr)]
+        found |= {ast.get_docstring(node) for node in nodes if isinstance(node, kinds)}
     return sorted(text for text in found if text and len(text) > 40)
 
 
@@ -168,6 +168,8 @@ def draw(
     path: Path, dtype: str, distances: dict[str, list[float]], losses: dict[str, list[float]]
 ) -> None:
     """Distance from the large batch on the left, losses on the right."""
+    from matplotlib.figure import Figure
+
     colors = {"one large batch": "0.6", "purestep": "#0072b2", "mean of means": "#d55e00"}
     widths = {"one large batch": 6.0, "purestep": 1.8, "mean of means": 1.8}
     steps = range(1, len(losses["purestep"]) + 1)
@@ -421,6 +423,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         parser.error("--checkpoint needs torchrun")
     if options.shard:
         parser.error("--shard needs torchrun")
+    from matplotlib.figure import Figure  # It takes a while to load, and ranks draw nothing.
+
     kinds = Figure().canvas.get_supported_filetypes()
     if options.picture.suffix.removeprefix(".") not in kinds:
         parser.error(f"--picture {options.picture} must end in one of {', '.join(kinds)}")
