@@ -1,6 +1,6 @@
 """``MeshAxis`` over real processes: what travels, what happens when a rank goes wrong, transforms and compilers.
 
-The programs are those of ``tests/faults.py`` and ``tests/test_testing.py``, where threads run them. Here one group of four gloo
+The programs are those of ``tests/faults.py`` and ``tests/programs.py``, where threads run them. Here one group of four gloo
 processes stays up for the whole file; only tests that kill a rank start their own.
 """
 
@@ -49,7 +49,7 @@ from tests.faults import (
     sound,
     step,
 )
-from tests.test_testing import (
+from tests.programs import (
     ACCUM_DTYPES,
     LAWS,
     LIFETIMES,
