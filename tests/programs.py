@@ -387,3 +387,8 @@ def check_differentiated_by_data(results: Sequence[list[Tensor]]) -> None:
     (expected,) = differentiated_by_data(ps.LocalAxis(), [batch(8)])
     assert expected.any()
     assert torch.equal(torch.cat([grad for grads in results for grad in grads]), expected)
+
+
+def settings_step(axis: ps.Axis, rank: int, settings: dict[str, Any]) -> Any:
+    """The sound step, with these settings."""
+    return step(axis, {**sound(rank), **settings})
