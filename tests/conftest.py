@@ -10,7 +10,9 @@ import proofs.strategies  # noqa: F401
 from purestep.testing.processes import World
 from tests.processes import SIZE
 
-pytest.register_assert_rewrite("tests.faults", "tests.modules", "tests.programs")
+pytest.register_assert_rewrite(
+    "tests.faults", "tests.modules", "tests.on_a_device", "tests.programs"
+)
 
 
 @pytest.fixture(scope="module")

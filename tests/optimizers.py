@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 import purestep as ps
-from purestep import tree
+from proofs.strategies import labels, matrices
 
 PARAMS = {"w": torch.ones(2, 2), "b": torch.ones(2)}
 GRADS = {"w": torch.full((2, 2), 3.0), "b": torch.full((2,), -2.0)}
@@ -17,18 +17,6 @@ TRANSFORMS = {
     "adam": ps.optim.scale_by_adam(),
     "decay": ps.optim.add_decayed_weights(0.5),
 }
-
-
-def matrices(params: Any) -> Any:
-    """A mask: matrices decay."""
-    return tree.map(lambda leaf: leaf.ndim > 1, params)
-
-
-def labels(params: Any) -> Any:
-    """Matrices, and the rest."""
-    return tree.map(lambda leaf: "matrix" if leaf.ndim > 1 else "rest", params)
-
-
 RECIPES: dict[str, Any] = {
     "descend": ps.optim.descend,
     "momentum": lambda rate: ps.optim.sgd(

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 import purestep as ps
+from proofs.strategies import labels
 from proofs.test_t08_optimizers import random_grads, random_params
 from purestep import tree
 
@@ -16,11 +17,6 @@ SHAPES = {
     "head": {"w": (5, 3), "scale": ()},
 }
 LEARNING_RATE = 0.05
-
-
-def labels_of(params: Any) -> Any:
-    """Matrices, and the rest."""
-    return tree.map(lambda leaf: "matrix" if leaf.ndim == 2 else "rest", params)
 
 
 def drawn(seed: int, dtype: torch.dtype = torch.float32, steps: int = 5) -> tuple[Any, list[Any]]:
@@ -46,7 +42,7 @@ def muon() -> ps.optim.Optimizer:
 
 def muon_and_adamw() -> ps.optim.Optimizer:
     """What people train with."""
-    return ps.optim.partition(labels_of, {"matrix": muon(), "rest": ps.optim.adamw(LEARNING_RATE)})
+    return ps.optim.partition(labels, {"matrix": muon(), "rest": ps.optim.adamw(LEARNING_RATE)})
 
 
 SGD = {"slow": ps.optim.sgd(0.125, 0.5), "fast": ps.optim.sgd(0.5)}

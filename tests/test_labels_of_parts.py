@@ -11,10 +11,10 @@ import pytest
 import torch
 
 import purestep as ps
-from proofs.strategies import assert_same
+from proofs.strategies import assert_same, labels
 from proofs.test_t08_optimizers import kinds
 from purestep import tree
-from tests.parts import NATIVE, SGD, drawn, labels_of, muon_and_adamw
+from tests.parts import NATIVE, SGD, drawn, muon_and_adamw
 
 SAME_LABELS: dict[str, Any] = {
     "a tree": {
@@ -116,7 +116,7 @@ def test_labels_are_asked_once_for_params_that_agree() -> None:
 
 
 def test_what_is_remembered_keeps_no_tensor_alive() -> None:
-    optimizer = ps.optim.partition(labels_of, NATIVE)
+    optimizer = ps.optim.partition(labels, NATIVE)
     params, _ = drawn(0)
     known = weakref.ref(tree.leaves_of(params)[0])
     optimizer.init(params)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import purestep as ps
-from proofs.strategies import assert_same
+from proofs.strategies import assert_same, labels
 from proofs.test_t06_purity import storages
 from proofs.test_t08_optimizers import WHOLE_VECTORS, buffers, kinds, random_grads, random_params
 from purestep import tree
@@ -29,7 +29,7 @@ INNER: dict[str, Callable[[], ps.optim.Optimizer]] = {
     "Muon": lambda: ps.optim.from_torch(torch.optim.Muon, lr=0.01),
     "no kernels": lambda: ps.optim.chain(ps.optim.scale_by_adam(), ps.optim.descend(0.01)),
     "partition": lambda: ps.optim.partition(
-        lambda params: tree.map(lambda leaf: "matrix" if leaf.ndim == 2 else "rest", params),
+        labels,
         {"matrix": ps.optim.from_torch(torch.optim.Muon), "rest": ps.optim.adamw(0.01)},
     ),
 }

@@ -10,9 +10,10 @@ import torch
 from hypothesis import given, strategies as st
 
 import purestep as ps
+from proofs.strategies import matrices
 from purestep import tree
 from purestep.testing.bounds import gamma
-from tests.optimizers import GRADS, PARAMS, RECIPES, matrices
+from tests.optimizers import GRADS, PARAMS, RECIPES
 
 
 @given(st.floats(0.1, 10))

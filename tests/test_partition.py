@@ -9,11 +9,11 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 import purestep as ps
-from proofs.strategies import assert_same
+from proofs.strategies import assert_same, labels
 from proofs.test_t06_purity import storages
 from proofs.test_t08_optimizers import buffers, kinds
 from purestep import tree
-from tests.parts import LEARNING_RATE, PARTS, SGD, drawn, labels_of, muon, muon_and_adamw, split
+from tests.parts import LEARNING_RATE, PARTS, SGD, drawn, muon, muon_and_adamw, split
 
 
 @settings(max_examples=10)
@@ -71,7 +71,7 @@ def test_the_state_of_a_part_has_nothing_for_the_others() -> None:
 
     optimizer = ps.optim.Optimizer(init, lambda grads, state, params: (params, state))
     params = [Node(torch.ones(2, 2), torch.zeros(2)), {"b": torch.ones(1)}]
-    ps.optim.partition(labels_of, {"matrix": optimizer, "rest": optimizer}).init(params)
+    ps.optim.partition(labels, {"matrix": optimizer, "rest": optimizer}).init(params)
     assert_same(seen[0], [Node(torch.ones(2, 2), ()), ()])
     assert_same(seen[1], [Node((), torch.zeros(2)), {"b": torch.ones(1)}])
 
@@ -80,7 +80,7 @@ def test_of_transforms() -> None:
     """Each gradient to a Transform: one before an optimizer, in the order of the params."""
     params, grads = drawn(0)
     double = ps.optim.Transform(lambda _: (), lambda g, s, p: (tree.map(lambda x: 2 * x, g), s))
-    apart = ps.optim.partition(labels_of, {"matrix": ps.optim.momentum(0.5), "rest": double})
+    apart = ps.optim.partition(labels, {"matrix": ps.optim.momentum(0.5), "rest": double})
     assert isinstance(apart, ps.optim.Transform)
     optimizer = ps.optim.chain(apart, ps.optim.descend(0.5))
     assert optimizer.update_ is not None
@@ -107,7 +107,7 @@ def test_a_label_that_nobody_has() -> None:
 
     nobody = ps.optim.Optimizer(refuse, refuse, refuse)
     optimizer = ps.optim.partition(
-        labels_of, {"nobody": nobody, "matrix": SGD["slow"], "rest": SGD["fast"]}
+        labels, {"nobody": nobody, "matrix": SGD["slow"], "rest": SGD["fast"]}
     )
     params, grads = drawn(0)
     state = optimizer.init(params)
@@ -146,9 +146,7 @@ def test_a_state_of_others_is_refused(method: str) -> None:
         lambda params: tree.map(lambda leaf: "rest" if leaf.numel() < 6 else "matrix", params),
         {"matrix": ps.optim.adamw(0.1), "rest": ps.optim.adamw(0.1)},
     ).init(params)
-    both = ps.optim.partition(
-        labels_of, {"matrix": ps.optim.adamw(0.1), "rest": ps.optim.adamw(0.1)}
-    )
+    both = ps.optim.partition(labels, {"matrix": ps.optim.adamw(0.1), "rest": ps.optim.adamw(0.1)})
     with pytest.raises(
         ValueError, match=r"opt_state was not made by optimizer\.init of these params"
     ):
@@ -160,12 +158,10 @@ def test_each_part_sees_its_own_norm() -> None:
     params = {"w": torch.zeros(2, 2), "b": torch.zeros(2)}
     grads = {"w": torch.tensor([[3.0, 0.0], [0.0, 4.0]]), "b": torch.tensor([0.0, 12.0])}
     clip, descend = ps.optim.clip_by_global_norm(2.0), ps.optim.descend(1.0)
-    inside = ps.optim.partition(
-        labels_of, {"matrix": ps.optim.chain(clip, descend), "rest": descend}
-    )
+    inside = ps.optim.partition(labels, {"matrix": ps.optim.chain(clip, descend), "rest": descend})
     before = ps.optim.chain(
         ps.optim.clip_by_global_norm(6.5),
-        ps.optim.partition(labels_of, {"matrix": descend, "rest": descend}),
+        ps.optim.partition(labels, {"matrix": descend, "rest": descend}),
     )
     for method in ("update", "update_"):
         for optimizer, factors in ((inside, (2 / 5, 1.0)), (before, (6.5 / 13, 6.5 / 13))):
@@ -183,7 +179,7 @@ def test_each_part_sees_its_own_norm() -> None:
 def test_grad_scale_reaches_each_part_once(name: str, method: str) -> None:
     """A power of two divides exactly, so nobody can tell; and a part without the keyword gets divided gradients."""
     params, grads = drawn(3)
-    optimizer = ps.optim.partition(labels_of, PARTS[name])
+    optimizer = ps.optim.partition(labels, PARTS[name])
     plain = scaled = (params, optimizer.init(params))
     divide: Any = ps.optim.chain(optimizer)  # gives the keyword to those who lack it
     for one in grads:
@@ -199,7 +195,7 @@ def test_grad_scale_reaches_each_part_once(name: str, method: str) -> None:
 @pytest.mark.parametrize("name", PARTS)
 def test_in_place_where_it_applies(name: str, scale: float | None) -> None:
     """``applied=False`` leaves all parts as they are, to the bit; True is the update."""
-    optimizer = ps.optim.partition(labels_of, PARTS[name])
+    optimizer = ps.optim.partition(labels, PARTS[name])
     params, grads = drawn(4)
     how: Any = {} if scale is None else {"grad_scale": torch.tensor(scale)}
     state = (params, optimizer.init(params))

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 import purestep as ps
-from proofs.strategies import assert_same
+from proofs.strategies import assert_same, labels
 from proofs.test_t06_purity import storages
 from purestep import tree
-from tests.parts import PARTS, drawn, exact_group, exact_loss, exact_params, labels_of, split
+from tests.parts import PARTS, drawn, exact_group, exact_loss, exact_params, split
 
 
 def loss_fn(params: Any, microbatch: Any) -> Tensor:
@@ -41,7 +41,7 @@ def step_with(optimizer: ps.optim.Optimizer, **how: Any) -> Any:
 @pytest.mark.parametrize("name", PARTS)
 def test_in_the_step(name: str, normalize: str) -> None:
     """Donated or not, the same bits; a step that is not taken is the identity for every part."""
-    optimizer = ps.optim.partition(labels_of, PARTS[name])
+    optimizer = ps.optim.partition(labels, PARTS[name])
     params, _ = drawn(1)
     good = group([2, 1])
     groups = [
@@ -73,7 +73,7 @@ def test_in_the_step(name: str, normalize: str) -> None:
 @pytest.mark.parametrize("name", PARTS)
 def test_the_step_is_its_parts_by_hand(name: str) -> None:
     """The gradients that the step sees, taken apart by hand, each to its optimizer."""
-    optimizer = ps.optim.partition(labels_of, PARTS[name])
+    optimizer = ps.optim.partition(labels, PARTS[name])
     params, _ = drawn(1)
     state = (params, optimizer.init(params))
     alone = {label: (mine, PARTS[name][label].init(mine)) for label, mine in split(params).items()}
@@ -97,7 +97,7 @@ def test_the_step_is_its_parts_by_hand(name: str) -> None:
 @pytest.mark.parametrize("name", PARTS)
 def test_ranks_agree(name: str, donate: bool) -> None:
     """Ranks with uneven data, one with none: the same bits on each, and those of one rank with all data."""
-    optimizer = ps.optim.partition(labels_of, PARTS[name])
+    optimizer = ps.optim.partition(labels, PARTS[name])
     axis = ps.testing.ThreadAxis(3)
     params = exact_params(0)
     whole = exact_group()

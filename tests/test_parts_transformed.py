@@ -10,18 +10,9 @@ import torch
 from torch import Tensor
 
 import purestep as ps
-from proofs.strategies import assert_same
+from proofs.strategies import assert_same, labels
 from purestep import tree
-from tests.parts import (
-    NATIVE,
-    drawn,
-    exact_group,
-    exact_loss,
-    exact_params,
-    labels_of,
-    muon_and_adamw,
-    split,
-)
+from tests.parts import NATIVE, drawn, exact_group, exact_loss, exact_params, muon_and_adamw, split
 
 
 def batched(*states: Any) -> Any:
@@ -32,7 +23,7 @@ def batched(*states: Any) -> Any:
 def test_vmap_is_one_by_one() -> None:
     """An ensemble of native parts steps as its members do, to the bit."""
     optimizer = ps.optim.partition(
-        labels_of, {"matrix": ps.optim.adamw(0.1, weight_decay=0.1), "rest": NATIVE["rest"]}
+        labels, {"matrix": ps.optim.adamw(0.1, weight_decay=0.1), "rest": NATIVE["rest"]}
     )
     members = [drawn(seed, torch.float64) for seed in range(3)]
     states = [(params, optimizer.init(params)) for params, _ in members]
@@ -49,7 +40,7 @@ def test_vmap_is_one_by_one() -> None:
 
 def test_vmap_of_the_step_is_one_by_one() -> None:
     """The whole step, on data without rounding: batched sums may round in another order."""
-    optimizer = ps.optim.partition(labels_of, NATIVE)
+    optimizer = ps.optim.partition(labels, NATIVE)
     step = ps.make_update_step(exact_loss, optimizer, weight_fn=lambda m: m["w"])
     states, microbatches = [], exact_group()
     for seed in range(3):
@@ -79,7 +70,7 @@ DERIVATIVES: dict[str, Derivative] = {
 @pytest.mark.parametrize("name", DERIVATIVES)
 def test_derivatives_are_those_of_the_parts(name: str) -> None:
     """Two steps, differentiated by the gradients of the first: each part's derivative is its own."""
-    optimizer = ps.optim.partition(labels_of, NATIVE)
+    optimizer = ps.optim.partition(labels, NATIVE)
     params, grads = drawn(5, torch.float64)
     derivative = DERIVATIVES[name]
 
@@ -114,7 +105,7 @@ def test_a_learned_rate_of_one_part() -> None:
 
     def moved(rate: Tensor) -> Any:
         optimizer = ps.optim.partition(
-            labels_of, {"matrix": ps.optim.sgd(rate), "rest": ps.optim.sgd(0.1)}
+            labels, {"matrix": ps.optim.sgd(rate), "rest": ps.optim.sgd(0.1)}
         )
         return split(optimizer.update(grads[0], optimizer.init(params), params)[0])
 
