@@ -34,7 +34,7 @@ from tests.faults import (
     sound,
     step,
 )
-from tests.test_testing import threads
+from tests.programs import threads
 
 pytestmark = pytest.mark.timeout(60)
 

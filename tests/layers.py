@@ -1,0 +1,53 @@
+"""A deep network of integers, whole and in pieces, and each way to gather it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import purestep as ps
+from purestep.gathering import Gather
+
+WIDTH, ADAMW = 16, ps.optim.adamw(0.1)
+GATHERS: list[Gather] = ["step", "microbatch", "loss"]
+
+
+def network(layers: int, width: int = WIDTH) -> list[Tensor]:
+    """Equal layers of integers."""
+    generator = torch.Generator().manual_seed(0)
+    shape = (layers, width, width)
+    return [*torch.randint(-1, 2, shape, generator=generator).to(torch.float64)]
+
+
+def rows(count: int, seed: int = 0) -> Tensor:
+    """Inputs, integers as well."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(-2, 3, (count, WIDTH), generator=generator).to(torch.float64)
+
+
+def of_whole(params: Sequence[Tensor], x: Tensor) -> Tensor:
+    """A deep network, one loss for each row."""
+    for layer in params:
+        x = torch.relu(x @ layer) * 0.125
+    return x.square().sum(-1)
+
+
+def of_pieces(params: Sequence[Any], x: Tensor) -> Tensor:
+    """The same, of which one layer is whole at a time, and the next on its way."""
+    for layer in ps.unshard_each(params):
+        x = torch.relu(x @ layer) * 0.125
+        del layer
+    return x.square().sum(-1)
+
+
+def loss_of(gather: Gather) -> Callable[..., Tensor]:
+    """The one that this way needs."""
+    return of_pieces if gather == "loss" else of_whole
+
+
+def ones(x: Tensor) -> Tensor:
+    """Every row is a token."""
+    return torch.ones(len(x), dtype=torch.int64)

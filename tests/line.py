@@ -1,0 +1,34 @@
+"""A line through points: the smallest problem for a step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import purestep as ps
+
+SGD = ps.optim.sgd(0.1)
+
+
+def loss_fn(params: Any, microbatch: dict[str, Tensor]) -> Tensor:
+    """(w x − y)², for each token."""
+    return (params["w"] * microbatch["x"] - microbatch["y"]).square()
+
+
+def weight_fn(microbatch: dict[str, Tensor]) -> Tensor:
+    """Every token the same."""
+    return torch.ones_like(microbatch["x"])
+
+
+PARAMS = {"w": torch.tensor(1.0)}
+MICROBATCH = {"x": torch.tensor([1.0, 2.0]), "y": torch.tensor([3.0, 5.0])}
+
+
+def step_with(
+    loss: Any = loss_fn, optimizer: Any = SGD, group: Any = (MICROBATCH,), **settings: Any
+) -> Any:
+    """One update with these settings."""
+    step = ps.make_update_step(loss, optimizer, **{"weight_fn": weight_fn, **settings})
+    return step(PARAMS, SGD.init(PARAMS), group)

@@ -1,0 +1,40 @@
+"""Optimizers of every kind, and small params and gradients for them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+import purestep as ps
+from proofs.strategies import labels, matrices
+
+PARAMS = {"w": torch.ones(2, 2), "b": torch.ones(2)}
+GRADS = {"w": torch.full((2, 2), 3.0), "b": torch.full((2,), -2.0)}
+TRANSFORMS = {
+    "clip": ps.optim.clip_by_global_norm(1.0),
+    "momentum": ps.optim.momentum(0.5, nesterov=True),
+    "adam": ps.optim.scale_by_adam(),
+    "decay": ps.optim.add_decayed_weights(0.5),
+}
+RECIPES: dict[str, Any] = {
+    "descend": ps.optim.descend,
+    "momentum": lambda rate: ps.optim.sgd(
+        rate, 0.9, nesterov=True, weight_decay=0.1, mask=matrices
+    ),
+    "clipped": lambda rate: ps.optim.chain(
+        ps.optim.clip_by_global_norm(1.0), ps.optim.sgd(rate, 0.5)
+    ),
+    "adamw": ps.optim.adamw,
+    "masked adamw": lambda rate: ps.optim.adamw(rate, 0.5, 0.9, weight_decay=0.1, mask=matrices),
+    "lion": lambda rate: ps.optim.lion(rate, weight_decay=0.1, mask=matrices),
+    "adam": lambda rate: ps.optim.chain(ps.optim.scale_by_adam(), ps.optim.descend(rate)),
+    "partition": lambda rate: ps.optim.partition(
+        labels,
+        {"matrix": ps.optim.adamw(rate), "rest": ps.optim.sgd(rate, 0.9, nesterov=True)},
+    ),
+    "master": lambda rate: ps.optim.master_weights(ps.optim.sgd(rate, 0.9)),
+    "ema": lambda rate: ps.optim.ema(ps.optim.sgd(rate, 0.9), 0.9),
+}
+SHAPES = [(), (7,), (64,), (33, 5), (128, 3), (1003,)]
+WAYS = ["update", "update_"]

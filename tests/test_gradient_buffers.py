@@ -1,0 +1,190 @@
+"""Whose memory gradients are in: every sum has its own, or the buffer that was given for it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import purestep as ps
+from tests.squares import squares, x_ones
+
+
+def test_a_gradient_shared_by_two_leaves_is_two_sums() -> None:
+    """Autograd hands the same tensor to both; nobody adds to it in place."""
+    params = [torch.zeros(2), torch.zeros(2)]
+    group = [{"x": torch.ones(2)}] * 3
+    grads, *_ = ps.accumulate(
+        lambda p, m: p[0] + p[1] * 1 + 0 * m["x"], params, group, weight_fn=x_ones
+    )
+    assert torch.equal(torch.stack(grads), torch.full((2, 2), 3.0))
+    assert grads[0].data_ptr() != grads[1].data_ptr()
+
+
+@pytest.mark.parametrize("out", [None, [torch.zeros(1) for _ in range(3)]])
+@pytest.mark.parametrize("number", [1, 2, 3])
+def test_a_gradient_whose_memory_two_leaves_share_is_two_sums(number: int, out: Any) -> None:
+    """Autograd hands views of one tensor to all that were stacked. Its own sums are wrong from the second pass on."""
+    params = [torch.ones(1) for _ in range(3)]
+    group = [{"x": torch.tensor([2.0**m]), "first": m > 0} for m in range(number)]
+
+    def loss_fn(p: list[Tensor], m: Any) -> Tensor:
+        return torch.stack(p[m["first"] :]).sum(0) * m["x"]
+
+    grads, *_ = ps.accumulate(loss_fn, params, group, weight_fn=x_ones, out=out)
+    assert [grad.item() for grad in grads] == [1, 2**number - 1, 2**number - 1]
+    assert len({grad.data_ptr() for grad in grads}) == 3
+
+
+def test_a_gradient_that_somebody_keeps_is_not_added_to() -> None:
+    class Kept(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, kept: Tensor) -> Tensor:
+            ctx.kept = kept
+            return (x * kept).sum(0, keepdim=True)
+
+        @staticmethod
+        def backward(ctx: Any, _: Tensor) -> Any:
+            return ctx.kept.view(-1), None
+
+    kept = torch.tensor([2.0, 3.0])
+    grads, *_ = ps.accumulate(
+        lambda w, m: Kept.apply(w, kept) * m["x"],
+        torch.ones(2),
+        [{"x": torch.ones(1)}] * 3,
+        weight_fn=x_ones,
+    )
+    assert grads.tolist() == [6, 9]
+    assert kept.tolist() == [2, 3]
+
+
+def test_sparse_gradients_arrive_dense() -> None:
+    table, group = torch.zeros(4, 2), [{"x": torch.tensor([1, 1])}, {"x": torch.tensor([3, 0])}]
+
+    def loss_fn(table: Tensor, m: dict[str, Tensor]) -> Tensor:
+        return torch.nn.functional.embedding(m["x"], table, sparse=True).sum(-1)
+
+    grads, *_ = ps.accumulate(loss_fn, table, group, weight_fn=x_ones)
+    assert grads.layout == torch.strided
+    assert grads.sum(1).tolist() == [2, 4, 0, 2]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_out_and_ready(dtype: torch.dtype) -> None:
+    """Sums stand in the buffers, whatever those held; a leaf is announced once, when it is final."""
+    params = {
+        "a": torch.ones(2, dtype=dtype),
+        "b": torch.ones(2, dtype=dtype),
+        "unused": torch.ones(1),
+    }
+    out = [torch.full((2,), 7.0), torch.full((2,), float("nan")), torch.full((1,), 7.0)]
+    seen: dict[int, list[float]] = {}
+
+    def loss_fn(p: Any, m: dict[str, Tensor]) -> Tensor:
+        return (p["a"] * m["x"] + (p["b"] if len(m) > 1 else 0)).float()
+
+    group = [{"x": torch.ones(2), "y": torch.ones(2)}, {"x": 2 * torch.ones(2)}]
+
+    def ready(index: int) -> None:
+        assert index not in seen
+        seen[index] = out[index].tolist()
+
+    grads, *_ = ps.accumulate(loss_fn, params, group, weight_fn=x_ones, out=out, ready=ready)
+    assert [leaf.tolist() for leaf in out] == [[3, 3], [1, 1], [0]]
+    assert all(grads[name] is out[i] for i, name in enumerate(sorted(grads)))
+    assert seen == {0: [3, 3]}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("announced", [True, False])
+def test_out_of_leaves_that_some_microbatches_leave_out(
+    dtype: torch.dtype, announced: bool
+) -> None:
+    """Experts of a mixture, say: leaf i takes part in microbatch m where bit m of i is set, with a gradient of 2 ** m."""
+    params = [torch.ones(1, dtype=dtype) for _ in range(8)]
+    out = [torch.full((1,), float("nan")) for _ in params]
+    group = [{"x": torch.tensor([2.0**m]), "bit": m} for m in range(3)]
+    seen = []
+
+    def loss_fn(p: list[Tensor], m: Any) -> Tensor:
+        parts = [leaf for i, leaf in enumerate(p) if i >> m["bit"] & 1]
+        return torch.stack(parts).sum(0).float() * m["x"]
+
+    def ready(index: int) -> None:
+        assert out[index] == index
+        seen.append(index)
+
+    ps.accumulate(
+        loss_fn, params, group, weight_fn=x_ones, out=out, ready=ready if announced else None
+    )
+    assert torch.cat(out).tolist() == list(range(8))
+    assert sorted(seen) == ([4, 5, 6, 7] if announced else [])
+
+
+class First(torch.autograd.Function):
+    """The first of two, and no gradient for the second."""
+
+    @staticmethod
+    def forward(ctx: Any, a: Tensor, b: Tensor) -> Tensor:
+        return a.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return grad, None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("buffers", [True, False])
+def test_a_gradient_that_is_none_is_zero(dtype: torch.dtype, buffers: bool) -> None:
+    params = [torch.ones(1, dtype=dtype) for _ in range(2)]
+    out = [torch.full((1,), float("nan")) for _ in params] if buffers else None
+    grads, *_ = ps.accumulate(
+        lambda p, m: First.apply(*p).float() * m["x"],
+        params,
+        [{"x": torch.ones(1)}] * 2,
+        weight_fn=x_ones,
+        out=out,
+        ready=(lambda index: None) if buffers else None,
+    )
+    assert [grad.item() for grad in grads] == [2, 0]
+
+
+def test_out_in_a_dtype_of_its_own() -> None:
+    out = [torch.full((1,), float("nan"), dtype=torch.float64)]
+    group = [{"x": torch.ones(1)}] * 3
+    grads, *_ = ps.accumulate(squares, torch.ones(1), group, weight_fn=x_ones, out=out)
+    assert grads is out[0]
+    assert grads == 6
+
+
+def test_what_a_hook_keeps_is_its_own() -> None:
+    """The gradient of one microbatch, whatever is added later."""
+    kept: list[Any] = []
+
+    def loss_fn(w: Tensor, m: dict[str, Tensor]) -> Tensor:
+        w.register_post_accumulate_grad_hook(lambda leaf: kept.append(leaf.grad))
+        return w * m["x"]
+
+    group = [{"x": torch.tensor([2.0**m])} for m in range(3)]
+    grads, *_ = ps.accumulate(loss_fn, torch.ones(1), group, weight_fn=x_ones)
+    assert grads == 7
+    assert [grad.item() for grad in kept] == [1, 2, 4]
+
+
+def test_buffers_of_any_strides() -> None:
+    """Whatever the memory order of leaves, of buffers, and of the gradients between them."""
+    for leaf in (torch.ones(2, 3), torch.ones(3, 2).t(), torch.ones(2, 6)[:, ::2]):
+        for place in (torch.empty(2, 3), torch.empty(3, 2).t(), torch.empty(2, 6)[:, ::2]):
+            x = torch.arange(6.0).view(2, 3)
+            grads, *_ = ps.accumulate(
+                lambda w, m: (w * m).sum().expand(1),
+                leaf,
+                [x, 2 * x, 4 * x],
+                weight_fn=lambda m: torch.ones(1),
+                out=[place],
+                ready=lambda index: None,
+            )
+            assert grads is place
+            assert torch.equal(grads, 7 * x)

@@ -1,0 +1,423 @@
+"""``prefetch``: the same groups, copied ahead, and an end in good order whatever goes wrong."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, strategies as st
+from torch import Tensor
+
+import purestep as ps
+
+
+def labelled(count: int) -> list[dict[str, Tensor]]:
+    """Microbatches that know their own number."""
+    return [{"labels": torch.tensor([i, -100])} for i in range(count)]
+
+
+@given(st.lists(st.integers(0, 4), max_size=5), st.integers(1, 4))
+def test_prefetch_changes_nothing(sizes: list[int], depth: int) -> None:
+    groups = [labelled(size) for size in sizes]
+    found = []
+    for group in ps.prefetch(groups, "cpu", depth):
+        counted = ps.count_tokens(group)
+        found.append([int(microbatch["labels"][0]) for microbatch in group])
+        assert counted == len(found[-1]) == len(group)
+        assert [int(m["labels"][0]) for m in group] == found[-1], "again, from the host"
+        assert ps.count_tokens(group, lambda m: m["labels"] == 0) == min(1, len(group))
+    assert found == [list(range(size)) for size in sizes]
+    assert "prefetch" not in {thread.name for thread in threading.enumerate()}
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_prefetch_keeps_to_its_depth(depth: int) -> None:
+    """Copies are made ahead; with the one in use, which is the consumer's, ``depth`` of them live and no more."""
+    copies: list[weakref.ref[Tensor]] = []
+    alive: list[int] = []
+    made = threading.Semaphore(0)
+
+    class Original(Tensor):
+        """A tensor whose copies are counted while they live."""
+
+        def to(self, *args: Any, **kwargs: Any) -> Any:
+            copy = self.as_subclass(Tensor).clone()
+            copies.append(weakref.ref(copy))
+            alive.append(sum(ref() is not None for ref in copies))
+            made.release()
+            return copy
+
+    def weight_fn(microbatch: dict[str, Tensor]) -> Tensor:
+        return microbatch["labels"].as_subclass(Tensor) == 0
+
+    groups = [[{"labels": torch.zeros(2).as_subclass(Original)} for _ in range(3)] for _ in "abc"]
+    seen = 0
+    for group in ps.prefetch(groups, "cpu", depth, weight_fn=weight_fn):
+        for microbatch in group:
+            seen += 1
+            # So many are made while nothing more is asked for.
+            for _ in range(depth if seen == 1 else seen + depth - 1 <= 9):
+                assert made.acquire(timeout=60)
+            del microbatch
+    assert seen == len(alive) == 9
+    assert max(alive) == depth
+
+
+def test_prefetch_copies_again_one_at_a_time() -> None:
+    """A group that is iterated again is not brought to the device as a whole."""
+    copied = []
+
+    class Original(Tensor):
+        def to(self, *args: Any, **kwargs: Any) -> Any:
+            copied.append(self)
+            return self.as_subclass(Tensor)
+
+    groups = ps.prefetch(
+        [[{"x": torch.ones(1).as_subclass(Original)} for _ in range(3)]],
+        "cpu",
+        weight_fn=lambda m: m["x"].as_subclass(Tensor),
+    )
+    group = next(groups)
+    assert len(list(group)) == len(copied) == 3
+    next(iter(group))
+    assert len(copied) == 4
+
+
+def raising(error: BaseException) -> type[Tensor]:
+    """Tensors that cannot be brought to a device."""
+
+    class Stuck(Tensor):
+        def to(self, *args: Any, **kwargs: Any) -> Any:
+            raise error
+
+    return Stuck
+
+
+ERRORS: list[BaseException] = [OSError("disk"), KeyboardInterrupt(), SystemExit(2)]
+
+
+@pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
+def test_prefetch_raises_what_went_wrong_in_its_turn(error: BaseException) -> None:
+    """Of the source and of counting where the group is due, of copying where the microbatch is; then it is over."""
+
+    def source(fails: bool) -> Iterator[list[Any]]:
+        yield labelled(2)
+        if fails:
+            raise error
+        yield [*labelled(1), {"labels": torch.ones(1).as_subclass(raising(error))}]
+
+    def weight_fn(microbatch: dict[str, Tensor]) -> Tensor:
+        return microbatch["labels"].as_subclass(Tensor) >= 0
+
+    def failing(microbatch: dict[str, Tensor]) -> Tensor:
+        if int(microbatch["labels"][0]) == 1:
+            raise error
+        return weight_fn(microbatch)
+
+    groups = ps.prefetch(source(True), "cpu")
+    assert len(list(next(groups))) == 2
+    with pytest.raises(type(error)) as raised:
+        next(groups)
+    assert raised.value is error
+    assert any(entry.name == "source" for entry in raised.traceback)
+    assert list(groups) == []
+
+    with pytest.raises(type(error)) as raised:
+        next(ps.prefetch(source(False), "cpu", weight_fn=failing))
+    assert raised.value is error
+
+    groups = ps.prefetch(source(False), "cpu", 3, weight_fn=weight_fn)
+    assert len(list(next(groups))) == 2
+    second = iter(next(groups))
+    assert int(next(second)["labels"][0]) == 0
+    with pytest.raises(type(error)) as raised:
+        next(second)
+    assert raised.value is error
+    with pytest.raises(type(error)) as raised:
+        next(groups)
+    assert raised.value is error, "the data have not run out"
+    assert list(groups) == []
+
+
+def test_prefetch_takes_no_error_for_the_end() -> None:
+    """StopIteration of anything but the source is an error."""
+
+    def weight_fn(microbatch: Any) -> Tensor:
+        return next(iter([]))
+
+    with pytest.raises(RuntimeError, match="raised StopIteration"):
+        next(ps.prefetch([labelled(1)], "cpu", weight_fn=weight_fn))
+    with pytest.raises(ValueError, match=r"reads microbatch\['labels'\]"):
+        next(ps.prefetch([[torch.ones(1)]], "cpu"))
+    with pytest.raises(ValueError, match="depth=0 leaves no room"):
+        ps.prefetch([], "cpu", 0)
+
+
+def test_prefetch_leaves_alone_what_is_no_tensor() -> None:
+    name, array = "a string", object()
+    groups = ps.prefetch([[{**labelled(1)[0], "name": name, "more": [array, None]}]], "cpu")
+    (microbatch,) = next(groups)
+    assert microbatch["name"] is name
+    assert microbatch["more"] == [array, None]
+
+
+class Positioned:
+    """Groups from an object that counts for itself what its iterator has given."""
+
+    def __init__(self, count: int) -> None:
+        self.position, self.count, self.closed = 5, count, False
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        for _ in range(self.count):
+            self.position += 2
+            yield labelled(2)
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def test_prefetch_tells_its_position() -> None:
+    """Of what was handed over, where the source tells its own; None where it tells none."""
+    groups = ps.prefetch(ps.group(labelled(10), 4, start=1), "cpu", 3)
+    assert groups.position == 1
+    assert [(len(list(group)), groups.position) for group in groups] == [(4, 5), (4, 9), (1, 10)]
+    assert groups.position == 10
+    chained = ps.prefetch(ps.prefetch(Positioned(2), "cpu"), "cpu")
+    assert chained.position == 5
+    assert [chained.position for _ in chained] == [7, 9]
+    unknown = ps.prefetch([labelled(1)], "cpu")
+    assert [unknown.position, *(unknown.position for _ in unknown)] == [None, None]
+
+
+def test_prefetch_abandoned_leaves_no_thread() -> None:
+    """Also in the middle of a group, and with a source that never ends; a generator is closed."""
+    closed = threading.Event()
+
+    def endless() -> Iterator[list[Any]]:
+        try:
+            while True:
+                yield labelled(3)
+        finally:
+            closed.set()
+
+    groups = ps.prefetch(endless(), "cpu", 2)
+    group = next(groups)
+    microbatches = iter(group)
+    next(microbatches)
+    (thread,) = (thread for thread in threading.enumerate() if thread.name == "prefetch")
+    del groups
+    assert closed.wait(timeout=60)
+    thread.join(timeout=60)
+    assert not thread.is_alive()
+    with pytest.raises(RuntimeError, match="its iterator was closed"):
+        next(microbatches)
+    assert len(list(group)) == 3, "again, from the host"
+
+
+@pytest.mark.timeout(30)
+def test_prefetch_waits_for_no_source() -> None:
+    """Sources that have stalled are left where they are, and asked for nothing when they come back."""
+    go_on, asked = threading.Event(), []
+
+    def stalled() -> Iterator[list[Any]]:
+        yield labelled(1)
+        asked.append("second")
+        go_on.wait()
+        yield labelled(1)
+        asked.append("third")
+
+    before = set(threading.enumerate())
+    for _ in range(5):
+        groups = ps.prefetch(stalled(), "cpu")
+        assert len(list(next(groups))) == 1
+        groups.close()
+        assert list(groups) == []
+    threads = set(threading.enumerate()) - before
+    assert len(threads) == 5
+    go_on.set()
+    for thread in threads:
+        thread.join(timeout=20)
+        assert not thread.is_alive()
+    assert set(asked) <= {"second"}
+
+
+def test_prefetch_of_a_source_that_fails_to_close() -> None:
+    """Whoever closes the stream hears of it, and nobody waits."""
+
+    def source() -> Iterator[list[Any]]:
+        try:
+            while True:
+                yield labelled(5)
+        finally:
+            raise OSError("cannot close the file")
+
+    groups = ps.prefetch(source(), "cpu", 1)
+    microbatches = iter(next(groups))
+    next(microbatches)
+    with pytest.raises(OSError, match="cannot close the file"):
+        groups.close()
+    groups.close()
+    with pytest.raises(RuntimeError, match="its iterator was closed"):
+        next(microbatches)
+    assert list(groups) == []
+
+
+def test_prefetch_tells_the_cause_before_what_closing_says() -> None:
+    def source() -> Iterator[list[Any]]:
+        try:
+            yield [torch.ones(1)]
+        finally:
+            raise OSError("cannot close the file")
+
+    groups = ps.prefetch(source(), "cpu")
+    with pytest.raises(ValueError, match=r"reads microbatch\['labels'\]"):
+        next(groups)
+    with pytest.raises(OSError, match="cannot close the file"):
+        groups.close()
+
+
+def test_prefetch_closes_nothing_of_the_users() -> None:
+    """A data set, or an iterator of a class of one's own, is as it was."""
+    data, threads = Positioned(9), set(threading.enumerate())
+    for source in (data, Stream()):
+        groups = ps.prefetch(source, "cpu")
+        next(groups)
+        groups.close()
+        for thread in set(threading.enumerate()) - threads:
+            thread.join(timeout=60)
+        assert not source.closed
+
+
+class Stream(Iterator[list[Any]]):
+    """An endless iterator that can be closed."""
+
+    closed = False
+
+    def __next__(self) -> list[Any]:
+        return labelled(1)
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def test_prefetch_never_asked_never_begins() -> None:
+    groups = ps.prefetch(ps.group(labelled(3), 2), "cpu")
+    assert "prefetch" not in {thread.name for thread in threading.enumerate()}
+    groups.close()
+    assert next(groups, "end") == "end"
+
+
+def test_prefetch_of_groups_that_are_left_early() -> None:
+    """A group that was left makes room for the next, even at depth 1, and says so when it is asked again."""
+    for depth in (1, 2, 3):
+        groups = ps.prefetch([labelled(3)] * 9, "cpu", depth)
+        for _ in range(6):
+            first = iter(next(groups))
+            next(first)
+        next(groups)
+        second = next(groups)
+        assert len(list(second)) == 3
+        with pytest.raises(RuntimeError, match="this group was left for a later one"):
+            next(first)
+        groups.close()
+        assert list(groups) == []
+
+
+class Slow(Tensor):
+    """What arrives when it is told to."""
+
+    begun: threading.Event
+    go_on: threading.Event
+
+    def to(self, *args: Any, **kwargs: Any) -> Any:
+        self.begun.set()
+        assert self.go_on.wait(timeout=60)
+        return self.as_subclass(Tensor)
+
+
+def slow() -> tuple[Any, threading.Event, threading.Event]:
+    """A microbatch of it, what tells that its copy has begun, and what lets it go on."""
+    labels: Any = torch.zeros(1).as_subclass(Slow)
+    labels.begun, labels.go_on = threading.Event(), threading.Event()
+    return {"labels": labels}, labels.begun, labels.go_on
+
+
+def weights_of_slow(microbatch: Any) -> Tensor:
+    return microbatch["labels"].as_subclass(Tensor) >= 0
+
+
+def test_prefetch_of_a_group_that_is_left_while_it_is_copied() -> None:
+    """What is on its way then is let go, and its place is free again."""
+    last, begun, go_on = slow()
+    source = [[*labelled(1), last], labelled(3)]
+    groups = ps.prefetch(source, "cpu", weight_fn=weights_of_slow)
+    next(iter(next(groups)))
+    assert begun.wait(timeout=60)
+    threading.Timer(0.05, go_on.set).start()
+    assert [int(m["labels"][0]) for m in next(groups)] == [0, 1, 2]
+    groups.close()
+
+
+def test_prefetch_closed_while_the_next_group_is_copied() -> None:
+    """Which was announced already, and is not handed over any more."""
+    first, begun, go_on = slow()
+    groups = ps.prefetch([labelled(1), [first]], "cpu", weight_fn=weights_of_slow)
+    assert len(list(next(groups))) == 1
+    assert begun.wait(timeout=60)
+    groups.close()
+    assert list(groups) == []
+    go_on.set()
+
+
+LEFT = """
+import sys, threading, torch
+import purestep as ps
+
+def groups():
+    while True:
+        yield [{"labels": torch.tensor([1])}] * 3
+        if sys.argv[1] == "stalled":
+            threading.Event().wait()
+        for _ in range(8):
+            torch.randn(1200, 1200) @ torch.randn(1200, 1200)
+
+ahead = ps.prefetch(groups(), "cpu")
+list(next(ahead))
+if sys.argv[2] == "closed":
+    ahead.close()
+"""
+
+
+@pytest.mark.parametrize("source", ["stalled", "at work"])
+@pytest.mark.parametrize("how", ["closed", "in use"])
+def test_prefetch_lets_the_program_end(source: str, how: str) -> None:
+    """In good order: also with a source that would never answer, or that is inside of torch."""
+    subprocess.run([sys.executable, "-c", LEFT, source, how], check=True, timeout=120)
+
+
+def test_prefetch_asks_for_weights_once() -> None:
+    """Of a bound method too, which is a new object wherever it is named."""
+
+    class Counting:
+        asked = 0
+
+        def weights(self, microbatch: Any) -> Tensor:
+            self.asked += 1
+            return torch.ones_like(microbatch["x"])
+
+    counting = Counting()
+    groups = [[{"x": torch.ones(2)}] * 3]
+    sgd = ps.optim.sgd(0.1)
+    step = ps.make_update_step(lambda w, m: w * m["x"], sgd, weight_fn=counting.weights)
+    w = torch.ones(())
+    ahead = ps.prefetch(groups, "cpu", weight_fn=counting.weights)
+    moved, _, metrics = step(w, sgd.init(w), next(ahead))
+    assert counting.asked == 3
+    assert metrics.num_tokens == 6
+    assert moved == w - torch.tensor(0.1)

@@ -1,0 +1,184 @@
+"""Modules, params and calls that ``from_module`` refuses by name, with the way out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations
+
+import purestep as ps
+from tests.modules import D, data, made, normed
+
+
+class Helper:
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+
+
+def helped() -> nn.Module:
+    module = nn.Sequential(nn.Linear(D, D))
+    module.helper = Helper(module)  # type: ignore[assignment]
+    return module
+
+
+def holding_a_set() -> nn.Module:
+    module = nn.Sequential(nn.Linear(D, D))
+    module.seen = {module[0]}  # type: ignore[assignment]
+    return module
+
+
+class FSDPModule:
+    """As the class that ``fully_shard`` puts before a module's own is named."""
+
+
+class Sharded(FSDPModule, nn.Linear):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: nn.Sequential(nn.DataParallel(nn.Linear(D, D))), r"Sequential\.0 is a DataParallel.* module\.module"),
+        (lambda: Sharded(D, D), r"Sharded is a FSDPModule, no plain module: pass a module that fully_shard"),
+        (lambda: torch.compile(nn.Linear(D, D)), r"is a OptimizedModule.* compile=True"),
+        (helped, r"Sequential\.helper is a Helper that leads back to the module"),
+        (holding_a_set, r"Sequential\.seen is a set that leads back to the module"),
+        (lambda: {"w": torch.ones(1)}, r"takes an nn\.Module, got dict"),
+    ],
+)  # fmt: skip
+def test_refused_modules(make: Callable[[], nn.Module], message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        ps.from_module(make())
+
+
+def by_global_name(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
+    return by_way_of_a_function(output)
+
+
+def by_way_of_a_function(output: Tensor) -> Tensor:
+    def inside() -> Tensor:
+        return output * cast("Tensor", GLOBAL[1].weight).sum()
+
+    return inside()
+
+
+GLOBAL = nn.Sequential(nn.Linear(D, D), nn.Linear(D, D))
+
+
+class Namesake(nn.Module):
+    """An attribute has the name of a global."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.GLOBAL = nn.Linear(D, D)
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.GLOBAL(x)
+        return output
+
+
+def test_global_names_of_the_module_are_refused() -> None:
+    ps.from_module(GLOBAL)
+    handle = GLOBAL[0].register_forward_hook(by_global_name)
+    for module in (GLOBAL, GLOBAL[0]):
+        with pytest.raises(TypeError, match=r"^by_way_of_a_function.* by the global name GLOBAL"):
+            ps.from_module(module)
+    handle.remove()
+    module = Namesake()
+    GLOBAL.append(module)
+    ps.from_module(module)
+    del GLOBAL[2]
+
+
+def masked() -> nn.Module:
+    module = nn.Linear(D, D)
+    module.weight.register_hook(lambda grad: grad * 0)
+    return module
+
+
+def accumulating() -> nn.Module:
+    module = nn.Linear(D, D)
+    module.weight.register_post_accumulate_grad_hook(lambda p: None)
+    return module
+
+
+def aliased() -> nn.Module:
+    first, second = nn.Linear(D, D), nn.Linear(D, D)
+    second.weight.data = first.weight.data[:D]
+    return nn.Sequential(first, second)
+
+
+class Viewed(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(D, D)
+        self.kept = [self.weight.t()[2:]]
+
+
+class Indexed(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(D, D)
+        self.at = nn.Parameter(torch.arange(3), requires_grad=False)
+
+
+@pytest.mark.parametrize(
+    ("make", "trainable", "error", "message"),
+    [
+        (masked, None, TypeError, r"^weight has a hook on its gradient, .* Transform"),
+        (accumulating, None, TypeError, r"^weight has a hook on its gradient, .* Transform"),
+        (aliased, None, ValueError, r"^[01]\.weight, which trains, shares memory with [01]\.weight, .* one Parameter"),
+        (aliased, "0.weight", ValueError, r"^0\.weight, which trains, shares memory with 1\.weight, .* one Parameter"),
+        (Viewed, None, ValueError, r"^weight, which trains, shares memory with kept\[0\], .* in forward"),
+        (Indexed, "*", TypeError, r"chooses at, which is torch\.int64 .* p\.is_floating_point\(\)"),
+        (lambda: nn.LazyLinear(D), None, ValueError, r"^weight has no shape yet: call the module once"),
+        (lambda: nn.Linear(D, D, device="meta"), None, ValueError, r"^weight is on the device meta"),
+        (lambda: nn.Linear(D, D), ["weight"], TypeError, r"^trainable=\['weight'\] must be a pattern"),
+    ],
+)  # fmt: skip
+def test_refused_params(
+    make: Callable[[], nn.Module], trainable: Any, error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        ps.from_module(make(), trainable=trainable)
+
+
+def test_what_shares_memory_and_does_not_train() -> None:
+    """Or lies beside what trains, as the weights of an RNN do on a GPU."""
+    assert [*ps.from_module(aliased(), trainable="*.bias")[0]] == ["0.bias", "1.bias"]
+    module, both = nn.Linear(D, D), torch.randn(D + 1, D)
+    module.weight.data, module.bias.data = both[:D], both[D]
+    params, apply = ps.from_module(module)
+    assert torch.equal(apply(params, both), module(both))
+
+
+def test_refused_calls() -> None:
+    params, apply = ps.from_module(normed().eval())
+    bias = {"0.bias": params["0.bias"]}
+    with pytest.raises(
+        ValueError, match=r"params lacks 0\.weight, 1\.weight, 1\.bias, and has no place for none"
+    ):
+        apply(bias, data())
+    with pytest.raises(ValueError, match=r"params lacks none, and has no place for other"):
+        apply({**params, "other": data()}, data())
+    with pytest.raises(ValueError, match=r"buffers lacks none, and has no place for other"):
+        apply(params, data(), buffers={"other": data()})
+
+    params, apply = ps.from_module(normed())
+    with pytest.raises(
+        ValueError, match=r"buffers lacks 1\.running_mean, .*buffers=dict\(module\.named_buffers"
+    ):
+        apply(params, data())
+    params, apply = ps.from_module(parametrizations.spectral_norm(nn.Linear(D, D).double()))
+    with pytest.raises(
+        ValueError, match=r"has written to its buffer parametrizations\.weight\.0\._u"
+    ):
+        apply(params, data())
+
+    params, apply = ps.from_module(made("checkpointed"))
+    with pytest.raises(
+        ValueError, match=r"checkpoints activations, which torch\.func knows nothing of"
+    ):
+        torch.func.grad(lambda p: apply(p, data()).sum())(params)

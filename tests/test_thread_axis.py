@@ -1,0 +1,279 @@
+"""``ThreadAxis``: its collectives, what it launches and when, and errors where ranks cannot meet."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import purestep as ps
+from purestep.conversation import WIDTH
+from tests.faults import same, sound, step
+from tests.programs import (
+    LAWS,
+    blocks,
+    check_launched,
+    check_law,
+    forward_and_pulled,
+    launched_by_then,
+    meets_in_its_loss,
+    threads,
+)
+
+pytestmark = pytest.mark.timeout(60)
+
+
+@pytest.mark.parametrize("bucket_bytes", [8, 32, 1 << 20])
+def test_a_loss_that_meets_over_the_same_axis(bucket_bytes: int) -> None:
+    """Its collectives are never taken for those of the gradients."""
+    axis = ps.testing.ThreadAxis(4, bucket_bytes=bucket_bytes)
+
+    def steps(everywhere: bool) -> list[Any]:
+        return axis.map(lambda rank: meets_in_its_loss(axis, rank, everywhere))(range(4))
+
+    expected = steps(True)[0]
+    for result in steps(False):
+        assert same(result, expected)
+
+
+@pytest.mark.parametrize("meets", [False, True])
+def test_buckets_leave_during_the_backward_pass(meets: bool) -> None:
+    check_launched(threads(4, launched_by_then, [meets] * 4, bucket_bytes=24), meets)
+
+
+def test_what_is_launched_is_handed_over_at_once() -> None:
+    """What is written to the buffer later is lost, as it may be between processes; ranks need not wait in step."""
+
+    def program(axis: Any, rank: int) -> tuple[list[int], list[Any]]:
+        flats = [torch.full((2,), 10.0**place * (rank + 1)) for place in range(3)]
+        waits = [axis.launch("psum", flat, flat) for flat in flats]
+        begun = axis.meetings
+        for flat in flats:
+            flat.fill_(-1.0)
+        for wait in waits[::-1] if rank else waits:
+            wait()
+        return [begun, axis.meetings], [flat.tolist() for flat in flats]
+
+    for begun, sums in threads(3, program, range(3)):
+        assert begun == [3, 3]
+        assert sums == [[6.0] * 2, [60.0] * 2, [600.0] * 2]
+
+
+def errors_of(axis: ps.testing.ThreadAxis, *programs: Callable[[], Any]) -> list[str]:
+    """What ranks hear that run these programs and cannot meet."""
+
+    def caught(program: Callable[[], Any]) -> str:
+        try:
+            program()
+        except ps.RankError as error:
+            return str(error)
+        return "nothing"
+
+    return axis.map(caught)(programs)
+
+
+def test_a_skipped_collective_is_an_error() -> None:
+    axis = ps.testing.ThreadAxis(3)
+    x = torch.ones(2)
+    heard = errors_of(axis, lambda: ps.psum(x, axis), lambda: None, lambda: ps.psum(x, axis))
+    assert heard[1] == "nothing"
+    for rank in (0, 2):
+        assert heard[rank].startswith("these ranks cannot meet: ")
+        assert f"rank {rank} calls psum of torch.float32 (2,) over ThreadAxis(3)" in heard[rank]
+        assert "rank 1 has returned" in heard[rank]
+
+
+def test_an_error_does_not_wait_for_those_who_still_compute() -> None:
+    axis, told = ps.testing.ThreadAxis(3), threading.Event()
+
+    def program(rank: int) -> bool:
+        if rank == 0:
+            with pytest.raises(ps.RankError, match="rank 1 has returned; rank 2 still computes"):
+                ps.psum(torch.ones(2), axis)
+            told.set()
+        return rank == 1 or told.wait(timeout=10)
+
+    assert all(axis.map(program)(range(3)))
+
+
+def test_what_comes_out_is_each_ranks_own() -> None:
+    """To write into, say."""
+    axis = ps.testing.ThreadAxis(3)
+    for law, total in ((ps.psum, 3), (ps.all_gather, 1)):
+        results = axis.map(lambda rank, law=law: law(torch.ones(2), axis).add_(rank))(range(3))
+        assert [float(result.flatten()[0]) for result in results] == [total, total + 1, total + 2]
+
+
+def test_a_skipped_step_is_an_error() -> None:
+    axis = ps.testing.ThreadAxis(2)
+    heard = errors_of(axis, lambda: step(axis, sound(0)), lambda: None)
+    assert f"rank 0 calls psum of torch.float64 ({WIDTH},) over ThreadAxis(2)" in heard[0]
+    assert "rank 1 has returned" in heard[0]
+
+
+@pytest.mark.parametrize(
+    ("calls", "named"),
+    [
+        ([(ps.psum, torch.ones(2)), (ps.all_gather, torch.ones(2))], ["psum of", "all_gather of"]),
+        ([(ps.psum, torch.ones(2)), (ps.psum, torch.ones(3))], ["(2,)", "(3,)"]),
+        (
+            [(ps.psum, torch.ones(2)), (ps.psum, torch.ones(2).double())],
+            ["torch.float32", "torch.float64"],
+        ),
+    ],
+    ids=["law", "shape", "dtype"],
+)
+def test_collectives_that_do_not_match(calls: Any, named: list[str]) -> None:
+    axis = ps.testing.ThreadAxis(2)
+    heard = errors_of(axis, *(lambda law=law, x=x: law(x, axis) for law, x in calls))
+    assert heard[0] == heard[1]
+    first, second = heard[0].removeprefix("these ranks cannot meet: ").split("; ")
+    assert first.startswith("rank 0 calls")
+    assert second.startswith("rank 1 calls")
+    assert named[0] in first
+    assert named[1] in second
+
+
+def test_a_ring_of_waiting_ranks_is_an_error() -> None:
+    """Along two axes: each waits for the next, and no two of them are in the same group."""
+    world = ps.testing.ThreadAxis(4)
+    first, second = world.split(2, 2)
+    axes = [first, second, second, first]
+    heard = errors_of(world, *(lambda axis=axis: ps.psum(torch.ones(1), axis) for axis in axes))
+    assert len(set(heard)) == 1
+    for rank, axis in enumerate(axes):
+        assert f"rank {rank} calls psum of torch.float32 (1,) over {axis!r}" in heard[0]
+
+
+def test_an_exception_comes_out_as_it_is_with_its_rank() -> None:
+    axis, mine, heard = ps.testing.ThreadAxis(3), KeyError("mine"), []
+
+    def program(rank: int) -> None:
+        if rank == 1:
+            raise mine
+        try:
+            ps.psum(torch.ones(2), axis)
+        except ps.RankError as error:
+            heard.append(str(error))
+            raise
+
+    with pytest.raises(KeyError) as info:
+        axis.map(program)(range(3))
+    assert info.value is mine
+    assert mine.__notes__ == ["raised by rank 1 of 3"]
+    assert len(heard) == 2
+    assert all("rank 1 has raised KeyError: 'mine'" in text for text in heard)
+
+
+def test_ranks_that_only_miss_each_other_raise_rank_error() -> None:
+    axis = ps.testing.ThreadAxis(2)
+    with pytest.raises(ps.RankError, match="rank 0 has returned") as info:
+        axis.map(lambda rank: rank and ps.psum(torch.ones(2), axis))(range(2))
+    assert info.value.__notes__ == ["raised by rank 1 of 2"]
+
+
+def test_usable_again_after_an_error() -> None:
+    axis = ps.testing.ThreadAxis(2)
+    for _ in range(3):
+        with pytest.raises(ps.RankError):
+            axis.map(lambda rank: rank and ps.psum(torch.ones(2), axis))(range(2))
+        assert axis.map(lambda x: ps.psum(x, axis))([torch.tensor(1), torch.tensor(2)]) == [3, 3]
+
+
+def test_outside_of_map() -> None:
+    axis = ps.testing.ThreadAxis(2)
+    way_out = r"ThreadAxis\(2\) has ranks only while it maps: axis\.map\(fn\)"
+    with pytest.raises(RuntimeError, match=way_out):
+        ps.psum(torch.ones(2), axis)
+    with pytest.raises(RuntimeError, match=way_out):
+        _ = axis.index
+    with pytest.raises(RuntimeError, match=way_out):
+        step(axis, sound(0))
+
+
+@pytest.mark.parametrize("size", [0, -1, 2.0, "2"])
+def test_size(size: Any) -> None:
+    with pytest.raises(
+        ValueError, match=rf"ThreadAxis\(size={size!r}\): an axis has a whole number"
+    ):
+        ps.testing.ThreadAxis(size)
+
+
+@pytest.mark.parametrize("bucket_bytes", [0, -8, 8.0, None])
+def test_bucket_bytes(bucket_bytes: Any) -> None:
+    with pytest.raises(ValueError, match=rf"bucket_bytes={bucket_bytes} must be a whole number"):
+        ps.testing.ThreadAxis(2, bucket_bytes=bucket_bytes)
+
+
+@pytest.mark.parametrize("sizes", [(), (3,), (2, 3), (4, 0)])
+def test_split_must_multiply_to_the_size(sizes: tuple[int, ...]) -> None:
+    with pytest.raises(
+        ValueError, match=r"ThreadAxis\(4\)\.split\(.*: the sizes must multiply to 4"
+    ):
+        ps.testing.ThreadAxis(4).split(*sizes)
+
+
+def test_map_takes_an_entry_for_each_rank() -> None:
+    axis = ps.testing.ThreadAxis(2)
+    with pytest.raises(
+        ValueError, match=r"argument 1 has 3 entries, but ThreadAxis\(2\) takes one for each rank"
+    ):
+        axis.map(lambda a, b: a)([1, 2], [1, 2, 3])
+
+
+@pytest.mark.parametrize("law", LAWS)
+def test_transpose(law: str) -> None:
+    x, y = blocks(law, 4)
+    check_law(law, threads(4, forward_and_pulled, [law] * 4, list(x), list(y)))
+
+
+def test_map_where_no_thread_can_follow() -> None:
+    axis = ps.testing.ThreadAxis(2)
+    first, _ = ps.testing.ThreadAxis(4).split(2, 2)
+    with pytest.raises(RuntimeError, match="transform inside fn"):
+        torch.func.grad(lambda w: sum(axis.map(lambda x: w * x)([1.0, 2.0])))(torch.tensor(3.0))
+    with pytest.raises(RuntimeError, match="no other map"):
+        axis.map(lambda x: axis.map(lambda y: y)([x, x]))([1, 2])
+    with pytest.raises(ValueError, match="map over the axis that was split"):
+        first.map(lambda x: x)([1, 2])
+
+
+def test_one_axis_in_many_threads() -> None:
+    """Each ``map`` is a world of its own; so are the parts of an axis that was split."""
+    axis = ps.testing.ThreadAxis(4)
+    rows, columns = axis.split(2, 2)
+    begin = threading.Barrier(3)
+
+    def program(x: Tensor) -> list[Tensor]:
+        return [ps.psum(x, part) for _ in range(20) for part in (rows, columns, axis)]
+
+    def mapped(number: int) -> None:
+        begin.wait(timeout=30)
+        results[number] = axis.map(program)([torch.tensor(number * 10**rank) for rank in range(4)])
+
+    results: dict[int, Any] = {}
+    callers = [threading.Thread(target=mapped, args=(number,), daemon=True) for number in (1, 2, 3)]
+    for caller in callers:
+        caller.start()
+    for caller in callers:
+        caller.join(30)
+    for number in (1, 2, 3):
+        for rank, sums in enumerate(results[number]):
+            row, column = divmod(rank, 2)
+            expected = [101 * 10**column, 11 * 100**row, 1111]
+            assert sums == [number * total for total in expected] * 20
+
+
+def test_a_world_inside_of_a_rank() -> None:
+    outer, inner = ps.testing.ThreadAxis(2), ps.testing.ThreadAxis(2)
+
+    def program(x: Tensor) -> Tensor:
+        parts: list[Tensor] = inner.map(lambda y: ps.psum(y, inner))([x, x + 1])
+        total: Tensor = ps.psum(parts[0], outer)
+        return total
+
+    assert outer.map(program)([torch.tensor(1), torch.tensor(10)]) == [24, 24]

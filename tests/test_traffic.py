@@ -1,0 +1,127 @@
+"""What travels between processes: how many collectives, how many bytes, and when they leave."""
+
+from __future__ import annotations
+
+from math import ceil
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import purestep as ps
+from purestep import tree
+from purestep.conversation import WIDTH
+from purestep.testing.processes import World
+from tests.faults import same
+from tests.processes import SIZE, processes
+from tests.programs import check_launched, launched_by_then, meets_in_its_loss
+from tests.torch_internals import TorchDispatchMode
+
+pytestmark = pytest.mark.timeout(120)
+
+
+class Traffic(TorchDispatchMode):
+    """The bytes that are handed to collectives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes: dict[str, int] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace in ("c10d", "_c10d_functional") and "wait" not in func.__name__:
+            sent = sum(
+                leaf.numel() * leaf.element_size()
+                for leaf in tree.leaves_of(args[0])
+                if isinstance(leaf, Tensor)
+            )
+            name = func.__name__.split(".")[0]
+            self.bytes[name] = self.bytes.get(name, 0) + sent
+        return func(*args, **(kwargs or {}))
+
+
+MIXED = {
+    "a": torch.ones(30),
+    "b": torch.ones(5).double(),
+    "c": torch.ones(7, 3),
+    "d": torch.ones(()),
+}
+"""One leaf in float64, three of 52 numbers in float32."""
+
+
+def mixed_loss(params: Any, microbatch: Tensor) -> Tensor:
+    """Every leaf takes part."""
+    total = sum(leaf.double().sum() for leaf in params.values())
+    return microbatch * torch.as_tensor(total)
+
+
+def traffic(
+    axis: ps.Axis, microbatches: int, aux: bool, settings: dict[str, Any]
+) -> tuple[dict[str, int], dict[str, int], Any]:
+    """How many collectives a step calls by name, the bytes they are handed, and the new params."""
+    from torch.distributed.tensor.debug import CommDebugMode  # takes a second to import
+
+    def loss(params: Any, microbatch: Tensor) -> ps.LossTerms:
+        losses = mixed_loss(params, microbatch)
+        return ps.LossTerms(losses, aux={"n": torch.tensor(1), "m": torch.tensor(2)} if aux else ())
+
+    optimizer = ps.optim.sgd(0.5)
+    run = ps.make_update_step(loss, optimizer, weight_fn=torch.ones_like, axis=axis, **settings)
+    state = optimizer.init(MIXED)
+    group = [torch.ones(2).double()] * microbatches
+    with CommDebugMode() as calls:
+        new_params, _, _ = run(MIXED, state, group)
+    with Traffic() as sent:
+        run(MIXED, state, group)
+    counts = {str(op).split(".")[-1]: n for op, n in calls.get_comm_counts().items()}
+    return counts, sent.bytes, new_params
+
+
+SMALL, LARGE = 52 * 4, 5 * 8
+"""Bytes of the gradients in each dtype."""
+
+MESSAGES = 2 * WIDTH * 8
+"""Bytes of what ranks say before they compute and after."""
+
+
+@pytest.mark.parametrize("normalize", ["loss", "grads"])
+@pytest.mark.parametrize("bucket_bytes", [8, 24, 64, 1 << 20])
+def test_traffic_of_a_step(world: World, bucket_bytes: int, normalize: str) -> None:
+    """Two short messages and each gradient once, however many microbatches: 1, 4, 16, or none on a rank."""
+    for numbers in ([1] * 4, [4] * 4, [16] * 4, [4, 0, 16, 1]):
+        results = processes(
+            world, traffic, numbers, [False] * SIZE, [{"normalize": normalize}] * SIZE,
+            bucket_bytes=bucket_bytes,
+        )  # fmt: skip
+        for counts, sent, new_params in results:
+            buckets = ceil(SMALL / bucket_bytes) + ceil(LARGE / bucket_bytes)
+            assert counts == {"allreduce_": 2 + buckets}
+            assert sent == {"allreduce_": MESSAGES + SMALL + LARGE}
+            assert same(new_params, results[0][2])
+
+
+def test_aux_travels_in_one_collective_more(world: World) -> None:
+    """Two integers; and where a rank is empty, the others tell it their form, and it tells them that it has it."""
+    gathered = {"all_gather_into_tensor": 2}
+    for numbers, told in (([1, 4, 16, 2], {}), ([1, 4, 0, 2], gathered)):
+        for counts, sent, _ in processes(world, traffic, numbers, [True] * SIZE, [{}] * SIZE):
+            assert counts == {"allreduce_": 2 + 2 + bool(told), "all_reduce": 1, **told}
+            assert sent["all_reduce"] == 2 * 8
+
+
+@pytest.mark.parametrize("bucket_bytes", [8, 32, 1 << 20])
+def test_a_loss_that_meets_over_the_same_axis(world: World, bucket_bytes: int) -> None:
+    used, unused = (
+        processes(
+            world, meets_in_its_loss, range(SIZE), [everywhere] * SIZE, bucket_bytes=bucket_bytes
+        )
+        for everywhere in (True, False)
+    )
+    for result in unused:
+        assert same(result, used[0])
+
+
+@pytest.mark.parametrize("meets", [False, True])
+def test_buckets_leave_during_the_backward_pass(world: World, meets: bool) -> None:
+    results = processes(world, launched_by_then, [meets] * SIZE, bucket_bytes=24)
+    check_launched(results, meets)
