@@ -226,7 +226,7 @@ def batching(module: str, old: str, new: str) -> Patch:
     return Patch(f"purestep.batching.{module}", old, new)
 
 
-SHARES = "shares = weights if total is None else weights.to(torch.float64) / total.num_tokens"
+SHARES = "shares = weights if total is None else _exact(weights) / total.num_tokens"
 LOCAL_MEAN = SHARES.replace("total.num_tokens", "divisor(weights.sum())")
 SHARE = "share = 1 / divisor(total.num_microbatches).to(losses)"
 COUNTED = "tokens_of(each) for each in weights"
@@ -422,8 +422,8 @@ MUTANTS = [
         "the last microbatch's state overwrites the earlier ones",
         [
             objective(
-                "dtype, tokens, tree.map(add, so_far.aux, more.aux)",
-                "dtype, more.num_tokens, more.aux",
+                "so_far._replace(aux=tree.map(add, so_far.aux, own))",
+                "so_far._replace(num_tokens=[*num_tokens], aux=own)",
             )
         ],
     ),
@@ -480,8 +480,8 @@ MUTANTS = [
         [
             backward("else so_far + grad", "else so_far"),
             grads(
-                "in_place(task, sums, ",
-                "in_place(task, sums if position == 1 else GradientSums(seen.leaves, sums.dtypes), ",
+                "in_place)(task, sums, ",
+                "in_place)(task, sums if position == 1 else type(sums)(seen.leaves, sums.dtypes), ",
             ),
         ],
     ),
@@ -759,7 +759,10 @@ MUTANTS = [
         "51a",
         "donated leaves that overlap at different offsets",
         [
-            donation("if edges != sorted(edges):", "if len({*edges[::2]}) < len(spans):"),
+            donation(
+                "if any(map(gt, ends, islice(starts, 1, None))):",
+                "if len({*starts}) < len(starts):",
+            ),
         ],
     ),
     Mutant(

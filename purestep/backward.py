@@ -7,7 +7,7 @@ or a backward pass of its own, end with it and never see the sums.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from operator import attrgetter
@@ -34,7 +34,8 @@ from purestep.torch_internals import (
 class GradientSums:
     """The sum of each leaf's gradients, None where none has come yet; in the leaf's buffer of ``out``, where it has one.
 
-    ``direct`` says of each whether autograd itself may add to it: one of the leaf's dtype and memory order.
+    ``direct`` says of each whether autograd itself may add to it: one of the leaf's dtype and memory order. ``all_direct``:
+    of all, in memory of autograd's own.
     """
 
     def __init__(
@@ -50,7 +51,7 @@ class GradientSums:
             for index, (leaf, place) in enumerate(zip(leaves, out, strict=True)):
                 if place is not None:
                     self.direct[index] &= place.is_contiguous() and leaf.is_contiguous()
-        self.all_direct = all(self.direct)
+        self.all_direct = out is None and all(self.direct)
 
     def add_(self, index: int, grad: Tensor, *, copy: bool = False) -> Tensor:
         """Adds a gradient that autograd has handed over; ``copy`` where a hook of the loss's may have kept it."""
@@ -161,43 +162,17 @@ def backward(
     if not roots:
         return False
     check_twice_differentiable([term for term, _ in roots])
-    came: set[int] = set()
-
-    def arrived(index: int, direct: bool, leaf: Tensor) -> None:
-        if leaf.grad is None:
-            return
-        total = sums.add_(index, leaf.grad, copy=not direct)
-        # What has been announced is final, and may be on its way already.
-        leaf.grad = total if direct and announce is None else None
-        if announce is not None:
-            if index in came:
-                raise RuntimeError(
-                    f"leaf {index} of params was given a gradient twice in one backward pass, and the first was on "
-                    "its way to the other ranks already: a torch.autograd.Function of the loss runs a backward "
-                    "pass of its own; let it return the gradients instead"
-                )
-            came.add(index)
-            del total
-            announce(index)
-        came.add(index)
-
     # Hooks are the loss's, and see this microbatch's gradient alone; a leaf that requires none is frozen by it.
     hooked: set[int] = set()
     if any(map(accumulate_hooks, leaves)):
         hooked = {index for index, leaf in enumerate(leaves) if accumulate_hooks(leaf)}
     wanted = tuple(filter(_requires_grad, leaves))
-    plain = announce is None and sums.out is None and not hooked and len(wanted) == len(leaves)
-    if plain and sums.all_direct:
+    came: set[int] = set()
+    if sums.all_direct and not hooked and announce is None and len(wanted) == len(leaves):
         for leaf, so_far in zip(leaves, sums.values, strict=True):
             leaf.grad = so_far
     else:
-        for index, (leaf, so_far) in enumerate(zip(leaves, sums.values, strict=True)):
-            direct = sums.direct[index] and index not in hooked
-            # This also drops what a backward pass of the loss's own has left there.
-            leaf.grad = so_far if direct else None
-            begins_in_buffer = so_far is None and sums.buffer(index) is not None
-            if (not direct or begins_in_buffer or announce is not None) and leaf.requires_grad:
-                leaf.register_post_accumulate_grad_hook(partial(arrived, index, direct))
+        _watch(leaves, sums, hooked, came, announce)
 
     try:
         with _Recomputation(leaves):
@@ -217,11 +192,49 @@ def backward(
             "a checkpoint inside loss_fn runs a backward pass of its own, which writes to whatever requires grad: "
             "call torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
         ) from error
-    for index, (leaf, so_far) in enumerate(zip(leaves, sums.values, strict=True)):
-        if so_far is None and (grad := leaf.grad) is not None:
-            sums.add_(index, grad)
+    if any(value is None for value in sums.values):
+        for index, (leaf, so_far) in enumerate(zip(leaves, sums.values, strict=True)):
+            if so_far is None and (grad := leaf.grad) is not None:
+                sums.add_(index, grad)
+    for leaf in leaves:
         leaf.grad = None  # A loss that keeps its leaves does not get hold of the sums.
     return bool(came) or any(value is not None for value in sums.values)
+
+
+def _watch(
+    leaves: Sequence[Tensor],
+    sums: GradientSums,
+    hooked: Collection[int],
+    came: set[int],
+    announce: Callable[[int], None] | None,
+) -> None:
+    """Adds to the sums, by hooks of its own, what autograd cannot add, or what somebody waits for; ``came`` says of which leaves."""
+
+    def arrived(index: int, direct: bool, leaf: Tensor) -> None:
+        if leaf.grad is None:
+            return
+        total = sums.add_(index, leaf.grad, copy=not direct)
+        # What has been announced is final, and may be on its way already.
+        leaf.grad = total if direct and announce is None else None
+        if announce is not None:
+            if index in came:
+                raise RuntimeError(
+                    f"leaf {index} of params was given a gradient twice in one backward pass, and the first was on "
+                    "its way to the other ranks already: a torch.autograd.Function of the loss runs a backward "
+                    "pass of its own; let it return the gradients instead"
+                )
+            came.add(index)
+            del total
+            announce(index)
+        came.add(index)
+
+    for index, (leaf, so_far) in enumerate(zip(leaves, sums.values, strict=True)):
+        direct = sums.direct[index] and index not in hooked
+        # This also drops what a backward pass of the loss's own has left there.
+        leaf.grad = so_far if direct else None
+        begins_in_buffer = so_far is None and sums.buffer(index) is not None
+        if (not direct or begins_in_buffer or announce is not None) and leaf.requires_grad:
+            leaf.register_post_accumulate_grad_hook(partial(arrived, index, direct))
 
 
 def graph_below(tensors: Sequence[Tensor]) -> set[Any]:

@@ -13,7 +13,7 @@ from purestep.arguments import check_choice, check_functions, checked_group, che
 from purestep.axis import Axis, LocalAxis
 from purestep.conversation import conversation
 from purestep.gathering import Gather, Gathering
-from purestep.objective import Worth, divisor, over, partial_loss, plus, sums_of, value, worth
+from purestep.objective import Worth, divisor, over, partial_loss, plus, sums_of, value
 from purestep.tokens import Group, count_of, grouped, label_weights
 from purestep.types import Count, EvalMetrics, LossFn, Microbatch, Params, Sums, WeightFn
 
@@ -89,8 +89,8 @@ def evaluator(loss_fn: LossFn) -> Callable[[Gathering, Group, Count | None], Sum
                 own = params.leaves
                 with gathers.microbatch(own, sums) if gathers else nullcontext():
                     part = part_of(params.tree(), microbatch, weights, total)
-            here = worth(*tree.detached((value(*part[:2]), part.num_tokens, part.aux)))
-            given = plus(given, here)
+            here = tree.detached((value(*part[:2]), part.num_tokens, part.aux))
+            given = plus(given, *here)
             del params, own, part
         return sums_of(gathering.gradients(), given, group.counted, gathering.given.leaves[0])
 

@@ -24,7 +24,6 @@ from purestep.objective import (
     partial_loss,
     plus,
     sums_of,
-    worth,
 )
 from purestep.passes import (
     Ready,
@@ -200,7 +199,7 @@ def accumulator(
                 told = (returned if recorded else in_place)(task, sums, ready)
                 del seen, sums, task
             reached = reached or told.reached
-            given = plus(given, worth(*told[:3]))
+            given = plus(given, *told[:3])
             del told, data, microbatch, weights
 
         here = sums_of(gathering.gradients(), given, group.counted, like)

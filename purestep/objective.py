@@ -55,7 +55,7 @@ def partial_loss(loss_fn: LossFn) -> PartOf:
         weights = weights_of(given, weights)
         losses = given.tokens.to(accumulation_dtype(given.tokens.dtype))
         # Divided before it is rounded: a weight need not be a number of the losses' dtype.
-        shares = weights if total is None else weights.to(torch.float64) / total.num_tokens
+        shares = weights if total is None else _exact(weights) / total.num_tokens
         terms, cotangents = [losses], [shares.to(losses.dtype)]
         if given.microbatch is not None:
             if total is None:
@@ -74,6 +74,11 @@ def partial_loss(loss_fn: LossFn) -> PartOf:
         return Part(terms, cotangents, [] if counted else [tokens_of(weights)], given.aux)
 
     return part_of
+
+
+def _exact(weights: Tensor) -> Tensor:
+    """What gives float64 when it is divided by a float64: integers are that by themselves."""
+    return weights.to(torch.float64) if weights.dtype.is_floating_point else weights
 
 
 def value(terms: Sequence[Tensor], cotangents: Sequence[Tensor]) -> Tensor:
@@ -175,23 +180,19 @@ def divisor(total: Tensor) -> Tensor:
 
 
 class Worth(NamedTuple):
-    """What microbatches give beside gradients: the loss, its dtype, their tokens one by one, and aux."""
+    """What microbatches give beside gradients: the loss and the tokens of each, and the sum of aux."""
 
-    loss: Tensor
-    dtype: torch.dtype
+    losses: list[Tensor]
     num_tokens: list[Tensor]
     aux: Tree
 
 
-def worth(loss: Tensor, num_tokens: list[Tensor], aux: Tree) -> Worth:
-    """Of one microbatch."""
+def plus(so_far: Worth | None, loss: Tensor, num_tokens: Sequence[Tensor], aux: Tree) -> Worth:
+    """The same of one microbatch more; the lists grow, since there may be thousands."""
     # A copy: what a loss returns may be a view of its inputs, and outputs share no storage with them.
     own = tree.map(lambda leaf: leaf.to(accumulation_dtype(leaf.dtype), copy=True), aux)
-    return Worth(loss, accumulation_dtype(loss.dtype), num_tokens, own)
-
-
-def plus(so_far: Worth | None, more: Worth) -> Worth:
-    """Of more microbatches, whose losses are added up in float64."""
+    if so_far is None:
+        return Worth([loss], [*num_tokens], own)
 
     def add(one: Tensor, other: Tensor) -> Tensor:
         if one.shape != other.shape:
@@ -201,12 +202,9 @@ def plus(so_far: Worth | None, more: Worth) -> Worth:
             )
         return one + other
 
-    if so_far is None:
-        return more
-    dtype = torch.promote_types(so_far.dtype, more.dtype)
-    tokens = so_far.num_tokens + more.num_tokens
-    loss = so_far.loss.to(torch.float64) + more.loss
-    return Worth(loss, dtype, tokens, tree.map(add, so_far.aux, more.aux))
+    so_far.losses.append(loss)
+    so_far.num_tokens.extend(num_tokens)
+    return so_far._replace(aux=tree.map(add, so_far.aux, own))
 
 
 def sums_of(grads: Tree, given: Worth | None, counted: Count | None, like: Tensor) -> Sums:
@@ -214,8 +212,13 @@ def sums_of(grads: Tree, given: Worth | None, counted: Count | None, like: Tenso
     if given is None:
         zero = like.new_zeros((), dtype=accumulation_dtype(like.dtype))
         return Sums(grads, zero, counted or count_of([], like.device), ())
+    loss, *others = given.losses
+    dtype = accumulation_dtype(loss.dtype)
+    if others:
+        together = torch.stack(given.losses)
+        loss, dtype = together.sum(dtype=torch.float64), accumulation_dtype(together.dtype)
     counted = counted or count_of(given.num_tokens, like.device)
-    return Sums(grads, given.loss.to(given.dtype), counted, given.aux)
+    return Sums(grads, loss.to(dtype), counted, given.aux)
 
 
 def versions_of(leaves: Sequence[Tensor]) -> list[int]:

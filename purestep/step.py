@@ -223,7 +223,11 @@ def make_update_step(
             applied=applied,
             aux=sums.aux,
         )
-        if not tree.untransformed(metrics):
+        if (
+            not tree.untransformed()
+            or tree.any_requires_grad(metrics[:5])
+            or not tree.is_empty(metrics.aux)
+        ):
             metrics = tree.map(Tensor.detach, metrics)
         return new_params, new_opt_state, metrics
 

@@ -465,12 +465,13 @@ def unwatched(function: FunctionType, libraries: Sequence[str]) -> dict[str, Any
     """Options of ``torch.compile`` with which it does not look, before each call, for what is these libraries' own.
 
     That is a global, named by its module, or by nothing but itself where it is one of the function's own module; a function, class
-    or constant that one of their functions closes over; and the names by which the compiler refers to modules.
+    or constant that one of their functions closes over; the names by which the compiler refers to modules; and Python's builtins.
     torch.compile takes this out of the options that it is given, so they are for one call of it.
     """
     names = "|".join(libraries)
     imported = re.compile(
         rf"G\['__import_({names})(_dot_|')|__import__\('({names})'\)|G\['__import_\w+'\]$"
+        r"|G\['__builtins_dict__|\['_tuple_new'\]"
     )
     # The compiler puts names of its own beside those of the function's module, all of which begin like this one.
     at_home = re.compile(r"G\['(?!__)")

@@ -20,7 +20,7 @@ def at_hand(tensor: Tensor) -> Tensor | None:
     if torch.compiler.is_dynamo_compiling() or torch_internals.is_watched():
         return None
     tensor = below_transforms(tensor)
-    return tensor if type(tensor) is Tensor and tensor.device.type == "cpu" else None
+    return tensor if type(tensor) is Tensor and tensor.is_cpu else None
 
 
 def number_at_hand(tensor: Tensor) -> float | None:

@@ -76,9 +76,12 @@ def any_requires_grad(leaves: Sequence[Any]) -> bool:
     return False
 
 
+_PLAIN = frozenset((Tensor, torch.nn.Parameter))
+
+
 def are_tensors(leaves: Sequence[Any]) -> bool:
     """Whether all of them are, and of no class that makes its own attributes."""
-    return set(map(type, leaves)) <= {Tensor, torch.nn.Parameter}
+    return _PLAIN.issuperset(map(type, leaves))
 
 
 def same(seen: Tree, given: Tree) -> bool:
