@@ -3,7 +3,8 @@
 A network of three layers and 6,922 parameters, 32 rows in a microbatch, AdamW, float32. All ways are checked to arrive
 at the same parameters, and report the loss and the norm of the gradients.
 
-one, four         one and four microbatches: by hand, torch.func, purestep as it is, compiled and compiled as a whole, JAX
+one, four         one and four microbatches: by hand, torch.func, purestep as it is, compiled and compiled as a whole, JAX; and a
+                  step of thirty lines, which has purestep's arithmetic and keeps none of its promises: what is above it, they cost
 few, many         an ensemble of 16 and of 128 such networks on the same rows: one after the other by hand, ``torch.vmap``
                   of the step, the same compiled, and JAX's
 own               what the step itself adds: purestep less the loop by hand, with the same kernels, on 6 to 600 leaves of 64
@@ -37,6 +38,7 @@ from purestep import tree
 
 SIZES = [32, 64, 64, 10]
 ROWS, BLOCK = 32, 30
+UNCHECKED = "its arithmetic, unchecked"
 WHOLE = "purestep, whole step compiled"
 BY_TORCH = "the same by torch.compile"
 VMAP, VMAP_COMPILED = "purestep, vmap", "purestep, vmap, compiled"
@@ -105,6 +107,40 @@ def by_torch_compile(step: Any) -> Any:
     return compile(step, fullgraph=True, isolate_recompiles=True)
 
 
+def unchecked(problem: peers.Problem) -> peers.Way:
+    """Thirty lines: counts, seeds, sums, a norm, and the fused kernel. Nothing is checked, copied or kept apart."""
+    params, structure = tree.flatten(tree.map(Tensor.clone, problem.params))
+    mu, nu = [[torch.zeros_like(leaf) for leaf in params] for _ in range(2)]
+    steps = [torch.zeros(()) for _ in params]
+    b1, b2 = peers.BETAS
+    kernel: Any = torch._fused_adamw_
+
+    def update(group: list[peers.Batch]) -> peers.Metrics:
+        weights = [batch["labels"] != -100 for batch in group]
+        num_tokens = torch.stack([weight.sum() for weight in weights]).sum()
+        loss: Any = 0
+        grads: list[Any] = [None] * len(params)
+        for batch, weight in zip(group, weights, strict=True):
+            leaves = [leaf.detach().requires_grad_() for leaf in params]
+            losses = problem.token_losses(tree.unflatten(structure, leaves), batch)
+            seed = (weight / num_tokens).to(losses.dtype)
+            for leaf, grad in zip(leaves, grads, strict=True):
+                leaf.grad = grad
+            torch.autograd.backward(losses, seed)
+            grads = [leaf.grad for leaf in leaves]
+            loss = loss + torch.dot(losses.detach(), seed)
+        norm = peers.norm_of(grads)
+        if num_tokens > 0:
+            torch._foreach_add_(steps, 1)
+            kernel(
+                params, grads, mu, nu, [], steps, lr=peers.LEARNING_RATE, beta1=b1, beta2=b2, eps=peers.EPS,
+                weight_decay=peers.WEIGHT_DECAY, amsgrad=False, maximize=False,
+            )  # fmt: skip
+        return peers.Metrics(loss, norm)
+
+    return peers.Way(update, lambda: tree.unflatten(structure, params))
+
+
 def one_after_the_other(problem: peers.Problem, members: int) -> peers.Way:
     """The loop by hand, for each member of an ensemble."""
     ways = [
@@ -128,6 +164,7 @@ def alone_table(options: argparse.Namespace, k: int) -> timing.Seconds:
         peers.BY_HAND_COMPILED, peers.PURE_COMPILED,
     ]  # fmt: skip
     makers = {name: peers.WAYS[name] for name in names}
+    makers[UNCHECKED] = unchecked
     makers[WHOLE] = functools.partial(peers.purestep, around=compiled, donate=True)
     makers[BY_TORCH] = functools.partial(peers.purestep, around=by_torch_compile, donate=True)
     makers[peers.JAX] = peers.jax_optax

@@ -66,9 +66,9 @@ def held(microbatches: int, **how: Any) -> float:
 
 
 def test_accumulating_holds_one_gradient_tree() -> None:
-    """At most 1.15 trees, where returned gradients would make it two; and for each microbatch eight bytes, its count."""
+    """At most 1.15 trees, where returned gradients would make it two; and for each microbatch twelve bytes, its count and its loss."""
     assert 1 <= held(4) <= 1.15
-    assert held(16) - held(4) == 12 * 8 / TREE
+    assert held(16) - held(4) == 12 * 12 / TREE
     assert held(4, grad_and_value=torch.func.grad_and_value) > 2
 
 
