@@ -54,10 +54,10 @@ def compile(function: Callable[..., Any], **settings: Any) -> Callable[..., Any]
 
     >>> double = compile(lambda x: 2 * x)
     """
-    return _compile(_apart(function), **settings)
+    return _compile(_with_own_code(function), **settings)
 
 
-def _compile(apart: FunctionType, **settings: Any) -> Callable[..., Any]:
+def _compile(function: FunctionType, **settings: Any) -> Callable[..., Any]:
     from purestep.products import with_products
 
     options: dict[str, Any] = {}
@@ -71,7 +71,7 @@ def _compile(apart: FunctionType, **settings: Any) -> Callable[..., Any]:
     if options.get("cpp_wrapper"):
         settings["backend"], options = inductor(options, _calls_a_process_group), {}
     libraries = ("torch", "optree", "einops", __package__)
-    return torch.compile(apart, options=options | unwatched(apart, libraries), **settings)
+    return torch.compile(function, options=options | unwatched(function, libraries), **settings)
 
 
 def _calls_a_process_group(graph: torch.fx.GraphModule) -> bool:
@@ -99,7 +99,7 @@ def compiled(function: Callable[..., Any], compile_: bool | Compiler = True) -> 
     _check(compile_)
     if compile_ is False:
         return function
-    made = _whole_or_in_pieces(function) if compile_ is True else compile_(_apart(function))
+    made = _whole_or_in_pieces(function) if compile_ is True else compile_(_with_own_code(function))
 
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -136,7 +136,7 @@ def one_graph(
             raise NoGraph(function.__qualname__)  # The compiler has left this to Python.
         return function(*args)
 
-    made, given_up = compiler(_apart(breaks_refused(traced))), gives_up()
+    made, given_up = compiler(_with_own_code(breaks_refused(traced))), gives_up()
 
     @functools.wraps(function)
     def run(*args: Any) -> Any:
@@ -159,14 +159,14 @@ def _check(compile_: object) -> None:
         )
 
 
-def _apart(function: Callable[..., Any]) -> FunctionType:
+def _with_own_code(function: Callable[..., Any]) -> FunctionType:
     """The same function, with a code object and a name of its own.
 
     The compiler keeps graphs, their number, and the sizes that vary, by code object and by name. All update steps
     of a process run the same code, so the ninth would be compiled no more, and the second with varying sizes.
     """
     if not isinstance(function, FunctionType):
-        return _apart(lambda *args, **kwargs: function(*args, **kwargs))
+        return _with_own_code(lambda *args, **kwargs: function(*args, **kwargs))
     code = function.__code__
     apart = FunctionType(
         code.replace(co_name=f"{code.co_name}_{next(_numbers)}"),
@@ -180,7 +180,7 @@ def _apart(function: Callable[..., Any]) -> FunctionType:
 
 
 def _whole_or_in_pieces(function: Callable[..., Any]) -> Callable[..., Any]:
-    apart = _apart(function)
+    apart = _with_own_code(function)
     # Both of one code object: pieces begin with the graphs that the whole has.
     whole, pieces = _compile(apart, fullgraph=True), _compile(apart)
     no_graph, broken = gives_up(), False

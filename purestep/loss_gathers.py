@@ -27,8 +27,8 @@ from purestep.backward import GradientSums
 from purestep.pieces import Place
 from purestep.torch_internals import (
     base_of,
+    gradient_hooks,
     in_backward,
-    tensor_hooks,
     version,
 )
 from purestep.tree import accumulation_dtype
@@ -252,7 +252,7 @@ class _Microbatch:
         ours = {
             number: place[0]
             for number, place in enumerate(places)
-            if place is not None and not tensor_hooks(place[1])
+            if place is not None and not gradient_hooks(place[1])
         }
         for number, at in ours.items():
             dtypes[number] = self._sums.dtypes[at]

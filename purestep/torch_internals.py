@@ -169,13 +169,10 @@ accumulate_hooks = _attribute("Tensor._post_accumulate_grad_hooks")
 """Those that ``register_post_accumulate_grad_hook`` has put on a leaf."""
 
 gradient_hooks = _attribute("Tensor._backward_hooks")
-"""Those that ``register_hook`` has put on a tensor."""
+"""Those that ``register_hook`` has put on a tensor; None or empty where there are none."""
 
 version = _attribute("Tensor._version")
 """How often a tensor was written to."""
-
-tensor_hooks: Callable[[Tensor], Any] = _attribute("Tensor._backward_hooks")
-"""The hooks of ``Tensor.register_hook``; None or empty where there are none."""
 
 base_of: Callable[[Tensor], Tensor | None] = _attribute("Tensor._base")
 """The tensor that this is a view of."""
