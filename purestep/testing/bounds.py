@@ -30,11 +30,12 @@ def gamma(n: int, dtype: torch.dtype) -> float:
 
 
 class Bound(NamedTuple):
-    """How far a run may be off: the norm of each parameter's error, and of what is reported."""
+    """How far a run may be off: the norm of each parameter's error, what is reported of the last update, and the loss after it."""
 
     params: dict[str, float]
     loss: float
     grad_norm: float
+    evaluation: float
 
 
 def bound(
@@ -44,29 +45,34 @@ def bound(
     n = (problem.task.roundings + 8) * max(1, len(batches)) + 2 * tokens
     factor = gamma(n, dtype)
     if isinstance(problem.model, Linear):
-        params, loss, norm = _of_polynomials(problem, problem.model, batches)
+        sizes = _of_polynomials(problem, problem.model, batches)
     else:
-        params, loss, norm = _of_gradients(problem, batches)
+        sizes = _of_gradients(problem, batches)
+    params, *numbers = sizes
     return Bound(
-        {name: factor * size for name, size in params.items()}, factor * loss, factor * norm
+        {name: factor * size for name, size in params.items()},
+        *(factor * number for number in numbers),
     )
 
 
 def _of_polynomials(
     problem: Problem, model: Linear, batches: Sequence[Batch | None]
-) -> tuple[dict[str, float], float, float]:
+) -> tuple[dict[str, float], float, float, float]:
     """All updates of the linear model are polynomials of the data: the same ones, of absolute values, with no difference."""
     weight, bias = (p.detach().to(torch.float64).abs() for p in (model.weight, model.bias))
     moments = [torch.zeros_like(weight), torch.zeros_like(bias)]
-    loss = norm = 0.0
+    loss = norm = evaluation = 0.0
     scale = 1 / (1 - model.dropout)
-    for batch in batches:
-        w = problem.weights(batch).to(torch.float64) if batch is not None else torch.zeros(())
-        if batch is None or not w.any():
-            continue
+
+    def residuals(batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
         x, y = (batch[key].to(torch.float64).abs() for key in ("x", "y"))
-        x, share = scale * x, w / w.sum()
-        residual = x @ weight + bias + y
+        w, x = problem.weights(batch).to(torch.float64), scale * x
+        return x, w / w.sum(), x @ weight + bias + y
+
+    for batch in batches:
+        if batch is None or not problem.weights(batch).any():
+            continue
+        x, share, residual = residuals(batch)
         grads = [((2 * share * residual)[..., None] * x).sum((0, 1)), (2 * share * residual).sum()]
         loss = float((share * residual.square()).sum())
         norm = float(torch.stack([grad.square().sum() for grad in grads]).sum().sqrt())
@@ -76,12 +82,14 @@ def _of_polynomials(
             p + problem.learning_rate * moment
             for p, moment in zip((weight, bias), moments, strict=True)
         )
-    return {"weight": float(weight.norm()), "bias": float(bias)}, loss, norm
+        _, share, residual = residuals(batch)
+        evaluation = float((share * residual.square()).sum())
+    return {"weight": float(weight.norm()), "bias": float(bias)}, loss, norm, evaluation
 
 
 def _of_gradients(
     problem: Problem, batches: Sequence[Batch | None]
-) -> tuple[dict[str, float], float, float]:
+) -> tuple[dict[str, float], float, float, float]:
     """For other models the norms of each row's own gradient stand for the products: Σ‖gₘ‖, after a single update.
 
     Of all parameters together: one whose gradient is zero is given differences of others' terms.
@@ -90,7 +98,7 @@ def _of_gradients(
     sizes = {name: float(p.norm()) for name, p in params.items()}
     batch = together([each for each in batches if each is not None])
     if batch is None:
-        return sizes, 0.0, 0.0
+        return sizes, 0.0, 0.0, 0.0
     module = problem.module().to(torch.float64).eval()
     share = problem.weights(batch).to(torch.float64)
     share = share / share.sum().clamp(min=1)
@@ -103,8 +111,13 @@ def _of_gradients(
         return (share[row] * losses).sum()
 
     loss = total = 0.0
+    decay = problem.learning_rate * problem.weight_decay
+    after = {name: (1 - decay) * p for name, p in params.items()}
     for row in range(len(share)):
         grads, value = torch.func.grad_and_value(of_row)(params, row)
         loss += float(value)
         total += float(torch.stack([grad.norm() for grad in grads.values()]).norm())
-    return {name: size + problem.learning_rate * total for name, size in sizes.items()}, loss, total
+        after = {name: p - problem.learning_rate * grads[name] for name, p in after.items()}
+    evaluation = sum(float(of_row(after, row)) for row in range(len(share)))
+    sizes = {name: size + problem.learning_rate * total for name, size in sizes.items()}
+    return sizes, loss, total, evaluation
