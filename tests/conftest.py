@@ -11,7 +11,7 @@ from purestep.testing.processes import World
 from tests.processes import SIZE
 
 pytest.register_assert_rewrite(
-    "tests.faults", "tests.modules", "tests.on_a_device", "tests.programs"
+    "tests.faults", "tests.modules", "tests.on_a_device", "tests.optimizers", "tests.programs"
 )
 
 
