@@ -1,4 +1,4 @@
-"""A sound step of four uneven ranks, and what can go wrong in it: for threads and for processes alike.
+"""A sound step of four uneven ranks, and what can go wrong in it.
 
 All numbers are integers in float64 and every N is a power of two, so nothing is ever rounded.
 """
@@ -435,14 +435,15 @@ FAULTS = {
 class Aftermath(NamedTuple):
     """What a rank is left with after a fault: the error, its state as it was, and that it can go on."""
 
+    axis: str
     error: BaseException | None
     untouched: bool
     next_step: Any
 
 
-def faulty_step(axis: ps.Axis, rank: int, name: str, donate: bool, **how: Any) -> Aftermath:
+def faulty_step(axis: ps.Axis, rank: int, name: str, how: Arguments) -> Aftermath:
     """A step in which some ranks go wrong, and then a sound one."""
-    arguments, fault = {**sound(rank), "donate": donate, **how}, FAULTS[name]
+    arguments, fault = {**sound(rank), **how}, FAULTS[name]
     if rank in fault.ranks:
         arguments |= fault.change(arguments)
     state = arguments["params"], arguments["opt_state"]
@@ -455,13 +456,13 @@ def faulty_step(axis: ps.Axis, rank: int, name: str, donate: bool, **how: Any) -
         step(axis, arguments)
     except BaseException as caught:
         error = caught
-    return Aftermath(error, same(leaves, before), step(axis, {**sound(rank), **how}))
+    return Aftermath(repr(axis), error, same(leaves, before), step(axis, {**sound(rank), **how}))
 
 
-def check_fault(name: str, aftermaths: Sequence[Aftermath], axis: str) -> None:
+def check_fault(name: str, aftermaths: Sequence[Aftermath]) -> None:
     """Every rank heard of it, and nothing has happened."""
     fault, expected = FAULTS[name], alone()
-    for rank, (error, untouched, next_step) in enumerate(aftermaths):
+    for rank, (axis, error, untouched, next_step) in enumerate(aftermaths):
         kind, text = fault.own if rank in fault.ranks else fault.others
         assert type(error) is kind
         assert text in str(error)
@@ -480,32 +481,3 @@ COMPUTED = [
     "aux structure", "aux dtype", "aux shape", "loss dtype", "aux that cannot be described",
 ]  # fmt: skip
 """Faults that show only when losses and gradients are computed."""
-
-
-def faulty_derivative(axis: ps.Axis, rank: int, name: str) -> tuple[BaseException | None, Any]:
-    """A step in which somebody differentiates and rank 2 goes wrong, and then a sound one."""
-    groups = [list(group) for group in cut(batch(8), [[2, 1], [1], [2], [1, 1]])]
-    theta = tree.map(lambda leaf: leaf.requires_grad_(), params())
-    arguments = {**sound(rank), "params": theta, "microbatches": groups[rank]}
-    error = None
-    try:
-        step(axis, arguments | (FAULTS[name].change(arguments) if rank == BAD else {}))
-    except BaseException as caught:
-        error = caught
-    return error, tree.map(Tensor.detach, step(axis, arguments)[0])
-
-
-def check_faulty_derivative(name: str, results: Sequence[tuple[BaseException | None, Any]]) -> None:
-    """Every rank heard of it, and the next step is sound."""
-    whole = {**sound(0), "microbatches": [batch(8)]}
-    for rank, (error, new_params) in enumerate(results):
-        assert same(new_params, step(ps.LocalAxis(), whole)[0])
-        fault = FAULTS[name]
-        if fault.own[0] is ValueError:
-            assert type(error) is ValueError
-            assert "disagree on " in str(error)
-            assert "ranks 0, 1, 3 with " in str(error)
-            assert " against rank 2 with " in str(error)
-        else:
-            assert type(error) is (fault.own[0] if rank == BAD else ps.RankError)
-            assert (fault.own if rank == BAD else fault.others)[1] in str(error)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 import purestep as ps
+from proofs import worlds
 from purestep import tree
 from purestep.axis.buckets import FIRST_BYTES, Buckets
 from purestep.axis.queue import Queue
@@ -34,7 +35,6 @@ from tests.faults import (
     sound,
     step,
 )
-from tests.programs import threads
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -229,7 +229,7 @@ def disagreeing(changes: Sequence[Arguments]) -> list[str]:
         group = cut(batch())[rank] if rank < 4 else []
         return str(info.value), step(axis, {**sound(0), "microbatches": group})
 
-    results = threads(len(changes), program, range(len(changes)))
+    results = worlds.on_threads(worlds.Ranks(len(changes)), program, range(len(changes)))
     assert all(same(after, alone()) for _, after in results)
     return [text for text, _ in results]
 
@@ -296,7 +296,9 @@ def test_counts_in_floats_on_one_rank_and_in_integers_on_others(
 ) -> None:
     """N is of floats on all of them; of integers where the one holds nothing, as rank 1 does."""
     state = alone()
-    for *new, metrics in threads(4, weighed_in, range(4), [dtypes] * 4, [normalize] * 4):
+    for *new, metrics in worlds.on_threads(
+        worlds.Ranks(4), weighed_in, range(4), [dtypes] * 4, [normalize] * 4
+    ):
         assert same(tuple(new), state[:2])
         assert metrics.num_tokens == 16
         assert metrics.num_tokens.dtype == (INT if dtypes[1] == FLOAT else FLOAT)

@@ -1,4 +1,4 @@
-"""``ThreadAxis``: its collectives, what it launches and when, and errors where ranks cannot meet."""
+"""``ThreadAxis``: what it hands over, worlds within worlds, and errors where ranks cannot meet."""
 
 from __future__ import annotations
 
@@ -11,38 +11,11 @@ import torch
 from torch import Tensor
 
 import purestep as ps
+from proofs.worlds import Ranks, on_threads
 from purestep.conversation import WIDTH
-from tests.faults import same, sound, step
-from tests.programs import (
-    LAWS,
-    blocks,
-    check_launched,
-    check_law,
-    forward_and_pulled,
-    launched_by_then,
-    meets_in_its_loss,
-    threads,
-)
+from tests.faults import sound, step
 
 pytestmark = pytest.mark.timeout(60)
-
-
-@pytest.mark.parametrize("bucket_bytes", [8, 32, 1 << 20])
-def test_a_loss_that_meets_over_the_same_axis(bucket_bytes: int) -> None:
-    """Its collectives are never taken for those of the gradients."""
-    axis = ps.testing.ThreadAxis(4, bucket_bytes=bucket_bytes)
-
-    def steps(everywhere: bool) -> list[Any]:
-        return axis.map(lambda rank: meets_in_its_loss(axis, rank, everywhere))(range(4))
-
-    expected = steps(True)[0]
-    for result in steps(False):
-        assert same(result, expected)
-
-
-@pytest.mark.parametrize("meets", [False, True])
-def test_buckets_leave_during_the_backward_pass(meets: bool) -> None:
-    check_launched(threads(4, launched_by_then, [meets] * 4, bucket_bytes=24), meets)
 
 
 def test_what_is_launched_is_handed_over_at_once() -> None:
@@ -58,7 +31,7 @@ def test_what_is_launched_is_handed_over_at_once() -> None:
             wait()
         return [begun, axis.meetings], [flat.tolist() for flat in flats]
 
-    for begun, sums in threads(3, program, range(3)):
+    for begun, sums in on_threads(Ranks(3), program, range(3)):
         assert begun == [3, 3]
         assert sums == [[6.0] * 2, [60.0] * 2, [600.0] * 2]
 
@@ -223,12 +196,6 @@ def test_map_takes_an_entry_for_each_rank() -> None:
         ValueError, match=r"argument 1 has 3 entries, but ThreadAxis\(2\) takes one for each rank"
     ):
         axis.map(lambda a, b: a)([1, 2], [1, 2, 3])
-
-
-@pytest.mark.parametrize("law", LAWS)
-def test_transpose(law: str) -> None:
-    x, y = blocks(law, 4)
-    check_law(law, threads(4, forward_and_pulled, [law] * 4, list(x), list(y)))
 
 
 def test_map_where_no_thread_can_follow() -> None:
