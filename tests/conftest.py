@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import proofs.strategies  # noqa: F401
 from proofs.ranks import Run
@@ -14,8 +16,25 @@ from proofs.worlds import LARGEST, Ranks, on_processes, on_threads
 from purestep.testing.processes import World
 
 pytest.register_assert_rewrite(
-    "tests.faults", "tests.laws", "tests.modules", "tests.on_a_device", "tests.optimizers"
+    "tests.blocks",
+    "tests.counted_graphs",
+    "tests.faults",
+    "tests.held_by_ranks",
+    "tests.laws",
+    "tests.modules",
+    "tests.on_a_device",
+    "tests.optimizers",
+    "tests.states",
+    "tests.uneven",
 )
+
+
+@pytest.fixture
+def fresh_compiler() -> Iterator[None]:
+    """Nothing is compiled yet, and nothing stays compiled."""
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
 
 
 @pytest.fixture(scope="module")
@@ -23,6 +42,19 @@ def world() -> Iterator[World]:
     """Four ranks that stay up for all tests of a file."""
     with World(LARGEST) as running:
         yield running
+
+
+@pytest.fixture(scope="module")
+def three() -> Iterator[World]:
+    """Three that do."""
+    with World(3) as running:
+        yield running
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    """Where a checkpoint is to stand, in a folder of its own."""
+    return tmp_path / "state"
 
 
 @pytest.fixture

@@ -17,24 +17,14 @@ from torch import Tensor
 
 import purestep as ps
 from proofs import worlds
+from proofs.strategies import assert_same
 from purestep import tree
 from purestep.axis.buckets import FIRST_BYTES, Buckets
 from purestep.axis.queue import Queue
 from purestep.axis.ranks import Ranks, Wait
 from purestep.conversation import NUMBER, SQUARE, WIDTH, conversation
 from purestep.form import flat
-from tests.faults import (
-    BAD,
-    SHARE,
-    Arguments,
-    alone,
-    batch,
-    cut,
-    ones,
-    same,
-    sound,
-    step,
-)
+from tests.uneven import BAD, SHARE, Arguments, alone, batch, cut, ones, sound, step
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -230,7 +220,8 @@ def disagreeing(changes: Sequence[Arguments]) -> list[str]:
         return str(info.value), step(axis, {**sound(0), "microbatches": group})
 
     results = worlds.on_threads(worlds.Ranks(len(changes)), program, range(len(changes)))
-    assert all(same(after, alone()) for _, after in results)
+    for _, after in results:
+        assert_same(after, alone())
     return [text for text, _ in results]
 
 
@@ -299,7 +290,7 @@ def test_counts_in_floats_on_one_rank_and_in_integers_on_others(
     for *new, metrics in worlds.on_threads(
         worlds.Ranks(4), weighed_in, range(4), [dtypes] * 4, [normalize] * 4
     ):
-        assert same(tuple(new), state[:2])
+        assert_same(tuple(new), state[:2])
         assert metrics.num_tokens == 16
         assert metrics.num_tokens.dtype == (INT if dtypes[1] == FLOAT else FLOAT)
 
@@ -340,8 +331,8 @@ def test_a_step_that_is_not_read_at_once(dtype: torch.dtype, normalize: str) -> 
     for rank, result in enumerate(
         later(lambda axis, rank: weighed_in(axis, rank, [dtype] * 4, normalize))
     ):
-        assert same(result[:2], expected[:2])
-        assert same(result[2]._replace(num_tokens=()), expected[2]._replace(num_tokens=()))
+        assert_same(result[:2], expected[:2])
+        assert_same(result[2]._replace(num_tokens=()), expected[2]._replace(num_tokens=()))
         assert result[2].num_tokens == 16
         if SHARE[rank]:
             assert result[2].num_tokens.dtype == tree.accumulation_dtype(dtype)

@@ -20,8 +20,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import purestep as ps
 from proofs.ranks import Run
+from proofs.strategies import assert_same
 from purestep.testing.processes import DeadRankError, World, values
-from tests.faults import BAD, Batch, alone, batch, loss_fn, loss_with_aux, same, sound, step
+from tests.uneven import BAD, Batch, alone, batch, loss_fn, loss_with_aux, sound, step
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -120,4 +121,4 @@ def test_a_rank_that_fails_early(processes: Run) -> None:
     """It waits, all learn why, and the group goes on."""
     for text, next_step in processes(fails_early, range(4)):
         assert "a bad sample" in text
-        assert same(next_step, alone())
+        assert_same(next_step, alone())

@@ -13,7 +13,7 @@ from torch import Tensor
 import purestep as ps
 from proofs.worlds import Ranks, on_threads
 from purestep.conversation import WIDTH
-from tests.faults import sound, step
+from tests.uneven import sound, step
 
 pytestmark = pytest.mark.timeout(60)
 

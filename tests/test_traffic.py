@@ -12,10 +12,11 @@ from torch import Tensor
 
 import purestep as ps
 from proofs.ranks import Run
+from proofs.strategies import assert_same
 from purestep import tree
 from purestep.conversation import WIDTH
-from tests.faults import SGD, Batch, batch, params, same, sound, step
 from tests.torch_internals import TorchDispatchMode
+from tests.uneven import SGD, Batch, batch, params, sound, step
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -96,7 +97,7 @@ def test_traffic_of_a_step(processes: Run, bucket_bytes: int, normalize: str) ->
             buckets = ceil(SMALL / bucket_bytes) + ceil(LARGE / bucket_bytes)
             assert counts == {"allreduce_": 2 + buckets}
             assert sent == {"allreduce_": MESSAGES + SMALL + LARGE}
-            assert same(new_params, results[0][2])
+            assert_same(new_params, results[0][2])
 
 
 def test_aux_travels_in_one_collective_more(processes: Run) -> None:
@@ -130,7 +131,7 @@ def test_a_loss_that_meets_over_the_same_axis(ranks: Run, bucket_bytes: int) -> 
         for everywhere in (True, False)
     )
     for result in unused:
-        assert same(result, used[0])
+        assert_same(result, used[0])
 
 
 class _Noticed(torch.autograd.Function):

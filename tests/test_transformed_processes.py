@@ -12,12 +12,13 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import purestep as ps
 from proofs.ranks import Run
+from proofs.strategies import assert_same
 from proofs.worlds import Ranks, on_processes
 from purestep import tree
 from purestep.gathering import Gather
 from purestep.testing.processes import World, values
-from tests.faults import SGD, Batch, batch, cut, loss_with_aux, ones, params, same, sound, step
 from tests.laws import LAWS, blocks, check_law, forward_and_pulled
+from tests.uneven import SGD, Batch, batch, cut, loss_with_aux, ones, params, sound, step
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -82,7 +83,7 @@ def test_transforms_of_a_step(processes: Run, program: Callable[..., Any]) -> No
     groups = cut(batch(8), [[2, 1], [1], [2], [1, 1]])
     expected = program(ps.LocalAxis(), [batch(8)])
     for result in processes(program, groups):
-        assert same(result, expected)
+        assert_same(result, expected)
 
 
 def transformed_with_an_empty_rank(axis: ps.Axis, group: list[Batch]) -> str:
@@ -124,8 +125,8 @@ def test_compiled_step(world: World) -> None:
     groups = cut(batch(8), [[5], [2, 1]])
     expected = step(ps.LocalAxis(), {**sound(0), "microbatches": cut(batch(8), [[5, 2, 1]])[0]})
     for compiled, eager in on_processes(world, Ranks(2), compiled_step, groups):
-        assert same(eager, expected)
-        assert same(compiled, expected)
+        assert_same(eager, expected)
+        assert_same(compiled, expected)
 
 
 def compiled_without_microbatches(rank: int) -> str | None:
@@ -162,5 +163,5 @@ def compiled_gathers(axis: ps.Axis, rank: int, gather: Gather, whole: bool) -> A
 @pytest.mark.parametrize(("gather", "whole"), [("loss", False), ("microbatch", True)])
 def test_compiled_gathers(processes: Run, gather: Gather, whole: bool) -> None:
     for compiled, eager in processes(compiled_gathers, range(4), [gather] * 4, [whole] * 4):
-        assert same(compiled[:2], eager[:2])
+        assert_same(compiled[:2], eager[:2])
         assert torch.equal(compiled[2].loss, eager[2].loss)

@@ -12,8 +12,9 @@ from torch import Tensor
 
 import purestep as ps
 from proofs.ranks import Run
+from proofs.strategies import assert_same
 from purestep import tree
-from tests.faults import (
+from tests.uneven import (
     BAD,
     SGD,
     Batch,
@@ -24,7 +25,6 @@ from tests.faults import (
     loss_with_aux,
     ones,
     params,
-    same,
     sound,
     step,
 )
@@ -42,7 +42,7 @@ def settings_step(axis: ps.Axis, rank: int, settings: dict[str, Any]) -> Any:
 def test_uneven_ranks_take_the_step_of_one(ranks: Run, bucket_bytes: int, normalize: str) -> None:
     settings = [{"normalize": normalize}] * 4
     for result in ranks(settings_step, range(4), settings, bucket_bytes=bucket_bytes):
-        assert same(result, alone())
+        assert_same(result, alone())
 
 
 class Named(NamedTuple):
@@ -77,7 +77,7 @@ def test_an_empty_rank_reports_what_the_others_do(ranks: Run, normalize: str) ->
     assert expected[2].loss.dtype == torch.float32
     assert expected[2].num_tokens.dtype == torch.float64
     for result in ranks(on_few, range(4), [normalize] * 4):
-        assert same(result, expected)
+        assert_same(result, expected)
 
 
 def evaluated(axis: ps.Axis, rank: int) -> ps.EvalMetrics:
@@ -89,15 +89,15 @@ def evaluated(axis: ps.Axis, rank: int) -> ps.EvalMetrics:
 def test_evaluation_with_empty_ranks(ranks: Run) -> None:
     expected = evaluated(ps.LocalAxis(), -1)
     for result in ranks(evaluated, range(4)):
-        assert same(result, expected)
+        assert_same(result, expected)
 
 
 def test_no_data_anywhere_is_the_identity(ranks: Run) -> None:
     expected = settings_step(ps.LocalAxis(), 0, {"microbatches": []})
-    assert same(expected[:2], (params(), SGD.init(params())))
+    assert_same(expected[:2], (params(), SGD.init(params())))
     assert not expected[2].applied
     for result in ranks(settings_step, range(4), [{"microbatches": []}] * 4):
-        assert same(result, expected)
+        assert_same(result, expected)
 
 
 LIFETIMES = [[2, 1, 1], [1], [1, 1], []]
@@ -120,9 +120,9 @@ def test_data_that_runs_out_at_different_steps(ranks: Run) -> None:
     """All ranks stop at the same step, with the states of one rank that has all their data."""
     expected = until_the_end(ps.LocalAxis(), cut(batch(7), LIFETIMES))
     assert [int(metrics.num_tokens) for *_, metrics in expected] == [4, 2, 1, 0]
-    assert same(expected[-1][:2], expected[-2][:2])
+    assert_same(expected[-1][:2], expected[-2][:2])
     for history in ranks(until_the_end, [[group] for group in cut(batch(7), LIFETIMES)]):
-        assert same(history, expected)
+        assert_same(history, expected)
 
 
 def counted_in(axis: ps.Axis, rank: int, accum_dtype: torch.dtype) -> Any:
@@ -204,7 +204,7 @@ def test_memory_order_is_nobodys_business(ranks: Run, name: str, bucket_bytes: i
     expected, _ = laid_out_step(ps.LocalAxis(), -1, name)
     results = ranks(laid_out_step, range(4), [name] * 4, bucket_bytes=bucket_bytes)
     for state, strides in results:
-        assert same(state, expected)
+        assert_same(state, expected)
         for leaf, before in zip(tree.leaves_of(state), strides, strict=True):
             assert leaf.stride() == before
 
@@ -232,7 +232,7 @@ def test_backward_through_steps(ranks: Run) -> None:
     expected = backward_through_two_steps(ps.LocalAxis(), [[batch(8)], [batch(8, 1)]])
     assert expected["w"].all()
     for result in ranks(backward_through_two_steps, groups_of_two_steps()):
-        assert same(result, expected)
+        assert_same(result, expected)
 
 
 def differentiated_by_data(axis: ps.Axis, group: list[Batch]) -> list[Tensor]:

@@ -16,7 +16,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 import purestep as ps
-from tests.faults import Batch, Unruly, batch, loss_fn, params
+from tests.broken import Unruly
+from tests.uneven import Batch, batch, loss_fn, params
 
 pytestmark = pytest.mark.timeout(60)
 
