@@ -157,25 +157,6 @@ def test_usable_again_after_an_error() -> None:
         assert axis.map(lambda x: ps.psum(x, axis))([torch.tensor(1), torch.tensor(2)]) == [3, 3]
 
 
-def test_outside_of_map() -> None:
-    axis = ps.testing.ThreadAxis(2)
-    way_out = r"ThreadAxis\(2\) has ranks only while it maps: axis\.map\(fn\)"
-    with pytest.raises(RuntimeError, match=way_out):
-        ps.psum(torch.ones(2), axis)
-    with pytest.raises(RuntimeError, match=way_out):
-        _ = axis.index
-    with pytest.raises(RuntimeError, match=way_out):
-        step(axis, sound(0))
-
-
-@pytest.mark.parametrize("size", [0, -1, 2.0, "2"])
-def test_size(size: Any) -> None:
-    with pytest.raises(
-        ValueError, match=rf"ThreadAxis\(size={size!r}\): an axis has a whole number"
-    ):
-        ps.testing.ThreadAxis(size)
-
-
 @pytest.mark.parametrize("bucket_bytes", [0, -8, 8.0, None])
 def test_bucket_bytes(bucket_bytes: Any) -> None:
     with pytest.raises(ValueError, match=rf"bucket_bytes={bucket_bytes} must be a whole number"):
