@@ -17,7 +17,6 @@ from proofs.worlds import Ranks, on_processes
 from purestep import tree
 from purestep.gathering import Gather
 from purestep.testing.processes import World, values
-from tests.laws import LAWS, blocks, check_law, forward_and_pulled
 from tests.uneven import SGD, Batch, batch, cut, loss_with_aux, ones, params, sound, step
 
 pytestmark = pytest.mark.timeout(120)
@@ -97,20 +96,6 @@ def test_a_transform_with_an_empty_rank_is_refused_everywhere(processes: Run) ->
     for text in processes(transformed_with_an_empty_rank, groups):
         assert "a rank of MeshAxis('dp', 4 ranks) holds no microbatch" in text
         assert "give it a microbatch whose weights are zero" in text
-
-
-def compiled_law(axis: ps.Axis, law: str, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-    """A collective and its gradient, each compiled whole."""
-    run = torch.compile(forward_and_pulled, fullgraph=True, backend="aot_eager")
-    result: tuple[Tensor, Tensor] = run(axis, law, x, y)
-    return result
-
-
-@pytest.mark.parametrize("law", LAWS)
-def test_compiled_collectives(world: World, law: str) -> None:
-    """On two ranks: compilers take their time."""
-    x, y = blocks(law, 2)
-    check_law(law, on_processes(world, Ranks(2), compiled_law, [law] * 2, list(x), list(y)))
 
 
 def compiled_step(axis: ps.Axis, group: list[Batch]) -> Any:
