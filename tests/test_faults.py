@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import copy
 from typing import Any, NamedTuple
 
 import optree
@@ -12,6 +13,7 @@ from torch import Tensor
 import purestep as ps
 from proofs.ranks import Run
 from proofs.strategies import assert_same
+from proofs.worlds import Ranks, on_threads
 from purestep import tree
 from tests.faults import COMPUTED, FAULTS, check_fault, faulty_step
 from tests.uneven import (
@@ -54,6 +56,16 @@ def test_a_fault_is_told_where_params_are_in_pieces(
     check_fault(
         name, ranks(faulty_step, range(4), [name] * 4, [how] * 4, bucket_bytes=bucket_bytes)
     )
+
+
+def test_a_fault_is_told_in_any_default_dtype() -> None:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        results = on_threads(Ranks(4), faulty_step, range(4), ["first loss"] * 4, [{}] * 4)
+    finally:
+        torch.set_default_dtype(before)
+    check_fault("first loss", results)
 
 
 def faulty_derivative(axis: ps.Axis, rank: int, name: str) -> tuple[BaseException | None, Any]:
@@ -207,3 +219,22 @@ def test_a_rank_that_evaluates_while_others_train(ranks: Run) -> None:
         assert "ranks 0, 2, 3 with " in text
         assert "against rank 1 with " in text
         assert_same(next_step, alone())
+
+
+def differs(axis: Any, rank: int, differing: str) -> None:
+    """Rank 1 alone has small buckets, or is being differentiated."""
+    w, optimizer = torch.tensor(1.0), ps.optim.sgd(0.5)
+    if rank == 1 and differing == "bucket_bytes":
+        axis = copy(axis)
+        axis.bucket_bytes = 8
+    elif rank == 1:
+        w.requires_grad_()
+    step_ = ps.make_update_step(lambda w, x: w * x, optimizer, weight_fn=torch.ones_like, axis=axis)
+    with pytest.raises(ValueError, match="disagree on settings"):
+        step_(w, optimizer.init(w), [torch.ones(3)])
+
+
+@pytest.mark.parametrize("differing", ["bucket_bytes", "requires_grad"])
+def test_what_decides_the_path_is_agreed_on(ranks: Run, differing: str) -> None:
+    """It would take other collectives."""
+    ranks(differs, range(4), [differing] * 4)
