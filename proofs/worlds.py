@@ -1,4 +1,4 @@
-"""Ranks for the proofs: threads of this process, and processes of their own.
+"""Ranks for proofs and tests: threads of this process, and processes of their own.
 
 A program is a function ``program(axis, *args)`` at the top of a module, with one entry of every argument for
 each rank. It runs on threads and on processes alike, and an exception in any rank is raised.
@@ -31,7 +31,7 @@ class Ranks(NamedTuple):
     """What a program runs on: ``size`` ranks, or a grid with two rows of them (processes: of 2 by 2)."""
 
     size: int
-    bucket_bytes: int
+    bucket_bytes: int = 1 << 20
     grid: bool = False
 
 

@@ -1,107 +1,34 @@
-"""A sound step of four uneven ranks, and what can go wrong in it: for threads and for processes alike.
-
-All numbers are integers in float64 and every N is a power of two, so nothing is ever rounded.
-"""
+"""What can go wrong in a step of four uneven ranks, and what every rank must hear of it."""
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, NoReturn
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
-import optree
 import torch
 from torch import Tensor
 
 import purestep as ps
+from proofs.strategies import assert_same
 from purestep import tree
-
-Arguments = dict[str, Any]
-Batch = dict[str, Tensor]
-
-SGD = ps.optim.sgd(0.5, momentum=0.5)
-SHARE = [[2, 3], [], [1, 1, 2], [7]]
-"""How many tokens each microbatch of each rank has: uneven, and one rank with none."""
-BAD = 2
-"""The rank that goes wrong."""
-
-
-def params() -> dict[str, Tensor]:
-    """Integers, in two leaves."""
-    return {"b": torch.tensor(1.0).double(), "w": torch.tensor([1.0, -2.0, 3.0]).double()}
-
-
-def batch(size: int = 16, seed: int = 0) -> Batch:
-    """Integers, without a random generator, which a transform would refuse."""
-    count = torch.arange(size * 4).view(size, 4) + 5 * seed
-    numbers = ((count * count * 3 + count) % 11 % 7 - 3).double()
-    return {"x": numbers[:, :3], "y": numbers[:, 3]}
-
-
-def cut(whole: Batch, share: Sequence[Sequence[int]] = SHARE) -> list[list[Batch]]:
-    """The microbatches of each rank."""
-    sizes = [size for rank in share for size in rank]
-    parts = (
-        dict(zip(whole, part, strict=True))
-        for part in zip(*(value.split(sizes) for value in whole.values()), strict=True)
-    )
-    return [list(itertools.islice(parts, len(rank))) for rank in share]
-
-
-def loss_fn(params: Any, microbatch: Batch) -> Tensor:
-    """(xᵀw + b − y)², for each token."""
-    return (microbatch["x"] @ params["w"] + params["b"] - microbatch["y"]).square()
-
-
-def loss_with_aux(params: Any, microbatch: Batch) -> ps.LossTerms:
-    """The same, with its sum and how many are small."""
-    losses = loss_fn(params, microbatch)
-    return ps.LossTerms(losses, aux={"small": (losses < 5).sum(), "sum": losses.sum()})
-
-
-def ones(microbatch: Batch) -> Tensor:
-    """Every token weighs the same."""
-    return torch.ones(len(microbatch["y"]), dtype=torch.int64)
-
-
-def sound(rank: int) -> Arguments:
-    """A step of four uneven ranks."""
-    return {
-        "loss_fn": loss_with_aux,
-        "optimizer": SGD,
-        "weight_fn": ones,
-        "params": params(),
-        "opt_state": SGD.init(params()),
-        "microbatches": cut(batch())[rank],
-    }
-
-
-def step(axis: ps.Axis, arguments: Arguments) -> Any:
-    """One step with these arguments; with ``gather``, of the state in pieces."""
-    settings = dict(arguments)
-    *state, group = [settings.pop(name) for name in ("params", "opt_state", "microbatches")]
-    if "gather" not in settings:
-        params, opt_state = state
-        return ps.make_update_step(**settings, axis=axis)(params, opt_state, group)
-    params, opt_state = ps.shard(state, axis)
-    *new, metrics = ps.make_update_step(**settings, axis=axis)(params, opt_state, group)
-    return *ps.unshard(tuple(new)), metrics
-
-
-def alone() -> Any:
-    """The sound step of one rank that holds the whole batch as one microbatch."""
-    new_params, opt_state, metrics = step(ps.LocalAxis(), {**sound(0), "microbatches": [batch()]})
-    count = sum(map(len, SHARE))
-    return new_params, opt_state, metrics._replace(num_microbatches=torch.tensor(count))
-
-
-def same(one: Any, other: Any) -> bool:
-    """Whether two trees agree in structure, dtypes and every bit."""
-    leaves, structure = tree.flatten(one)
-    others, other_structure = tree.flatten(other)
-    return structure == other_structure and all(
-        a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(leaves, others, strict=True)
-    )
+from tests.broken import (
+    Killed,
+    Labelled,
+    Large,
+    Opaque,
+    Tail,
+    aux_as,
+    broken_backward,
+    hooked,
+    indescribable_aux,
+    interrupted_backward,
+    of_float_losses,
+    raising,
+    unreadable,
+    unruly_aux,
+    without_aux,
+)
+from tests.uneven import BAD, SGD, Arguments, alone, batch, loss_fn, ones, params, sound, step
 
 
 class Fault(NamedTuple):
@@ -124,7 +51,7 @@ def failure(
     kind: type[BaseException], text: str, change: Callable[..., Arguments], heard: str | None = None
 ) -> Fault:
     """The rank that fails gets its own exception, and the others hear of it."""
-    name = kind.__name__ if kind.__module__ == "builtins" else f"{__name__}.{kind.__name__}"
+    name = kind.__name__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__name__}"
     told = f"failed, and the step with it on every rank; nothing was updated. rank 2: {name}: "
     return Fault(change, (kind, text), (ps.RankError, told + (heard or text)))
 
@@ -135,179 +62,16 @@ def setting(name: str, right: str, wrong: str, **settings: Any) -> Fault:
     return disagreement("settings", right, wrong, lambda _: settings)
 
 
-class Killed(BaseException):
-    """No ``Exception``, as torch's ``CheckpointException`` is none."""
-
-
-def raising(
-    function: Callable[..., Any], at: int, kind: type[BaseException] = ArithmeticError
-) -> Callable[..., Any]:
-    """The function, which raises at this call."""
-    calls = itertools.count()
-
-    def raises(*args: Any) -> Any:
-        if next(calls) == at:
-            raise kind("θ ≠ θ")
-        return function(*args)
-
-    return raises
-
-
-def unreadable(*_: Any) -> Tensor:
-    """A file's name need not be text."""
-    raise OSError("no file caf\udce9")
+def of_params(**leaves: Tensor) -> Callable[[Arguments], Arguments]:
+    """Other params, and the state that belongs to them."""
+    other = {**params(), **leaves}
+    return lambda _: {"params": other, "opt_state": SGD.init(other)}
 
 
 def shared() -> Arguments:
     """Two leaves in one piece of memory."""
     w = params()["w"]
     return of_params(b=w[0], w=w)({})
-
-
-class _BrokenBackward(torch.autograd.Function):
-    @staticmethod
-    def forward(x: Tensor, kind: type[BaseException]) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        ctx.kind = inputs[1]
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        raise ctx.kind("no way back")
-
-
-def broken_backward(
-    params: Any, microbatch: Batch, kind: type[BaseException] = ArithmeticError
-) -> ps.LossTerms:
-    """The gradient of w is found, and may be on its way already, when that of b raises."""
-    broken: Tensor = _BrokenBackward.apply(params["b"], kind)
-    return loss_with_aux({"w": params["w"], "b": broken}, microbatch)
-
-
-def interrupted_backward(params: Any, microbatch: Batch) -> ps.LossTerms:
-    """The same, where somebody has had enough."""
-    return broken_backward(params, microbatch, KeyboardInterrupt)
-
-
-class Tail(list[Batch]):
-    """Microbatches whose end raises: their gradients may be on their way already."""
-
-    def __iter__(self) -> Iterator[Batch]:
-        yield from super().__iter__()
-        raise ArithmeticError("θ ≠ θ")
-
-
-class Opaque:
-    """A container that does not tell what it holds."""
-
-
-def _untold(_: Opaque) -> NoReturn:
-    raise ArithmeticError("θ ≠ θ")
-
-
-register: Any = optree.register_pytree_node
-register(Opaque, _untold, lambda *_: Opaque(), namespace=tree.NAMESPACE)
-
-
-class Unruly(Tensor):
-    """A tensor that cannot be packed with others."""
-
-    @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if func is Tensor.reshape:
-            raise ArithmeticError("θ ≠ θ")
-        return super().__torch_function__(func, types, args, kwargs)
-
-
-def unruly_aux(params: Any, microbatch: Batch) -> ps.LossTerms:
-    """An aux of the same kind, of a class that raises where it is packed."""
-    terms = loss_with_aux(params, microbatch)
-    return terms._replace(aux={**terms.aux, "sum": terms.aux["sum"].detach().as_subclass(Unruly)})
-
-
-class Indescribable:
-    """What stands beside leaves, and cannot be told."""
-
-    def __repr__(self) -> str:
-        raise KeyboardInterrupt("θ ≠ θ")
-
-    def __eq__(self, other: object) -> bool:
-        return self is other
-
-    __hash__ = None  # type: ignore[assignment]
-
-
-class Labelled:
-    """A container with something beside its leaf."""
-
-    def __init__(self, value: Any) -> None:
-        self.value = value
-
-
-register(
-    Labelled, lambda x: ((x.value,), Indescribable(), None), lambda _, x: Labelled(x[0]),
-    namespace=tree.NAMESPACE,
-)  # fmt: skip
-
-
-def indescribable_aux(params: Any, microbatch: Batch) -> ps.LossTerms:
-    """An aux that is added up, and raises where it is described."""
-    terms = loss_with_aux(params, microbatch)
-    return terms._replace(aux=Labelled(terms.aux))
-
-
-def hooked(params: Any, microbatch: Batch) -> ps.LossTerms:
-    """A hook that raises in the backward pass, where there is one."""
-
-    def raises(grad: Tensor) -> NoReturn:
-        raise ArithmeticError("θ ≠ θ")
-
-    if params["w"].requires_grad:
-        params["w"].register_hook(raises)
-    return loss_with_aux(params, microbatch)
-
-
-class Large(Tensor):
-    """Params for whose gradients there is no memory."""
-
-    @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if func is Tensor.new_empty:
-            raise MemoryError("θ ≠ θ")
-        return super().__torch_function__(func, types, args, kwargs)
-
-
-def without_aux(params: Any, microbatch: Batch) -> ps.LossTerms:
-    """Another structure of aux."""
-    return ps.LossTerms(loss_fn(params, microbatch))
-
-
-def aux_as(dtype: torch.dtype, *shape: int) -> Callable[..., ps.LossTerms]:
-    """Another kind of aux."""
-
-    def loss(params: Any, microbatch: Batch) -> ps.LossTerms:
-        terms = loss_with_aux(params, microbatch)
-        return terms._replace(aux={**terms.aux, "sum": torch.zeros(shape, dtype=dtype)})
-
-    return loss
-
-
-def of_float_losses(params: Any, microbatch: Batch) -> ps.LossTerms:
-    """Another dtype of the losses."""
-    terms = loss_with_aux(params, microbatch)
-    return terms._replace(tokens=terms.tokens.float())
-
-
-def of_params(**leaves: Tensor) -> Callable[[Arguments], Arguments]:
-    """Other params, and the state that belongs to them."""
-    other = {**params(), **leaves}
-    return lambda _: {"params": other, "opt_state": SGD.init(other)}
 
 
 PLAIN = ps.optim.sgd(0.5)
@@ -433,16 +197,16 @@ FAULTS = {
 
 
 class Aftermath(NamedTuple):
-    """What a rank is left with after a fault: the error, its state as it was, and that it can go on."""
+    """What a rank is left with after a fault: the error, and that it can go on."""
 
+    axis: str
     error: BaseException | None
-    untouched: bool
     next_step: Any
 
 
-def faulty_step(axis: ps.Axis, rank: int, name: str, donate: bool, **how: Any) -> Aftermath:
-    """A step in which some ranks go wrong, and then a sound one."""
-    arguments, fault = {**sound(rank), "donate": donate, **how}, FAULTS[name]
+def faulty_step(axis: ps.Axis, rank: int, name: str, how: Arguments) -> Aftermath:
+    """A step in which some ranks go wrong, which leaves the state as it was, and then a sound one."""
+    arguments, fault = {**sound(rank), **how}, FAULTS[name]
     if rank in fault.ranks:
         arguments |= fault.change(arguments)
     state = arguments["params"], arguments["opt_state"]
@@ -455,13 +219,14 @@ def faulty_step(axis: ps.Axis, rank: int, name: str, donate: bool, **how: Any) -
         step(axis, arguments)
     except BaseException as caught:
         error = caught
-    return Aftermath(error, same(leaves, before), step(axis, {**sound(rank), **how}))
+    assert_same(leaves, before)
+    return Aftermath(repr(axis), error, step(axis, {**sound(rank), **how}))
 
 
-def check_fault(name: str, aftermaths: Sequence[Aftermath], axis: str) -> None:
+def check_fault(name: str, aftermaths: Sequence[Aftermath]) -> None:
     """Every rank heard of it, and nothing has happened."""
     fault, expected = FAULTS[name], alone()
-    for rank, (error, untouched, next_step) in enumerate(aftermaths):
+    for rank, (axis, error, next_step) in enumerate(aftermaths):
         kind, text = fault.own if rank in fault.ranks else fault.others
         assert type(error) is kind
         assert text in str(error)
@@ -471,8 +236,7 @@ def check_fault(name: str, aftermaths: Sequence[Aftermath], axis: str) -> None:
         elif "disagree" in text:
             assert str(error).startswith(f"the ranks of {axis} disagree")
             assert str(error) == str(aftermaths[0].error)
-        assert untouched
-        assert same(next_step, expected)
+        assert_same(next_step, expected)
 
 
 COMPUTED = [
@@ -480,32 +244,3 @@ COMPUTED = [
     "aux structure", "aux dtype", "aux shape", "loss dtype", "aux that cannot be described",
 ]  # fmt: skip
 """Faults that show only when losses and gradients are computed."""
-
-
-def faulty_derivative(axis: ps.Axis, rank: int, name: str) -> tuple[BaseException | None, Any]:
-    """A step in which somebody differentiates and rank 2 goes wrong, and then a sound one."""
-    groups = [list(group) for group in cut(batch(8), [[2, 1], [1], [2], [1, 1]])]
-    theta = tree.map(lambda leaf: leaf.requires_grad_(), params())
-    arguments = {**sound(rank), "params": theta, "microbatches": groups[rank]}
-    error = None
-    try:
-        step(axis, arguments | (FAULTS[name].change(arguments) if rank == BAD else {}))
-    except BaseException as caught:
-        error = caught
-    return error, tree.map(Tensor.detach, step(axis, arguments)[0])
-
-
-def check_faulty_derivative(name: str, results: Sequence[tuple[BaseException | None, Any]]) -> None:
-    """Every rank heard of it, and the next step is sound."""
-    whole = {**sound(0), "microbatches": [batch(8)]}
-    for rank, (error, new_params) in enumerate(results):
-        assert same(new_params, step(ps.LocalAxis(), whole)[0])
-        fault = FAULTS[name]
-        if fault.own[0] is ValueError:
-            assert type(error) is ValueError
-            assert "disagree on " in str(error)
-            assert "ranks 0, 1, 3 with " in str(error)
-            assert " against rank 2 with " in str(error)
-        else:
-            assert type(error) is (fault.own[0] if rank == BAD else ps.RankError)
-            assert (fault.own if rank == BAD else fault.others)[1] in str(error)

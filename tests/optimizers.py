@@ -1,13 +1,16 @@
-"""Optimizers of every kind, and small params and gradients for them."""
+"""Optimizers of every kind, small params and gradients for them, and what holds of each in place."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 
 import purestep as ps
-from proofs.strategies import labels, matrices
+from proofs.strategies import assert_same, labels, matrices
+from proofs.test_t08_optimizers import buffers
+from purestep import tree
 
 PARAMS = {"w": torch.ones(2, 2), "b": torch.ones(2)}
 GRADS = {"w": torch.full((2, 2), 3.0), "b": torch.full((2,), -2.0)}
@@ -38,3 +41,20 @@ RECIPES: dict[str, Any] = {
 }
 SHAPES = [(), (7,), (64,), (33, 5), (128, 3), (1003,)]
 WAYS = ["update", "update_"]
+
+
+def assert_in_place_where_it_applies(
+    optimizer: ps.optim.Optimizer, params: Any, grads: Iterable[Any], **how: Any
+) -> None:
+    """``applied=False`` leaves params and the whole state as they are, to the bit; True is the update. In the same buffers."""
+    state = (params, optimizer.init(params))
+    assert optimizer.update_ is not None
+    for one in grads:
+        moved = optimizer.update(one, state[1], state[0], **how)
+        for applied, expected in ((False, state), (True, moved)):
+            own, ours, opt_state = tree.map(torch.clone, (one, *state))
+            places = buffers((ours, opt_state))
+            result = optimizer.update_(own, opt_state, ours, applied=torch.tensor(applied), **how)
+            assert_same(result, expected, f"state where {applied=}")
+            assert buffers(result) == places
+        state = moved

@@ -15,18 +15,27 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import purestep as ps
 from purestep import tree
+from tests.uneven import sound, step
 
 LAWS: list[Any] = [ps.psum, ps.pmean, ps.pvary, ps.all_gather, ps.psum_scatter]
+SIMULATED = [ps.VmapAxis, ps.testing.ThreadAxis]
 
 
-def test_outside_of_map() -> None:
-    axis = ps.VmapAxis(2)
-    with pytest.raises(
-        RuntimeError, match=r"VmapAxis\(2\) has ranks only while it maps.*axis\.map"
-    ):
-        ps.psum(torch.ones(2), axis)
-    with pytest.raises(RuntimeError, match="has ranks only while it maps"):
-        _ = axis.index
+@pytest.mark.parametrize("make", SIMULATED)
+def test_outside_of_map(make: Any) -> None:
+    axis = make(2)
+    way_out = rf"{make.__name__}\(2\) has ranks only while it maps: .*axis\.map\(fn"
+    uses = (lambda: ps.psum(torch.ones(2), axis), lambda: axis.index, lambda: step(axis, sound(0)))
+    for use in uses:
+        with pytest.raises(RuntimeError, match=way_out):
+            use()
+
+
+@pytest.mark.parametrize("make", SIMULATED)
+@pytest.mark.parametrize("size", [0, -1, 2.0, "2"])
+def test_size(make: Any, size: Any) -> None:
+    with pytest.raises(ValueError, match=rf"{make.__name__}\(size={size!r}\): an axis has a whole"):
+        make(size)
 
 
 def test_an_error_inside_leaves_the_axis_usable() -> None:
@@ -40,13 +49,6 @@ def test_an_error_inside_leaves_the_axis_usable() -> None:
     with pytest.raises(RuntimeError, match="has ranks only while it maps"):
         ps.psum(torch.ones(2), axis)
     assert axis.map(lambda x: ps.psum(x, axis), out_dims=None)(torch.ones(2)) == 2
-
-
-def test_size() -> None:
-    with pytest.raises(
-        ValueError, match=r"VmapAxis\(size=0\): an axis has a whole number of ranks"
-    ):
-        ps.VmapAxis(0)
 
 
 def test_out_dims_none_must_be_the_same_everywhere() -> None:

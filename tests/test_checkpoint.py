@@ -7,14 +7,10 @@ import json
 import os
 import pickle
 import re
-import resource
-import signal
 import subprocess
 import sys
 import threading
 import zlib
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -27,24 +23,21 @@ import purestep as ps
 from proofs.devices import lazy
 from purestep import tree
 from purestep.checkpoint import files
+from tests.hazards import Bomb, room
 from tests.memory import LiveBytes
-from tests.test_state import anything as anything, assert_same_bits, noise, zeros
+from tests.states import anything, assert_same_bits, noise, zeros
 
 ROOT = Path(__file__).parent.parent
 
 
-@pytest.fixture
-def path(tmp_path: Path) -> Path:
-    return tmp_path / "state"
-
-
 @pytest.mark.filterwarnings("ignore:ComplexHalf support")
-def test_what_is_saved_comes_back_to_the_bit(anything: Any, path: Path) -> None:
-    ps.checkpoint.save(path, anything)
-    found = ps.checkpoint.load(str(path), zeros(anything))
-    assert_same_bits(found, anything)
+def test_what_is_saved_comes_back_to_the_bit(path: Path) -> None:
+    state = anything()
+    ps.checkpoint.save(path, state)
+    found = ps.checkpoint.load(str(path), zeros(state))
+    assert_same_bits(found, state)
     assert not tree.requires_grad(found)
-    assert found["images"].stride() == anything["images"].stride()
+    assert found["images"].stride() == state["images"].stride()
     assert [*path.parent.iterdir()] == [path]
 
 
@@ -55,19 +48,18 @@ def test_any_tree_is_a_state(state: Any, path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:ComplexHalf support")
-def test_safetensors_opens_it(anything: Any, path: Path) -> None:
+def test_safetensors_opens_it(path: Path) -> None:
+    state = anything()
     for unknown in (torch.complex32, torch.complex128):
-        del anything["by dtype"][unknown]
-    anything["odd"] = noise(torch.int8, 3)
-    ps.checkpoint.save(path, anything)
+        del state["by dtype"][unknown]
+    state["odd"] = noise(torch.int8, 3)
+    ps.checkpoint.save(path, state)
     length = int.from_bytes(path.read_bytes()[:8], "little")
     entries = json.loads(path.read_bytes()[8 : 8 + length])
-    for name, tensor in ps.state_dict(anything).items():
+    for name, tensor in ps.state_dict(state).items():
         assert (8 + length + entries[name]["data_offsets"][0]) % tensor.itemsize == 0, "aligned"
-    assert_same_bits(safetensors.torch.load_file(path), ps.state_dict(anything))
-    assert_same_bits(
-        ps.load_state_dict(zeros(anything), safetensors.torch.load_file(path)), anything
-    )
+    assert_same_bits(safetensors.torch.load_file(path), ps.state_dict(state))
+    assert_same_bits(ps.load_state_dict(zeros(state), safetensors.torch.load_file(path)), state)
 
 
 def test_files_larger_than_a_chunk(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -155,16 +147,6 @@ def test_a_file_cut_short_is_noticed_where_memory_holds_what_is_missing(path: Pa
     assert_refused(path, zero)
 
 
-class Bomb:
-    """Whoever unpickles this makes a folder."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-
-    def __reduce__(self) -> Any:
-        return os.mkdir, (str(self.folder),)
-
-
 def test_nothing_in_a_file_is_run(path: Path) -> None:
     bomb = path.with_name("bomb")
     pickled = pickle.dumps(Bomb(bomb))
@@ -230,19 +212,6 @@ def test_a_file_is_replaced_as_a_whole_or_not_at_all(path: Path) -> None:
     with ps.checkpoint.replacing(path) as file:
         file.write(b"new")
     assert contents(path.parent) == {"state": "new"}
-
-
-@contextmanager
-def room(size: int) -> Iterator[None]:
-    """No file may become larger: as on a full disk, writing fails in the middle."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-        signal.signal(signal.SIGXFSZ, handler)
 
 
 @pytest.mark.parametrize("size", [0, 100, 5000, 4 * 10**5])

@@ -16,25 +16,15 @@ import torch
 from torch import Tensor
 
 import purestep as ps
+from proofs import worlds
+from proofs.strategies import assert_same
 from purestep import tree
 from purestep.axis.buckets import FIRST_BYTES, Buckets
 from purestep.axis.queue import Queue
 from purestep.axis.ranks import Ranks, Wait
 from purestep.conversation import NUMBER, SQUARE, WIDTH, conversation
 from purestep.form import flat
-from tests.faults import (
-    BAD,
-    SHARE,
-    Arguments,
-    alone,
-    batch,
-    cut,
-    ones,
-    same,
-    sound,
-    step,
-)
-from tests.programs import threads
+from tests.uneven import BAD, SHARE, Arguments, alone, batch, cut, ones, sound, step
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -229,8 +219,9 @@ def disagreeing(changes: Sequence[Arguments]) -> list[str]:
         group = cut(batch())[rank] if rank < 4 else []
         return str(info.value), step(axis, {**sound(0), "microbatches": group})
 
-    results = threads(len(changes), program, range(len(changes)))
-    assert all(same(after, alone()) for _, after in results)
+    results = worlds.on_threads(worlds.Ranks(len(changes)), program, range(len(changes)))
+    for _, after in results:
+        assert_same(after, alone())
     return [text for text, _ in results]
 
 
@@ -296,8 +287,10 @@ def test_counts_in_floats_on_one_rank_and_in_integers_on_others(
 ) -> None:
     """N is of floats on all of them; of integers where the one holds nothing, as rank 1 does."""
     state = alone()
-    for *new, metrics in threads(4, weighed_in, range(4), [dtypes] * 4, [normalize] * 4):
-        assert same(tuple(new), state[:2])
+    for *new, metrics in worlds.on_threads(
+        worlds.Ranks(4), weighed_in, range(4), [dtypes] * 4, [normalize] * 4
+    ):
+        assert_same(tuple(new), state[:2])
         assert metrics.num_tokens == 16
         assert metrics.num_tokens.dtype == (INT if dtypes[1] == FLOAT else FLOAT)
 
@@ -338,8 +331,8 @@ def test_a_step_that_is_not_read_at_once(dtype: torch.dtype, normalize: str) -> 
     for rank, result in enumerate(
         later(lambda axis, rank: weighed_in(axis, rank, [dtype] * 4, normalize))
     ):
-        assert same(result[:2], expected[:2])
-        assert same(result[2]._replace(num_tokens=()), expected[2]._replace(num_tokens=()))
+        assert_same(result[:2], expected[:2])
+        assert_same(result[2]._replace(num_tokens=()), expected[2]._replace(num_tokens=()))
         assert result[2].num_tokens == 16
         if SHARE[rank]:
             assert result[2].num_tokens.dtype == tree.accumulation_dtype(dtype)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import purestep as ps
-from tests.squares import squares, x_ones
+from tests.squares import WAYS, squares, x_ones
 
 
 def test_a_gradient_shared_by_two_leaves_is_two_sums() -> None:
@@ -60,13 +60,14 @@ def test_a_gradient_that_somebody_keeps_is_not_added_to() -> None:
     assert kept.tolist() == [2, 3]
 
 
-def test_sparse_gradients_arrive_dense() -> None:
+@pytest.mark.parametrize("how", WAYS, ids=["own", "torch.func"])
+def test_sparse_gradients_arrive_dense(how: dict[str, Any]) -> None:
     table, group = torch.zeros(4, 2), [{"x": torch.tensor([1, 1])}, {"x": torch.tensor([3, 0])}]
 
     def loss_fn(table: Tensor, m: dict[str, Tensor]) -> Tensor:
         return torch.nn.functional.embedding(m["x"], table, sparse=True).sum(-1)
 
-    grads, *_ = ps.accumulate(loss_fn, table, group, weight_fn=x_ones)
+    grads, *_ = ps.accumulate(loss_fn, table, group, weight_fn=x_ones, **how)
     assert grads.layout == torch.strided
     assert grads.sum(1).tolist() == [2, 4, 0, 2]
 

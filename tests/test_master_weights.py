@@ -15,6 +15,7 @@ from proofs.test_t06_purity import storages
 from proofs.test_t08_optimizers import WHOLE_VECTORS, buffers, kinds, random_grads, random_params
 from purestep import tree
 from tests.halves import HALVES, linear_loss, quadratic_loss, tokens, training, weights_of
+from tests.optimizers import assert_in_place_where_it_applies
 
 SHAPES = {"matrix": (5, 7), "rest": [(16,), ()]}
 MATRICES = {"first": (5, 7), "second": (4, 4)}
@@ -96,22 +97,10 @@ def by_hand(
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("name", INNER)
 def test_in_place_where_it_applies(name: str, dtype: torch.dtype) -> None:
-    """``applied=False`` leaves params, master and inner state as they are, to the bit; True is the update."""
     generator = torch.Generator().manual_seed(0)
     params = random_params(shapes_for(name), dtype, generator)
-    optimizer = ps.optim.master_weights(INNER[name]())
-    state = (params, optimizer.init(params))
-    assert optimizer.update_ is not None
-    for _ in range(3):
-        grads = to(torch.float32, random_grads(params, generator))
-        moved = optimizer.update(grads, state[1], state[0])
-        for applied, expected in ((False, state), (True, moved)):
-            own, ours, opt_state = tree.map(torch.clone, (grads, *state))
-            places = buffers((ours, opt_state))
-            result = optimizer.update_(own, opt_state, ours, applied=torch.tensor(applied))
-            assert_same(result, expected, f"state where {applied=}")
-            assert buffers(result) == places
-        state = moved
+    grads = [to(torch.float32, random_grads(params, generator)) for _ in range(3)]
+    assert_in_place_where_it_applies(ps.optim.master_weights(INNER[name]()), params, grads)
 
 
 @pytest.mark.parametrize("normalize", ["loss", "grads"])

@@ -168,6 +168,15 @@ def test_private_names_of_torch_stand_in_one_place(folder: str) -> None:
     assert not {file: names for file, names in found.items() if names}
 
 
+def test_tests_import_nothing_from_each_other() -> None:
+    """What several of them use stands beside them, in a module named after what it holds."""
+    for file in (ROOT / "tests").glob("*.py"):
+        found = re.findall(
+            r"^ *(?:from|import) tests(?:\.| import )test_.*", file.read_text(), re.M
+        )
+        assert not found, f"{file.name}: {found}"
+
+
 def test_every_module_imports() -> None:
     for module in pkgutil.walk_packages(ps.__path__, "purestep."):
         assert importlib.import_module(module.name).__doc__, f"{module.name} says nothing of itself"

@@ -82,10 +82,14 @@ def test_what_hugging_face_models_take_is_padded() -> None:
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=4), st.integers(5, 20))
 def test_documents_with_a_number_as_pad(lengths: list[int], row_tokens: int) -> None:
     """One number for every leaf, nested ones too, and for none of what is added."""
-    examples = [{"a": {"x": torch.ones(n, 2)}, "b": [torch.ones(n)]} for n in lengths]
+    examples = [
+        {"a": {"x": torch.ones(n, 2)}, "b": [torch.ones(n)], "labels": torch.ones(n).long()}
+        for n in lengths
+    ]
     packed = ps.pack_documents(examples, row_tokens=row_tokens, pad=-7)
     padding = packed["segments"] == 0
     assert torch.equal(packed["a"]["x"] == -7, padding[..., None].expand(-1, -1, 2))
     assert torch.equal(packed["b"][0] == -7, padding)
+    assert torch.equal(packed["labels"] == -7, padding)
     assert (packed["positions"][padding] == 0).all()
     assert (~padding).sum() == sum(lengths)

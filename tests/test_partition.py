@@ -13,6 +13,7 @@ from proofs.strategies import assert_same, labels
 from proofs.test_t06_purity import storages
 from proofs.test_t08_optimizers import buffers, kinds
 from purestep import tree
+from tests.optimizers import assert_in_place_where_it_applies
 from tests.parts import LEARNING_RATE, PARTS, SGD, drawn, muon, muon_and_adamw, split
 
 
@@ -194,18 +195,6 @@ def test_grad_scale_reaches_each_part_once(name: str, method: str) -> None:
 @pytest.mark.parametrize("scale", [None, 4.0])
 @pytest.mark.parametrize("name", PARTS)
 def test_in_place_where_it_applies(name: str, scale: float | None) -> None:
-    """``applied=False`` leaves all parts as they are, to the bit; True is the update."""
     optimizer = ps.optim.partition(labels, PARTS[name])
-    params, grads = drawn(4)
     how: Any = {} if scale is None else {"grad_scale": torch.tensor(scale)}
-    state = (params, optimizer.init(params))
-    assert optimizer.update_ is not None
-    for one in grads:
-        moved = optimizer.update(one, state[1], state[0], **how)
-        for applied, expected in ((False, state), (True, moved)):
-            own, ours, opt_state = tree.map(torch.clone, (one, *state))
-            places = buffers((ours, opt_state))
-            result = optimizer.update_(own, opt_state, ours, applied=torch.tensor(applied), **how)
-            assert_same(result, expected, f"state where {applied=}")
-            assert buffers(result) == places
-        state = moved
+    assert_in_place_where_it_applies(optimizer, *drawn(4), **how)

@@ -1,6 +1,6 @@
-"""Ranks that go wrong, as processes: every rank hears what happened, and the next step is sound.
+"""What processes alone can do to each other: die, wait in vain, and fail long before the others.
 
-``tests/test_thread_faults.py`` says the same of threads. Only tests that kill a rank start processes of their own.
+Only tests that end a world start processes of their own.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import signal
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from functools import cache
 from typing import Any
 
 import pytest
@@ -18,101 +19,24 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 import purestep as ps
-from purestep.testing.processes import DeadRankError, World
-from tests.faults import (
-    BAD,
-    COMPUTED,
-    FAULTS,
-    Aftermath,
-    Batch,
-    alone,
-    batch,
-    check_fault,
-    check_faulty_derivative,
-    cut,
-    faulty_derivative,
-    faulty_step,
-    loss_fn,
-    loss_with_aux,
-    same,
-    sound,
-    step,
-)
-from tests.processes import SIZE, mesh, processes
-from tests.programs import (
-    OVERFLOWS,
-    aux_without_zeros,
-    check_aux_without_zeros,
-    evaluated,
-    overflowing,
-    settings_step,
-    with_aux_of_its_own,
-)
+from proofs.ranks import Run
+from proofs.strategies import assert_same
+from purestep.testing.processes import DeadRankError, World, values
+from tests.uneven import BAD, Batch, alone, batch, loss_fn, loss_with_aux, sound, step
 
 pytestmark = pytest.mark.timeout(120)
 
 
-@pytest.mark.parametrize("bucket_bytes", [8, 1 << 20])
-@pytest.mark.parametrize("name", FAULTS)
-def test_a_fault_is_told_on_every_rank(world: World, name: str, bucket_bytes: int) -> None:
-    """And the same process group goes on. Nothing waits for its timeout, which is longer than the world's."""
-    aftermaths: list[Aftermath] = processes(
-        world, faulty_step, range(SIZE), [name] * SIZE, [False] * SIZE, bucket_bytes=bucket_bytes
-    )
-    check_fault(name, aftermaths, "MeshAxis('dp', 4 ranks)")
+@cache
+def over_all() -> ps.MeshAxis:
+    """The axis over all ranks of a world."""
+    ranks = list(range(dist.get_world_size()))
+    return ps.MeshAxis(DeviceMesh("cpu", ranks, mesh_dim_names=("dp",)), "dp")
 
 
-def faulty_step_in_pieces(axis: ps.Axis, rank: int, name: str, gather: str) -> Aftermath:
-    """The same, of params and state in pieces."""
-    return faulty_step(axis, rank, name, True, gather=gather)
-
-
-@pytest.mark.parametrize("gather", ["step", "microbatch"])
-@pytest.mark.parametrize("name", COMPUTED)
-def test_a_fault_is_told_where_params_are_in_pieces(world: World, name: str, gather: str) -> None:
-    """The others go on with their gathers, and the rank that failed joins them."""
-    aftermaths: list[Aftermath] = processes(
-        world, faulty_step_in_pieces, range(SIZE), [name] * SIZE, [gather] * SIZE
-    )
-    check_fault(name, aftermaths, "MeshAxis('dp', 4 ranks)")
-
-
-@pytest.mark.parametrize("name", COMPUTED)
-def test_a_fault_is_told_where_somebody_differentiates(world: World, name: str) -> None:
-    check_faulty_derivative(name, processes(world, faulty_derivative, range(SIZE), [name] * SIZE))
-
-
-def test_aux_that_an_empty_rank_cannot_be_told(world: World) -> None:
-    for text in processes(world, with_aux_of_its_own, cut(batch())):
-        assert "make it of containers that can be pickled" in text
-
-
-def test_aux_that_an_empty_rank_cannot_make(world: World) -> None:
-    check_aux_without_zeros(processes(world, aux_without_zeros, range(SIZE)))
-
-
-@pytest.mark.parametrize("normalize", ["loss", "grads"])
-@pytest.mark.parametrize("held", OVERFLOWS.values(), ids=list(OVERFLOWS))
-def test_counts_that_overflow_together(
-    world: World, held: list[tuple[float, int]], normalize: str
-) -> None:
-    for untouched, count in processes(world, overflowing, held, [normalize] * SIZE):
-        assert untouched
-        assert count == SIZE
-
-
-def evaluates_while_others_train(axis: ps.Axis, rank: int) -> tuple[str, Any]:
-    """Another function altogether on rank 1, with the same params."""
-    with pytest.raises(ValueError, match="disagree") as info:
-        _ = evaluated(axis, rank) if rank == 1 else step(axis, sound(rank))
-    return str(info.value), step(axis, sound(rank))
-
-
-def test_a_rank_that_evaluates_while_others_train(world: World) -> None:
-    for text, next_step in processes(world, evaluates_while_others_train, range(SIZE)):
-        assert "ranks 0, 2, 3 with " in text
-        assert "against rank 1 with " in text
-        assert same(next_step, alone())
+def takes_a_step(rank: int) -> None:
+    """The sound step of one rank."""
+    step(over_all(), sound(0))
 
 
 def dies(rank: int, where: str) -> None:
@@ -127,12 +51,12 @@ def dies(rank: int, where: str) -> None:
         return kills
 
     arguments = {**sound(0), "microbatches": [batch(1), batch(2), batch(1)]}
-    step(ps.MeshAxis(mesh(), "dp"), {**arguments, where: killed(arguments[where])})
+    step(over_all(), {**arguments, where: killed(arguments[where])})
 
 
 def last_words(world: World, program: Callable[..., Any], *args: Any) -> list[Any]:
     """What comes of a program that ends a world which has taken a step."""
-    processes(world, settings_step, [0] * world.size, [{}] * world.size)
+    values(world.run(takes_a_step))
     return world.run(program, *([arg] * world.size for arg in args))
 
 
@@ -151,17 +75,15 @@ def test_a_rank_that_is_killed(where: str) -> None:
         assert "start again from the last checkpoint" in str(error)
 
 
-def impatient() -> list[ps.MeshAxis]:
-    """Two axes over all ranks, whose process groups wait for two seconds."""
-    ranks = list(range(dist.get_world_size()))
-    groups = [dist.new_group(ranks, timeout=timedelta(seconds=2)) for _ in range(2)]
-    meshes = [DeviceMesh.from_group(group, "cpu", mesh_dim_names=("dp",)) for group in groups]
-    return [ps.MeshAxis(mesh, "dp") for mesh in meshes]
+def impatient() -> ps.MeshAxis:
+    """An axis over all ranks, whose process group waits for two seconds."""
+    group = dist.new_group(timeout=timedelta(seconds=2))
+    return ps.MeshAxis(DeviceMesh.from_group(group, "cpu", mesh_dim_names=("dp",)), "dp")
 
 
 def fails_before_its_peer(rank: int) -> None:
     """Rank 0 raises where rank 1 waits for it, inside the loss, in a different process group."""
-    axis, other = impatient()
+    axis, other = impatient(), impatient()
 
     def loss(params: Any, microbatch: Batch) -> Tensor:
         if rank == 0:
@@ -195,8 +117,8 @@ def fails_early(axis: ps.Axis, rank: int) -> tuple[str, Any]:
     return str(info.value), step(axis, sound(rank))
 
 
-def test_a_rank_that_fails_early(world: World) -> None:
+def test_a_rank_that_fails_early(processes: Run) -> None:
     """It waits, all learn why, and the group goes on."""
-    for text, next_step in processes(world, fails_early, range(SIZE)):
+    for text, next_step in processes(fails_early, range(4)):
         assert "a bad sample" in text
-        assert same(next_step, alone())
+        assert_same(next_step, alone())

@@ -94,13 +94,6 @@ def test_no_params() -> None:
         ps.make_update_step(loss_fn, SGD)({"nothing": None}, (), [])
 
 
-def test_state_of_other_params() -> None:
-    optimizer = ps.optim.adamw(0.1)
-    step = ps.make_update_step(loss_fn, optimizer, weight_fn=weight_fn)
-    with pytest.raises(ValueError, match=r"opt_state\.mu\['v'\] stands where opt_state\.mu\['w'\]"):
-        step(PARAMS, optimizer.init({"v": torch.ones(())}), [MICROBATCH])
-
-
 @pytest.mark.parametrize(
     ("optimizer", "hint"),
     [

@@ -59,14 +59,3 @@ def test_a_reverse_mode_that_reuses_its_buffer(dtype: torch.dtype) -> None:
         lambda w, m: w * m["x"], torch.ones(1), group, weight_fn=x_ones, grad_and_value=mine
     )
     assert grads == 7
-
-
-def test_sparse_gradients_of_any_reverse_mode() -> None:
-    grads, *_ = ps.accumulate(
-        lambda p, m: torch.nn.functional.embedding(m["x"], p, sparse=True).sum(-1),
-        torch.zeros(4, 2),
-        [{"x": torch.tensor([1, 1])}, {"x": torch.tensor([3, 0])}],
-        weight_fn=x_ones,
-        grad_and_value=torch.func.grad_and_value,
-    )
-    assert grads.sum(1).tolist() == [2, 4, 0, 2]

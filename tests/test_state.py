@@ -7,7 +7,7 @@ import re
 from collections import OrderedDict, defaultdict, deque
 from enum import Enum
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import optree
 import pytest
@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_distribut
 import purestep as ps
 from proofs.devices import lazy
 from purestep import tree
-from purestep.checkpoint.files import DTYPES
+from tests.states import Moments, anything, assert_same_bits, noise, zeros
 from tests.torch_internals import FakeTensorMode
 
 
@@ -29,13 +29,6 @@ class Part(Enum):
     """A key that is neither text nor a number."""
 
     ENCODER = 1
-
-
-class Moments(NamedTuple):
-    """A container whose entries have names."""
-
-    mu: Any
-    nu: Any
 
 
 register: Any = optree.dataclasses.dataclass
@@ -59,62 +52,6 @@ optree.register_pytree_node(
     lambda _, children: Pair(children),
     namespace=tree.NAMESPACE,
 )
-
-
-def bits(tensor: Tensor) -> list[int]:
-    """All that a tensor holds: a NaN's payload, and the sign of a zero."""
-    return tensor.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8).tolist()
-
-
-def assert_same_bits(actual: Any, expected: Any) -> None:
-    """Trees of one structure, equal to the bit."""
-    columns, _ = tree.columns(actual, expected)
-    for one, two in zip(*columns, strict=True):
-        assert (one.dtype, one.shape) == (two.dtype, two.shape)
-        assert bits(one) == bits(two)
-
-
-def noise(dtype: torch.dtype, *shape: int) -> Tensor:
-    """Any bits at all: NaNs of every payload, subnormal numbers, negative zeros."""
-    generator = torch.Generator().manual_seed(len(str(dtype)) + len(shape))
-    if dtype is torch.bool:
-        return torch.randint(0, 2, shape, generator=generator).bool()
-    size = torch.empty(shape, dtype=dtype).nbytes
-    return torch.randint(0, 256, (size,), generator=generator).byte().view(dtype).view(shape)
-
-
-@pytest.fixture
-def anything() -> Any:
-    """Each dtype, in each way to lie in memory."""
-    by_dtype = {
-        dtype: [
-            noise(dtype),
-            noise(dtype, 0),
-            noise(dtype, 2, 0, 3),
-            noise(dtype, 3, 2),
-            noise(dtype, 3, 4).T,
-            noise(dtype, 6, 5)[1::2, ::3],
-            noise(dtype, 1).expand(4),
-            noise(dtype, 10)[3:],
-        ]
-        for dtype in DTYPES
-    }
-    one = noise(torch.float32, 3)
-    z = noise(torch.complex64, 3)
-    special = [-0.0, 5e-324, float("inf"), float("nan")]
-    return {
-        "by dtype": by_dtype,
-        "tied": (one, {"again": one, "transposed": one.view(3, 1).T}),
-        "lazy": Moments(z.conj(), z.conj().imag),
-        "special": [torch.tensor(special, dtype=torch.float64), None, ()],
-        "recorded": torch.nn.Parameter(torch.ones(2)),
-        "images": noise(torch.float32, 2, 3, 4, 5).to(memory_format=torch.channels_last),
-    }
-
-
-def zeros(state: Any) -> Any:
-    """A tree like this one that holds none of it."""
-    return tree.map(torch.zeros_like, state)
 
 
 def by_torch_save(flat: dict[str, Tensor], _: Path) -> dict[str, Tensor]:
@@ -144,14 +81,15 @@ def by_distributed_checkpoint(flat: dict[str, Tensor], folder: Path) -> dict[str
 
 @pytest.mark.filterwarnings("ignore:ComplexHalf support", "ignore:torch.distributed is disabled")
 @pytest.mark.parametrize("way", [by_torch_save, by_safetensors, by_distributed_checkpoint])
-def test_any_format_takes_it(way: Any, anything: Any, tmp_path: Path) -> None:
-    flat = ps.state_dict(anything)
+def test_any_format_takes_it(way: Any, tmp_path: Path) -> None:
+    state = anything()
+    flat = ps.state_dict(state)
     addresses = [t.untyped_storage().data_ptr() for t in flat.values() if t.numel()]
     assert len(set(addresses)) == len(addresses)
     assert all(t.is_contiguous() and not t.requires_grad for t in flat.values())
     found = way(flat, tmp_path)
     assert found.keys() == flat.keys()
-    assert_same_bits(ps.load_state_dict(zeros(anything), found), anything)
+    assert_same_bits(ps.load_state_dict(zeros(state), found), state)
 
 
 def test_what_lies_by_itself_is_not_copied() -> None:

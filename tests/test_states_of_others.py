@@ -20,6 +20,7 @@ OTHERS: dict[str, Any] = {
     "integers": tree.map(lambda leaf: leaf.to(torch.int64), PARAMS),
     "float8": tree.map(lambda leaf: leaf.to(torch.float8_e4m3fn), PARAMS),
 }
+ADAMW = ps.optim.adamw(0.1)
 STATEFUL: dict[str, ps.optim.Optimizer] = {
     **{name: RECIPES[name](0.1) for name in RECIPES if name not in ("descend", "clipped")},
     "clipped adamw": ps.optim.chain(ps.optim.clip_by_global_norm(1.0), ps.optim.adamw(0.1)),
@@ -81,6 +82,30 @@ def test_a_state_of_other_params_is_refused_by_update(name: str, other: str, met
     given = tree.map(torch.clone, (GRADS, state_like(optimizer, other), PARAMS))
     with pytest.raises(ValueError, match=r"opt_state was not made by optimizer\.init of these"):
         getattr(optimizer, method)(*given)
+
+
+@pytest.mark.parametrize(
+    ("state", "text"),
+    [
+        (
+            ADAMW.init({"v": torch.ones(2)}),
+            r"opt_state\.mu\['v'\] stands where opt_state\.mu\['w'\]",
+        ),
+        (
+            ADAMW.init({"w": torch.ones(2, 1)}),
+            r"opt_state\.mu\['w'\] is .*32 of shape \(2, 1\), and",
+        ),
+        (
+            ps.optim.sgd(0.1).init({"w": torch.ones(2)}),
+            r"it is \(DescentState.*, and AdamWState.* was expected",
+        ),
+    ],
+)
+def test_the_first_difference_is_told(state: Any, text: str) -> None:
+    """A name, a shape, or the optimizer's own kind."""
+    step = ps.make_update_step(lambda p, m: p["w"] * m, ADAMW, weight_fn=torch.ones_like)
+    with pytest.raises(ValueError, match=rf"by optimizer\.init of these.*{text}"):
+        step({"w": torch.ones(2)}, state, [torch.ones(2)])
 
 
 def test_gradients_of_other_params_are_refused() -> None:

@@ -1,4 +1,4 @@
-"""``ThreadAxis``: its collectives, what it launches and when, and errors where ranks cannot meet."""
+"""``ThreadAxis``: what it hands over, worlds within worlds, axes of a grid, and errors where ranks cannot meet."""
 
 from __future__ import annotations
 
@@ -11,38 +11,12 @@ import torch
 from torch import Tensor
 
 import purestep as ps
+from proofs.strategies import assert_same
+from proofs.worlds import Ranks, on_threads
 from purestep.conversation import WIDTH
-from tests.faults import same, sound, step
-from tests.programs import (
-    LAWS,
-    blocks,
-    check_launched,
-    check_law,
-    forward_and_pulled,
-    launched_by_then,
-    meets_in_its_loss,
-    threads,
-)
+from tests.uneven import SGD, Batch, alone, batch, cut, sound, step
 
 pytestmark = pytest.mark.timeout(60)
-
-
-@pytest.mark.parametrize("bucket_bytes", [8, 32, 1 << 20])
-def test_a_loss_that_meets_over_the_same_axis(bucket_bytes: int) -> None:
-    """Its collectives are never taken for those of the gradients."""
-    axis = ps.testing.ThreadAxis(4, bucket_bytes=bucket_bytes)
-
-    def steps(everywhere: bool) -> list[Any]:
-        return axis.map(lambda rank: meets_in_its_loss(axis, rank, everywhere))(range(4))
-
-    expected = steps(True)[0]
-    for result in steps(False):
-        assert same(result, expected)
-
-
-@pytest.mark.parametrize("meets", [False, True])
-def test_buckets_leave_during_the_backward_pass(meets: bool) -> None:
-    check_launched(threads(4, launched_by_then, [meets] * 4, bucket_bytes=24), meets)
 
 
 def test_what_is_launched_is_handed_over_at_once() -> None:
@@ -58,7 +32,7 @@ def test_what_is_launched_is_handed_over_at_once() -> None:
             wait()
         return [begun, axis.meetings], [flat.tolist() for flat in flats]
 
-    for begun, sums in threads(3, program, range(3)):
+    for begun, sums in on_threads(Ranks(3), program, range(3)):
         assert begun == [3, 3]
         assert sums == [[6.0] * 2, [60.0] * 2, [600.0] * 2]
 
@@ -184,25 +158,6 @@ def test_usable_again_after_an_error() -> None:
         assert axis.map(lambda x: ps.psum(x, axis))([torch.tensor(1), torch.tensor(2)]) == [3, 3]
 
 
-def test_outside_of_map() -> None:
-    axis = ps.testing.ThreadAxis(2)
-    way_out = r"ThreadAxis\(2\) has ranks only while it maps: axis\.map\(fn\)"
-    with pytest.raises(RuntimeError, match=way_out):
-        ps.psum(torch.ones(2), axis)
-    with pytest.raises(RuntimeError, match=way_out):
-        _ = axis.index
-    with pytest.raises(RuntimeError, match=way_out):
-        step(axis, sound(0))
-
-
-@pytest.mark.parametrize("size", [0, -1, 2.0, "2"])
-def test_size(size: Any) -> None:
-    with pytest.raises(
-        ValueError, match=rf"ThreadAxis\(size={size!r}\): an axis has a whole number"
-    ):
-        ps.testing.ThreadAxis(size)
-
-
 @pytest.mark.parametrize("bucket_bytes", [0, -8, 8.0, None])
 def test_bucket_bytes(bucket_bytes: Any) -> None:
     with pytest.raises(ValueError, match=rf"bucket_bytes={bucket_bytes} must be a whole number"):
@@ -223,12 +178,6 @@ def test_map_takes_an_entry_for_each_rank() -> None:
         ValueError, match=r"argument 1 has 3 entries, but ThreadAxis\(2\) takes one for each rank"
     ):
         axis.map(lambda a, b: a)([1, 2], [1, 2, 3])
-
-
-@pytest.mark.parametrize("law", LAWS)
-def test_transpose(law: str) -> None:
-    x, y = blocks(law, 4)
-    check_law(law, threads(4, forward_and_pulled, [law] * 4, list(x), list(y)))
 
 
 def test_map_where_no_thread_can_follow() -> None:
@@ -277,3 +226,32 @@ def test_a_world_inside_of_a_rank() -> None:
         return total
 
     assert outer.map(program)([torch.tensor(1), torch.tensor(10)]) == [24, 24]
+
+
+def test_replicas_along_another_axis_are_not_counted() -> None:
+    world = ps.testing.ThreadAxis(4)
+    dp, tp = world.split(2, 2)
+    places = world.map(lambda: (dp.rank, tp.rank, int(dp.index), int(tp.index)))()
+    assert places == [(0, 0, 0, 0), (0, 1, 0, 1), (1, 0, 1, 0), (1, 1, 1, 1)]
+    assert (dp.size, tp.size) == (2, 2)
+    groups = cut(batch(), [[3, 2], [8, 1, 1, 1]])
+    results = world.map(lambda: step(dp, {**sound(0), "microbatches": groups[dp.rank]}))()
+    for result in results:
+        assert_same(result, alone())
+
+
+def test_thirty_runs_are_one() -> None:
+    """With numbers that round: in which order threads arrive does not matter."""
+    numbers = torch.randn(16, 4, generator=torch.Generator().manual_seed(0))
+    groups = cut({"x": numbers[:, :3], "y": numbers[:, 3]})
+
+    def program(axis: ps.Axis, group: list[Batch]) -> Any:
+        state = {"b": torch.tensor(0.1), "w": torch.tensor([0.2, 0.3, 0.4])}
+        return step(
+            axis,
+            {**sound(0), "params": state, "opt_state": SGD.init(state), "microbatches": group},
+        )
+
+    first, *runs = (on_threads(Ranks(4, 8), program, groups) for _ in range(30))
+    for run in [first, *runs]:
+        assert_same(run, [first[0]] * 4)

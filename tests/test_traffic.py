@@ -1,7 +1,8 @@
-"""What travels between processes: how many collectives, how many bytes, and when they leave."""
+"""What travels between ranks: when it leaves, on threads and in processes; between processes, how many collectives and bytes."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from math import ceil
 from typing import Any
 
@@ -10,13 +11,12 @@ import torch
 from torch import Tensor
 
 import purestep as ps
+from proofs.ranks import Run
+from proofs.strategies import assert_same
 from purestep import tree
 from purestep.conversation import WIDTH
-from purestep.testing.processes import World
-from tests.faults import same
-from tests.processes import SIZE, processes
-from tests.programs import check_launched, launched_by_then, meets_in_its_loss
 from tests.torch_internals import TorchDispatchMode
+from tests.uneven import SGD, Batch, batch, params, sound, step
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -86,42 +86,99 @@ MESSAGES = 2 * WIDTH * 8
 
 @pytest.mark.parametrize("normalize", ["loss", "grads"])
 @pytest.mark.parametrize("bucket_bytes", [8, 24, 64, 1 << 20])
-def test_traffic_of_a_step(world: World, bucket_bytes: int, normalize: str) -> None:
+def test_traffic_of_a_step(processes: Run, bucket_bytes: int, normalize: str) -> None:
     """Two short messages and each gradient once, however many microbatches: 1, 4, 16, or none on a rank."""
     for numbers in ([1] * 4, [4] * 4, [16] * 4, [4, 0, 16, 1]):
         results = processes(
-            world, traffic, numbers, [False] * SIZE, [{"normalize": normalize}] * SIZE,
+            traffic, numbers, [False] * 4, [{"normalize": normalize}] * 4,
             bucket_bytes=bucket_bytes,
         )  # fmt: skip
         for counts, sent, new_params in results:
             buckets = ceil(SMALL / bucket_bytes) + ceil(LARGE / bucket_bytes)
             assert counts == {"allreduce_": 2 + buckets}
             assert sent == {"allreduce_": MESSAGES + SMALL + LARGE}
-            assert same(new_params, results[0][2])
+            assert_same(new_params, results[0][2])
 
 
-def test_aux_travels_in_one_collective_more(world: World) -> None:
+def test_aux_travels_in_one_collective_more(processes: Run) -> None:
     """Two integers; and where a rank is empty, the others tell it their form, and it tells them that it has it."""
     gathered = {"all_gather_into_tensor": 2}
     for numbers, told in (([1, 4, 16, 2], {}), ([1, 4, 0, 2], gathered)):
-        for counts, sent, _ in processes(world, traffic, numbers, [True] * SIZE, [{}] * SIZE):
+        for counts, sent, _ in processes(traffic, numbers, [True] * 4, [{}] * 4):
             assert counts == {"allreduce_": 2 + 2 + bool(told), "all_reduce": 1, **told}
             assert sent["all_reduce"] == 2 * 8
 
 
+def meets_in_its_loss(axis: ps.Axis, rank: int, everywhere: bool) -> Any:
+    """Ranks sum over the axis inside of the loss; a leaf is used on rank 0, and elsewhere times zero or not at all."""
+
+    def loss(params: Any, microbatch: Batch) -> Tensor:
+        scores = ps.pvary(ps.psum(microbatch["x"] @ params["w"], axis), axis)
+        if rank == 0 or everywhere:
+            scores = scores + params["z"] * (rank == 0)
+        return scores.square()
+
+    theta = {"w": params()["w"], "z": torch.tensor([2.0, 1.0, 1.0, 1.0]).double()}
+    arguments = {**sound(rank), "loss_fn": loss, "params": theta, "opt_state": SGD.init(theta)}
+    return step(axis, {**arguments, "microbatches": [batch(4, rank)]})
+
+
 @pytest.mark.parametrize("bucket_bytes", [8, 32, 1 << 20])
-def test_a_loss_that_meets_over_the_same_axis(world: World, bucket_bytes: int) -> None:
+def test_a_loss_that_meets_over_the_same_axis(ranks: Run, bucket_bytes: int) -> None:
+    """Its collectives are never taken for those of the gradients."""
     used, unused = (
-        processes(
-            world, meets_in_its_loss, range(SIZE), [everywhere] * SIZE, bucket_bytes=bucket_bytes
-        )
+        ranks(meets_in_its_loss, range(4), [everywhere] * 4, bucket_bytes=bucket_bytes)
         for everywhere in (True, False)
     )
     for result in unused:
-        assert same(result, used[0])
+        assert_same(result, used[0])
+
+
+class _Noticed(torch.autograd.Function):
+    """The identity, which calls a function during the backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, notice: Callable[[], None]) -> Tensor:
+        ctx.notice = notice
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        ctx.notice()
+        return grad, None
+
+
+LEAVES = 6
+
+
+def launched_by_then(axis: Any, meets: bool) -> list[int]:
+    """How many buckets of six are on their way when the gradient of each leaf is about to be found.
+
+    In the last of two microbatches, which finds that of the last leaf first. The loss may meet, too.
+    """
+    theta = {f"w{place}": torch.full((3,), place + 1.0).double() for place in range(LEAVES)}
+    launched: list[int] = []
+    before = 0
+
+    def loss(params: Any, microbatch: Batch) -> Tensor:
+        nonlocal before
+        launched.clear()
+        scores = microbatch["y"]
+        for leaf in params.values():
+            noticed = _Noticed.apply(leaf, lambda: launched.append(axis.meetings - before))
+            scores = scores * noticed.sum()
+        if meets:
+            ps.psum(scores.detach(), axis)
+        before = axis.meetings
+        return scores
+
+    arguments = {**sound(0), "loss_fn": loss, "params": theta, "opt_state": SGD.init(theta)}
+    step(axis, {**arguments, "microbatches": [batch(4)] * 2})
+    return launched
 
 
 @pytest.mark.parametrize("meets", [False, True])
-def test_buckets_leave_during_the_backward_pass(world: World, meets: bool) -> None:
-    results = processes(world, launched_by_then, [meets] * SIZE, bucket_bytes=24)
-    check_launched(results, meets)
+def test_buckets_leave_during_the_backward_pass(ranks: Run, meets: bool) -> None:
+    """Each leaves as soon as it is complete, unless the loss communicates over the same axis."""
+    expected = [0] * LEAVES if meets else list(range(LEAVES))
+    assert ranks(launched_by_then, [meets] * 4, bucket_bytes=24) == [expected] * 4

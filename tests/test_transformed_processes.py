@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
 from typing import Any
 
 import pytest
@@ -12,12 +11,13 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 import purestep as ps
+from proofs.ranks import Run
+from proofs.strategies import assert_same
+from proofs.worlds import Ranks, on_processes
 from purestep import tree
 from purestep.gathering import Gather
 from purestep.testing.processes import World, values
-from tests.faults import SGD, Batch, batch, cut, loss_with_aux, ones, params, same, sound, step
-from tests.processes import SIZE, processes
-from tests.programs import LAWS, blocks, check_law, forward_and_pulled
+from tests.uneven import SGD, Batch, batch, cut, loss_with_aux, ones, params, sound, step
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -77,12 +77,12 @@ TRANSFORMED = [ensemble, ensemble_of_counts, meta_gradient, tangent, ensemble_of
 
 
 @pytest.mark.parametrize("program", TRANSFORMED)
-def test_transforms_of_a_step(world: World, program: Callable[..., Any]) -> None:
+def test_transforms_of_a_step(processes: Run, program: Callable[..., Any]) -> None:
     """On every rank what one rank gets that holds the whole batch."""
     groups = cut(batch(8), [[2, 1], [1], [2], [1, 1]])
     expected = program(ps.LocalAxis(), [batch(8)])
-    for result in processes(world, program, groups):
-        assert same(result, expected)
+    for result in processes(program, groups):
+        assert_same(result, expected)
 
 
 def transformed_with_an_empty_rank(axis: ps.Axis, group: list[Batch]) -> str:
@@ -91,38 +91,11 @@ def transformed_with_an_empty_rank(axis: ps.Axis, group: list[Batch]) -> str:
     return str(info.value)
 
 
-def test_a_transform_with_an_empty_rank_is_refused_everywhere(world: World) -> None:
+def test_a_transform_with_an_empty_rank_is_refused_everywhere(processes: Run) -> None:
     groups = cut(batch(4), [[1], [2], [], [1]])
-    for text in processes(world, transformed_with_an_empty_rank, groups):
+    for text in processes(transformed_with_an_empty_rank, groups):
         assert "a rank of MeshAxis('dp', 4 ranks) holds no microbatch" in text
         assert "give it a microbatch whose weights are zero" in text
-
-
-@cache
-def pair() -> DeviceMesh:
-    """Two ranks of four."""
-    return DeviceMesh("cpu", [0, 1], mesh_dim_names=("dp",))
-
-
-def on_pair(rank: int, program: Callable[..., Any], *args: Any) -> Any:
-    """``program(axis, *args)`` on two ranks: compilers take their time."""
-    part = pair()
-    return program(ps.MeshAxis(part, "dp"), *args) if rank < 2 else None
-
-
-def compiled_law(axis: ps.Axis, law: str, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-    """A collective and its gradient, each compiled whole."""
-    run = torch.compile(forward_and_pulled, fullgraph=True, backend="aot_eager")
-    result: tuple[Tensor, Tensor] = run(axis, law, x, y)
-    return result
-
-
-@pytest.mark.parametrize("law", LAWS)
-def test_compiled_collectives(world: World, law: str) -> None:
-    x, y = blocks(law, 2)
-    xs, ys = (list(value) + [None] * 2 for value in (x, y))
-    results = world.run(on_pair, [compiled_law] * SIZE, [law] * SIZE, xs, ys)
-    check_law(law, values(results)[:2])
 
 
 def compiled_step(axis: ps.Axis, group: list[Batch]) -> Any:
@@ -134,12 +107,11 @@ def compiled_step(axis: ps.Axis, group: list[Batch]) -> Any:
 
 
 def test_compiled_step(world: World) -> None:
-    groups = [*cut(batch(8), [[5], [2, 1]]), [], []]
-    results = values(world.run(on_pair, [compiled_step] * SIZE, groups))
+    groups = cut(batch(8), [[5], [2, 1]])
     expected = step(ps.LocalAxis(), {**sound(0), "microbatches": cut(batch(8), [[5, 2, 1]])[0]})
-    for compiled, eager in results[:2]:
-        assert same(eager, expected)
-        assert same(compiled, expected)
+    for compiled, eager in on_processes(world, Ranks(2), compiled_step, groups):
+        assert_same(eager, expected)
+        assert_same(compiled, expected)
 
 
 def compiled_without_microbatches(rank: int) -> str | None:
@@ -174,9 +146,7 @@ def compiled_gathers(axis: ps.Axis, rank: int, gather: Gather, whole: bool) -> A
 
 
 @pytest.mark.parametrize(("gather", "whole"), [("loss", False), ("microbatch", True)])
-def test_compiled_gathers(world: World, gather: Gather, whole: bool) -> None:
-    for compiled, eager in processes(
-        world, compiled_gathers, range(SIZE), [gather] * SIZE, [whole] * SIZE
-    ):
-        assert same(compiled[:2], eager[:2])
+def test_compiled_gathers(processes: Run, gather: Gather, whole: bool) -> None:
+    for compiled, eager in processes(compiled_gathers, range(4), [gather] * 4, [whole] * 4):
+        assert_same(compiled[:2], eager[:2])
         assert torch.equal(compiled[2].loss, eager[2].loss)

@@ -60,19 +60,20 @@ def test_forward_mode_reaches_through() -> None:
         assert forward_ad.unpack_dual(grads).tangent == 2 * 4
 
 
-def test_gradients_are_taken_without_grad_mode() -> None:
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_gradients_are_taken_without_grad_mode(mode: Any) -> None:
     """As ``torch.func.grad``: what the caller's mode says is about the caller's graph."""
-    w, group = torch.tensor([3.0]), [{"x": torch.tensor([2.0])}]
-    with torch.no_grad():
-        assert ps.accumulate(squares, w, group, weight_fn=x_ones)[0] == 2 * 3 * 4
 
+    def made() -> tuple[Tensor, list[dict[str, Tensor]]]:
+        return torch.tensor([3.0]), [{"x": torch.tensor([2.0])}]
 
-def test_gradients_are_taken_in_inference_mode() -> None:
-    with torch.inference_mode():
-        made_inside = torch.tensor([3.0])
-        for w in (made_inside, torch.tensor([3.0])):
-            assert ps.accumulate(squares, w, [{"x": torch.ones(1)}], weight_fn=x_ones)[0] == 6
-    assert ps.accumulate(squares, made_inside, [{"x": torch.ones(1)}], weight_fn=x_ones)[0] == 6
+    outside = made()
+    with mode():
+        inside = made()
+        for w in (inside[0], outside[0]):
+            for group in (inside[1], outside[1]):
+                assert ps.accumulate(squares, w, group, weight_fn=x_ones)[0] == 2 * 3 * 4
+    assert ps.accumulate(squares, inside[0], outside[1], weight_fn=x_ones)[0] == 2 * 3 * 4
 
 
 @pytest.mark.parametrize("how", WAYS, ids=["own", "torch.func"])

@@ -1,0 +1,87 @@
+"""A small step in exact arithmetic, and a compiler that counts its graphs."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import purestep as ps
+from purestep import tree
+from purestep.types import UpdateStep
+
+
+class Compilations:
+    """A backend that runs graphs as they are, and keeps their code, and whether any of their sizes may vary."""
+
+    def __init__(self) -> None:
+        self.graphs: list[str] = []
+        self.varying: list[bool] = []
+
+    def __call__(self, graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
+        self.graphs.append(graph.code)
+        self.varying.append(any(isinstance(each, torch.SymInt) for each in inputs))
+        return graph.forward
+
+
+def loss_fn(params: Any, m: Any) -> Tensor:
+    hidden = (m["x"] @ params["w"]).relu()
+    return (hidden @ params["v"] - m["y"]).square()
+
+
+def weight_fn(m: Any) -> Tensor:
+    return m["y"] > -4
+
+
+def batch(rows: int, length: int, seed: int = 0) -> dict[str, Tensor]:
+    """Small integers, so that sums are exact."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randint(-3, 4, (rows, length, 3), generator=generator).double()
+    return {"x": x, "y": torch.randint(-8, 5, (rows, length), generator=generator).double()}
+
+
+def start() -> dict[str, Tensor]:
+    return {
+        "v": torch.tensor([1.0, -2.0]).double(),
+        "w": torch.tensor([[1.0, 2.0], [0.0, 1.0], [3.0, -1.0]]).double(),
+    }
+
+
+def run(step: UpdateStep, optimizer: ps.optim.Optimizer, groups: list[Any]) -> Any:
+    """A state after one step on each group, and all metrics."""
+    params = start()
+    state, metrics = (params, optimizer.init(params)), []
+    for group in groups:
+        *state_, reported = step(*state, group)
+        state = (state_[0], state_[1])
+        metrics.append(reported)
+    return state, metrics
+
+
+def make(optimizer: ps.optim.Optimizer, **settings: Any) -> UpdateStep:
+    return ps.make_update_step(loss_fn, optimizer, weight_fn=weight_fn, **settings)
+
+
+def compiled(optimizer: ps.optim.Optimizer, **settings: Any) -> tuple[UpdateStep, Compilations]:
+    """A compiled step, and what was compiled for it."""
+    backend = Compilations()
+    return make(optimizer, compile=partial(torch.compile, backend=backend), **settings), backend
+
+
+def assert_close(ours: Any, theirs: Any) -> None:
+    """The gradients are exact, so what differs are some dozens of roundings in each of a few steps of the optimizer."""
+    roundings = 100 * torch.finfo(torch.float64).eps
+    for leaves in zip(tree.leaves_of(ours), tree.leaves_of(theirs), strict=True):
+        a, b = map(Tensor.double, leaves)
+        assert ((a - b).abs() <= roundings * (1 + b.abs())).all()
+
+
+PLAIN = ps.optim.chain(ps.optim.scale_by_adam(), ps.optim.descend(0.125))
+GROUPS = [
+    [batch(2, 4, seed) for seed in range(1)],
+    [batch(2, 4, seed) for seed in range(4)],
+    [batch(2, 4, seed) for seed in range(16)],
+    [],
+]

@@ -1,0 +1,85 @@
+"""States in pieces: how ranks save and load them, and what each of them hears."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+import purestep as ps
+from purestep import tree
+from purestep.checkpoint import files
+from purestep.testing.processes import World, values
+from tests.states import assert_same_bits, noise, zeros
+
+BAD = 1
+"""The rank that goes wrong."""
+
+
+def whole() -> Any:
+    """All kinds of leaves: shorter than the ranks are many, empty, without a dimension, of any dtype and memory order."""
+    return {
+        "w": noise(torch.float32, 5, 3),
+        "columns": noise(torch.float64, 6, 4).T,
+        "short": noise(torch.bfloat16, 1, 2),
+        "empty": noise(torch.float32, 0, 3),
+        "by dtype": {dtype: noise(dtype, 4, 2) for dtype in files.DTYPES if not dtype.is_complex},
+        "step": torch.tensor(7),
+        "layers": [noise(torch.float32, 7), None],
+    }
+
+
+def axis(dims: str = "dp") -> ps.MeshAxis:
+    """All ranks; or of four, ``"shard"``: two of them, beside two replicas."""
+    world = list(range(dist.get_world_size()))
+    if dims == "dp":
+        return ps.MeshAxis(DeviceMesh("cpu", world, mesh_dim_names=("dp",)), "dp")
+    mesh = DeviceMesh("cpu", [world[:2], world[2:]], mesh_dim_names=("replica", "shard"))
+    return ps.MeshAxis(mesh, dims)
+
+
+def together(world: World, function: Callable[..., Any], *args: Any) -> list[Any]:
+    """What the function returns on each rank."""
+    return values(world.run(function, *([argument] * world.size for argument in args)))
+
+
+def refused(act: Callable[[], Any]) -> tuple[str, str]:
+    """The kind and the text of an error."""
+    try:
+        act()
+    except Exception as error:
+        return type(error).__name__, str(error)
+    raise AssertionError("nothing was refused")
+
+
+def save(_: int, path: Path, dims: str = "dp", dim: int = 0) -> None:
+    """All of it in pieces."""
+    ps.checkpoint.save(path, in_pieces(whole(), axis(dims), dim))
+
+
+def in_pieces(state: Any, axis: ps.Axis, dim: int) -> Any:
+    """Cut along a dimension, as far as tensors have it."""
+    return tree.map(lambda leaf: ps.shard(leaf, axis, dim) if leaf.ndim > dim else leaf, state)
+
+
+def load(_: int, path: Path, dims: str = "dp", dim: int = 0) -> None:
+    """Into pieces of other values, which are checked."""
+    like = in_pieces(zeros(whole()), axis(dims), dim)
+    found = ps.checkpoint.load(path, like)
+    expected = in_pieces(whole(), axis(dims), dim)
+    assert tree.flatten(found)[1] == tree.flatten(like)[1]
+    assert_same_bits(tree.leaves_of(found), tree.leaves_of(expected))
+    for one, two in zip(tree.leaves_of(found), tree.leaves_of(like), strict=True):
+        assert one.stride() == two.stride()
+
+
+LARGE = 2**18
+
+
+def save_to(_: int, path: Path) -> tuple[str, str]:
+    """One tensor."""
+    return refused(lambda: ps.checkpoint.save(path, ps.shard([torch.ones(3)], axis())))

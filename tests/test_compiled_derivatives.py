@@ -1,0 +1,121 @@
+"""Derivatives of compiled steps: what is recorded, what is a constant, and what is refused."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+import purestep as ps
+from proofs.strategies import assert_same
+from purestep import tree
+from tests.counted_graphs import GROUPS, PLAIN, assert_close, loss_fn, make, start, weight_fn
+
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
+
+
+@pytest.mark.parametrize("settings", [{}, {"donate": True}])
+@pytest.mark.parametrize("name", ["lion", "chain", "masters"])
+def test_a_rate_that_requires_grad(name: str, settings: dict[str, Any]) -> None:
+    """What is recorded is not written over, compiled or not: the derivative is right, and the caller's params stay."""
+    make_optimizer: dict[str, Any] = {
+        "lion": ps.optim.lion,
+        "chain": lambda rate: ps.optim.chain(ps.optim.scale_by_adam(), ps.optim.descend(rate)),
+        "masters": lambda rate: ps.optim.master_weights(ps.optim.lion(rate)),
+    }
+    slopes = []
+    for compile in (False, partial(torch.compile, backend="eager")):
+        rate, params = torch.tensor(0.5, dtype=torch.float64, requires_grad=True), start()
+        optimizer = make_optimizer[name](rate)
+        new, *_ = make(optimizer, compile=compile, **settings)(
+            params, optimizer.init(params), GROUPS[1]
+        )
+        (new["w"].flatten() @ torch.arange(6).double()).backward()
+        assert rate.grad is not None
+        slopes.append(rate.grad)
+        assert_same(params, start())
+    assert slopes[0].abs() > 0
+    assert_close(*slopes)
+
+
+@pytest.mark.parametrize("microbatches", [1, 3])
+def test_one_gradient_for_two_leaves(microbatches: int) -> None:
+    """A graph may give both of them one tensor; their sums are each its own, and clipped once."""
+    optimizer = ps.optim.chain(ps.optim.clip_by_global_norm(0.125), ps.optim.sgd(0.125, 0.5))
+    params = {"a": torch.tensor([1.0, 2.0, 3.0]).double(), "b": torch.ones(3).double()}
+    group = [{"x": torch.ones(2, 3).double()} for _ in range(microbatches)]
+    moved = []
+    for compile in (True, False):
+        step = ps.make_update_step(
+            lambda p, m: (m["x"] @ (p["a"] + p["b"])).square(),
+            optimizer,
+            weight_fn=lambda m: m["x"][:, 0] > 0,
+            compile=compile,
+            donate=True,
+        )
+        own = tree.map(torch.clone, params)
+        moved.append(step(own, optimizer.init(own), group)[0])
+    assert_close(*moved)
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_what_a_compiled_loss_closes_over_is_a_constant(whole: bool) -> None:
+    """Nothing is recorded of it, and its ``.grad`` is not written."""
+    scale = torch.tensor(2.0, dtype=torch.float64, requires_grad=True)
+
+    def scaled(params: Any, m: Any) -> ps.LossTerms:
+        losses = loss_fn(params, m) * scale
+        return ps.LossTerms(losses, aux={"loss": losses.sum()})
+
+    step = ps.make_update_step(scaled, PLAIN, weight_fn=weight_fn, compile=not whole)
+    step = ps.compile(step, backend="eager", fullgraph=True) if whole else step
+    new = step(start(), PLAIN.init(start()), GROUPS[1])
+    assert not tree.requires_grad(new)
+    assert scale.grad is None
+    if whole:
+        recorded = tree.map(lambda leaf: leaf.requires_grad_(), start())
+        assert step(recorded, PLAIN.init(recorded), GROUPS[1])[0]["w"].requires_grad
+
+
+@pytest.mark.filterwarnings("ignore:compile=True", "ignore:The .grad attribute of a Tensor")
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_second_derivative_of_what_is_compiled_is_refused(inside: bool) -> None:
+    """torch.compile has none, and its graph does not lead to the leaves: it would be left out without a word."""
+
+    def energy(params: Any, x: Tensor) -> Tensor:
+        return (x @ params["w"]).square().sum()
+
+    shaped: Any = torch.compile(energy, backend="aot_eager") if inside else energy
+
+    def penalised(params: Any, m: Any) -> Tensor:
+        x = m["x"].clone().requires_grad_()
+        (force,) = torch.autograd.grad(shaped(params, x), x, create_graph=True)
+        losses: Tensor = loss_fn(params, m) + force.square().mean()
+        return losses
+
+    step = ps.make_update_step(penalised, PLAIN, weight_fn=weight_fn, compile=not inside)
+    with pytest.raises(ValueError, match=r"cannot be differentiated a second time.*compile="):
+        step(start(), PLAIN.init(start()), GROUPS[1])
+
+
+def test_a_checkpoint_is_compiled_without_the_backward_pass() -> None:
+    """No graph holds both, and what the compiler forbade when it failed is allowed again."""
+
+    def checkpointed(params: Any, m: Any) -> Tensor:
+        kept: Tensor = checkpoint(loss_fn, params, m, use_reentrant=False)
+        return kept
+
+    ours, theirs = (
+        ps.make_update_step(checkpointed, PLAIN, weight_fn=weight_fn, compile=compile)(
+            start(), PLAIN.init(start()), GROUPS[1]
+        )
+        for compile in (True, False)
+    )
+    assert_close(ours[:2], theirs[:2])
+    w = torch.ones(2, requires_grad=True)
+    checkpoint(torch.sin, w, use_reentrant=False).sum().backward()
+    assert w.grad is not None
