@@ -35,6 +35,7 @@ from torch.nn import functional
 import purestep as ps
 from benchmarks import peers, step, timing
 from purestep import tree
+from purestep.torch_internals import foreach_add_, fused_adamw_
 
 SIZES = [32, 64, 64, 10]
 ROWS, BLOCK = 32, 30
@@ -113,7 +114,6 @@ def unchecked(problem: peers.Problem) -> peers.Way:
     mu, nu = [[torch.zeros_like(leaf) for leaf in params] for _ in range(2)]
     steps = [torch.zeros(()) for _ in params]
     b1, b2 = peers.BETAS
-    kernel: Any = torch._fused_adamw_
 
     def update(group: list[peers.Batch]) -> peers.Metrics:
         weights = [batch["labels"] != -100 for batch in group]
@@ -131,8 +131,8 @@ def unchecked(problem: peers.Problem) -> peers.Way:
             loss = loss + torch.dot(losses.detach(), seed)
         norm = peers.norm_of(grads)
         if num_tokens > 0:
-            torch._foreach_add_(steps, 1)
-            kernel(
+            foreach_add_(steps, 1)
+            fused_adamw_(
                 params, grads, mu, nu, [], steps, lr=peers.LEARNING_RATE, beta1=b1, beta2=b2, eps=peers.EPS,
                 weight_decay=peers.WEIGHT_DECAY, amsgrad=False, maximize=False,
             )  # fmt: skip
