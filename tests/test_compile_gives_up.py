@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 import warnings
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -34,6 +35,11 @@ from tests.torch_internals import few_recompilations
 pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
 
+def of_ours(told: Iterable[warnings.WarningMessage]) -> list[str]:
+    """What purestep says; torch's own imports warn the first time."""
+    return [text for each in told if (text := str(each.message)).startswith("compile=True")]
+
+
 @pytest.mark.parametrize("where", ["loss", "optimizer"])
 def test_where_the_compiler_gives_up(where: str) -> None:
     """It is told once, with the reason and the line; the step stays what it was."""
@@ -56,9 +62,9 @@ def test_where_the_compiler_gives_up(where: str) -> None:
     )
     with pytest.warns(UserWarning, match="cannot make one graph of") as told:
         ours, _ = run(step, optimizer, GROUPS)
-    assert len(told) == 1
-    assert "Data-dependent branching" in str(told[0].message)
-    assert "in branches: return x * 2 if x.sum() > 0 else x" in str(told[0].message)
+    (text,) = of_ours(told)
+    assert "Data-dependent branching" in text
+    assert "in branches: return x * 2 if x.sum() > 0 else x" in text
     theirs, _ = run(plain, optimizer, GROUPS)
     assert_close(ours, theirs)
 
@@ -106,7 +112,7 @@ def test_what_varies_without_end_is_told() -> None:
     groups = [[batch(2, 4) | {"name": "a" * length}] for length in range(1, 8)]
     with few_recompilations(), pytest.warns(UserWarning, match="recompile_limit") as told:
         ours, _ = run(step, optimizer, groups)
-    assert len(told) == 1
+    assert len(of_ours(told)) == 1
     theirs, _ = run(plain, optimizer, groups)
     assert_close(ours, theirs)
 
