@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import email
 import os
 import re
 import signal
@@ -24,7 +25,8 @@ from purestep import tree
 from purestep.examples import docstrings, elastic, huggingface
 
 ROOT = Path(__file__).parent.parent
-TRAINING = ["-m", "purestep.examples.docstrings", "--steps", "80", "--examples", "4"]
+OPTIONS = ["--steps", "48", "--examples", "4", "--docstrings-of", str(Path(email.__file__).parent)]
+TRAINING = ["-m", "purestep.examples.docstrings", *OPTIONS]
 PATIENCE = 120  # seconds, on a machine that is busy with other tests
 LOOPBACK = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": socket.if_nameindex()[0][1]}
 
@@ -128,7 +130,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 
 def test_rank_0_alone_speaks_and_nothing_complains(undisturbed: Run) -> None:
-    said = ["docstrings of", "from step 0 to 80 over 2 ranks", "loss ", "over 2 ranks\n", "sha256"]
+    said = ["docstrings of", "from step 0 to 48 over 2 ranks", "loss ", "over 2 ranks\n", "sha256"]
     counts = [undisturbed.stdout.count(words) for words in said]
     assert counts == [1, 1, 1, 2, 1], undisturbed.stdout
     assert not undisturbed.complaints
@@ -157,7 +159,7 @@ def test_a_killed_run_ends_in_the_same_bits(undisturbed: Run, tmp_path: Path) ->
         assert run.process.wait(timeout=PATIENCE) == 0, run.stderr
 
     first, second = map(int, re.findall(r"^from step (\d+)", run.stdout, re.M))
-    assert 0 == first < second < 80
+    assert 0 == first < second < 48
     assert run.fingerprints == undisturbed.fingerprints != set()
 
 
@@ -172,7 +174,7 @@ def test_a_killed_run_in_pieces_goes_on(undisturbed: Run, tmp_path: Path) -> Non
         assert run.process.wait(timeout=PATIENCE) == 0, run.stderr
 
     first, second = map(int, re.findall(r"^from step (\d+)", run.stdout, re.M))
-    assert 0 == first < second < 80
+    assert 0 == first < second < 48
     assert run.losses[1] == undisturbed.losses[1]
     assert "keeps 3.0 MiB" in undisturbed.stdout
     assert run.stdout.count("keeps 1.5 MiB") == 2
@@ -205,8 +207,8 @@ def test_an_interrupted_run_goes_on_over_other_ranks(undisturbed: Run, tmp_path:
 
     with running(tmp_path / "3", *torchrun(3), *resumable, "--max-tokens", "300") as run:
         assert run.process.wait(timeout=PATIENCE) == 0, run.stderr
-    (step,) = map(int, re.findall(r"^from step (\d+) to 80 over 3 ranks$", run.stdout, re.M))
-    assert 0 < step < 80
+    (step,) = map(int, re.findall(r"^from step (\d+) to 48 over 3 ranks$", run.stdout, re.M))
+    assert 0 < step < 48
     assert run.losses[1] == undisturbed.losses[1]
 
 
@@ -222,7 +224,7 @@ def test_an_interrupted_comparison_says_so_and_leaves_nothing(tmp_path: Path) ->
 
 
 REFUSED = {
-    "steps": (["--steps", "81"], [], r"state is of a run with steps=80, but this one has steps=81: .*"),
+    "steps": (["--steps", "49"], [], r"state is of a run with steps=48, but this one has steps=49: .*"),
     "dtype": ([], ["--dtype", "float32"], r"rank 0 .* with dtype='float64', rank 1 with dtype='float32': .*"),
     "folder": (["--checkpoint", "nowhere/state"], [], r"nowhere/state cannot be written \(No such .*"),
 }  # fmt: skip
@@ -233,10 +235,14 @@ def test_ranks_refuse_together_before_they_begin(case: str, tmp_path: Path) -> N
     of_all, of_rank_1, message = REFUSED[case]
     checkpoint = tmp_path / "state"
     training = [*TRAINING, "--checkpoint", str(checkpoint)]
-    options = docstrings.parse(TRAINING[2:])
+    options = docstrings.parse(OPTIONS)
     optimizer, params = docstrings.begin(options, torch.Generator())
     begun = (params, optimizer.init(params), torch.tensor(0), torch.tensor(0))
-    save(checkpoint, docstrings.settings_of(options, docstrings.docstrings()), begun)
+    save(
+        checkpoint,
+        docstrings.settings_of(options, docstrings.docstrings(options.docstrings_of)),
+        begun,
+    )
 
     meeting = world(ranks=2)
     with (
@@ -257,6 +263,7 @@ def test_what_would_end_a_run_late_is_refused_early(
         ("--picture", picture): "picture.png cannot be written (No such file or directory)",
         ("--picture", "picture.xyz"): "must end in one of",
         ("--max-tokens", "8"): "no room for an example of 256",
+        ("--docstrings-of", str(tmp_path)): "holds no Python file with a docstring",
         ("--save-every", "0"): "0 is less than 1",
         ("--checkpoint", "state"): "needs torchrun",
         ("--shard", "step"): "needs torchrun",
@@ -268,7 +275,7 @@ def test_what_would_end_a_run_late_is_refused_early(
 
 # Checkpoints.
 
-SETTINGS: elastic.Settings = {"steps": 80, "dtype": "float64"}
+SETTINGS: elastic.Settings = {"steps": 48, "dtype": "float64"}
 
 
 def save(path: Path, settings: elastic.Settings, state: Any) -> None:
@@ -292,9 +299,9 @@ def test_a_checkpoint_of_another_run_is_refused(tmp_path: Path) -> None:
     path, state = tmp_path / "state", {"w": torch.ones(2)}
     save(path, SETTINGS, state)
     others: dict[str, elastic.Settings] = {
-        r"with steps=80, but this one has steps=81: .* the same": {**SETTINGS, "steps": 81},
+        r"with steps=48, but this one has steps=49: .* the same": {**SETTINGS, "steps": 49},
         r"with dtype='float64', but this one has dtype='float32'": {**SETTINGS, "dtype": "float32"},
-        r"does not fit like:\n  tree\[0\]\['dtype'\] has no place": {"steps": 80},
+        r"does not fit like:\n  tree\[0\]\['dtype'\] has no place": {"steps": 48},
     }
     for message, settings in others.items():
         with pytest.raises(ValueError, match=message):

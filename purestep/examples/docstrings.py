@@ -70,8 +70,10 @@ def settings_of(options: argparse.Namespace, corpus: list[bytes]) -> elastic.Set
     }
 
 
-def docstrings() -> list[bytes]:
-    """Every docstring of the standard library that is longer than a line: a few bytes to thousands."""
+def docstrings(of: Path | None = None) -> list[bytes]:
+    """Every docstring in a folder, of the standard library without one, that is longer than a line: a few bytes to thousands."""
+    if of is not None:
+        return [text.encode() for text in docstrings_of(sorted(of.rglob("*.py")))]
     folder = Path(sysconfig.get_paths()["stdlib"])
     files = sorted(file for file in folder.glob("[!_]*.py"))
     files += sorted(
@@ -220,7 +222,7 @@ def begin(
 def compare(options: argparse.Namespace) -> None:
     """Trains three times side by side, the last two over simulated ranks; prints, draws."""
     generator = torch.Generator().manual_seed(RECIPE.seed)
-    corpus = docstrings()
+    corpus = docstrings(options.docstrings_of)
     print(lengths_of(corpus))
 
     optimizer, params = begin(options, generator)
@@ -325,7 +327,7 @@ def train(options: argparse.Namespace, axis: ps.MeshAxis) -> None:
     """Trains once, over real ranks, from the checkpoint on if there is one; rank 0 prints and saves."""
     speaks = axis.rank == 0
     generator = torch.Generator().manual_seed(RECIPE.seed)
-    corpus = docstrings()
+    corpus = docstrings(options.docstrings_of)
     settings = settings_of(options, corpus)
     elastic.check_alike(axis, settings)
 
@@ -384,12 +386,28 @@ def positive(text: str) -> int:
     return number
 
 
+def folder_of_python(text: str) -> Path:
+    """An argument that is a folder with docstrings in it."""
+    folder = Path(text)
+    if not docstrings(folder):
+        raise argparse.ArgumentTypeError(
+            f"{text} holds no Python file with a docstring of more than a line"
+        )
+    return folder
+
+
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line, with everything refused that would stop the program later."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--steps", type=positive, default=180)
+    parser.add_argument(
+        "--docstrings-of",
+        type=folder_of_python,
+        metavar="FOLDER",
+        help="train on those of its Python files, instead of the standard library's",
+    )
     parser.add_argument("--examples", type=positive, default=16, help="docstrings in one update")
     parser.add_argument(
         "--ranks",
