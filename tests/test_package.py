@@ -220,3 +220,13 @@ def test_version_is_in_the_changelog() -> None:
     version = re.search(r'^version = "(.*)"', (ROOT / "pyproject.toml").read_text(), re.M)
     assert version
     assert f"## {version[1]}" in (ROOT / "CHANGELOG.md").read_text()
+
+
+def test_every_row_of_a_table_has_as_many_cells_as_its_head() -> None:
+    """A row that came into a table that is not its own would be read as a figure."""
+    for file in ROOT.rglob("*.md"):
+        if any(part.startswith(".") for part in file.relative_to(ROOT).parts):
+            continue
+        for rows in re.findall(r"(?:^\|.*\n)+", file.read_text(), re.M):
+            cells = [len(re.findall(r"(?<!\\)\|", row)) for row in rows.splitlines()]
+            assert len(set(cells)) == 1, f"{file.relative_to(ROOT)}: {rows}"
