@@ -49,7 +49,7 @@ def compile(function: Callable[..., Any], **settings: Any) -> Callable[..., Any]
     * Where there is no accelerator, what calls the kernels is compiled as well, and torch logs for which operations (of linear
       algebra, of complex numbers) it cannot: ``options={"cpp_wrapper": False}`` leaves it to Python.
     * Each function has a cache of its own: torch's belongs to the code, which all steps of a process share.
-    * Before each call torch asks whether anybody has replaced a function of its own, of optree's or of purestep's, or
+    * Before each call torch asks whether anybody has replaced a function of its own, of Python's, of optree's or of purestep's, or
       what such a function closes over; here it does not. What the loss reads, globals included, is looked at as ever.
 
     >>> double = compile(lambda x: 2 * x)

@@ -216,7 +216,7 @@ def sums_of(grads: Tree, given: Worth | None, counted: Count | None, like: Tenso
     dtype = accumulation_dtype(loss.dtype)
     if others:
         together = torch.stack(given.losses)
-        loss, dtype = together.sum(dtype=torch.float64), accumulation_dtype(together.dtype)
+        loss, dtype = together.sum(0, dtype=torch.float64), accumulation_dtype(together.dtype)
     counted = counted or count_of(given.num_tokens, like.device)
     return Sums(grads, loss.to(dtype), counted, given.aux)
 

@@ -468,7 +468,7 @@ def unwatched(function: FunctionType, libraries: Sequence[str]) -> dict[str, Any
     names = "|".join(libraries)
     imported = re.compile(
         rf"G\['__import_({names})(_dot_|')|__import__\('({names})'\)|G\['__import_\w+'\]$"
-        r"|G\['__builtins_dict__|\['_tuple_new'\]"
+        r"|^G\['__builtins_dict__|^G\['___unnamed_scope_\w+'\]\['_tuple_new'\]"
     )
     # The compiler puts names of its own beside those of the function's module, all of which begin like this one.
     at_home = re.compile(r"G\['(?!__)")

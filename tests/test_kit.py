@@ -412,6 +412,33 @@ def test_evaluation_is_compared_with_the_equation() -> None:
     assert "evaluation" in verdict.why
 
 
+def test_a_loss_near_zero_is_evaluated_with_the_rounding_of_what_it_is_made_of() -> None:
+    """One update in float32 at a large rate fits such a model, whose loss was large before."""
+
+    class Single(PlainLoop):
+        def __init__(self, model: nn.Module) -> None:
+            task = ps.testing.causal_lm(model)
+            self.abilities = Abilities(dtype=torch.float32, weights="mask", task=task)
+
+        def dropped(self, batch: Batch) -> Batch:
+            return batch
+
+    class Steep(Words):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table.weight.data.mul_(8)
+            torch.manual_seed(0)
+            self.out = nn.Linear(5, 5, dtype=torch.float64)
+
+        def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Any:
+            seen = super().forward(input_ids, attention_mask)
+            seen.logits = self.out(seen.logits)
+            return seen
+
+    (verdict,) = ps.testing.judge(Single(Steep().to(torch.float32)), ["T0"], cases=30, shrink=0)
+    assert verdict.finding == "holds", verdict
+
+
 def test_pytest_has_one_test_for_each_law(tmp_path: Any) -> None:
     (tmp_path / "test_mine.py").write_text(
         "import purestep as ps\n"

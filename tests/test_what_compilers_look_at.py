@@ -36,6 +36,18 @@ def test_what_the_loss_reads_is_looked_at() -> None:
     assert losses == [losses[0], 2 * losses[0], 8 * losses[0]]
 
 
+def test_keys_that_are_named_like_the_libraries_own_are_looked_at() -> None:
+    factors = {"_tuple_new": 2.0, "__builtins_dict__": 3.0}
+
+    def scaled(x: Tensor) -> Tensor:
+        return x * factors["_tuple_new"] * factors["__builtins_dict__"]
+
+    whole = ps.compile(scaled, backend="eager")
+    assert whole(torch.ones(())) == 6
+    factors.update(_tuple_new=5.0, __builtins_dict__=7.0)
+    assert whole(torch.ones(())) == 35
+
+
 @pytest.mark.parametrize("whole", [False, True])
 def test_names_of_a_loss_without_a_module_are_looked_at(whole: bool) -> None:
     """As ``exec`` makes one, of a file of settings, say."""

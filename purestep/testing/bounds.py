@@ -118,6 +118,7 @@ def _of_gradients(
         loss += float(value)
         total += float(torch.stack([grad.norm() for grad in grads.values()]).norm())
         after = {name: p - problem.learning_rate * grads[name] for name, p in after.items()}
-    evaluation = sum(float(of_row(after, row)) for row in range(len(share)))
+    # A loss near zero is a difference of larger numbers, which are not seen here: those of the loss before stand for them.
+    evaluation = max(loss, sum(float(of_row(after, row)) for row in range(len(share))))
     sizes = {name: size + problem.learning_rate * total for name, size in sizes.items()}
     return sizes, loss, total, evaluation

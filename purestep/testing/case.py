@@ -215,7 +215,7 @@ def _compare_evaluations(trainer: Any, case: Case, allowed: Bound) -> None:
         other = trainer.evaluate(group)
     except Exception as error:
         raise RefusalError(f"evaluation: {type(error).__name__}: {error}") from error
-    if not (isnan(one) and isnan(other)) and not abs(one - other) <= 2 * allowed.evaluation:
+    if not _close(one, other, 2 * allowed.evaluation):
         raise DisagreementError(
             case, f"the loss in evaluation: {other} is not {one}", _relative(one, other)
         )
@@ -266,14 +266,15 @@ def _compare_reports(
             continue
         have, want = float(have), float(want)
         scaled = want * scale if name == "num_tokens" else want
-        if (
-            have != scaled
-            and not (isnan(have) and isnan(scaled))
-            and not abs(have - scaled) <= tolerance[name]
-        ):
+        if not _close(have, scaled, tolerance[name]):
             raise DisagreementError(
                 case, f"{name}{on}: {have} is not {scaled}", _relative(scaled, have)
             )
+
+
+def _close(one: float, other: float, tolerance: float) -> bool:
+    """Whether they are as good as equal. Two that are infinite alike, or no numbers, are."""
+    return one == other or (isnan(one) and isnan(other)) or abs(one - other) <= tolerance
 
 
 def _relative(want: float, have: float) -> float:
