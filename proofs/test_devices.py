@@ -57,9 +57,12 @@ UNWAITED = [
 
 
 def holds(theorem: Theorem, *, waits: bool = False) -> None:
-    """Each example is traced, compiled and run, so there are fewer of them."""
+    """Each example is traced, compiled and run, so there are fewer of them.
+
+    Where a process has compiled thousands of graphs of lazy tensors, torch runs one that is of different tensors, now and then.
+    """
     test = theorem.test(PURESTEP if waits else ON_DEVICE, moved)
-    settings(max_examples=settings().max_examples // 5)(test)()
+    settings(max_examples=min(settings().max_examples // 5, 20))(test)()
 
 
 @pytest.mark.parametrize("theorem", UNWAITED, ids=lambda one: f"{one.name} {one.claim.__name__}")
