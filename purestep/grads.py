@@ -165,7 +165,7 @@ def accumulator(
         # Whoever transforms or differentiates the step compiles what they like themselves.
         returned = recorded_pass(part_of)
     else:
-        returned = returning_pass(part_of, grad_and_value, weight_fn, compile)
+        in_place = returned = returning_pass(part_of, grad_and_value, weight_fn, compile)
 
     def add_up(gathering: Gathering, group: Group, total: Count | None, /) -> Sums:
         like = gathering.given.leaves[0]

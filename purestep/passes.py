@@ -28,7 +28,7 @@ Ready: TypeAlias = Callable[[int], None]
 class Task(NamedTuple):
     """What a pass is to differentiate: the part of the objective that belongs to this microbatch.
 
-    ``recorded`` says whether derivatives of what it gives may be asked for.
+    ``differentiated`` says whether derivatives of what it gives may be asked for.
     """
 
     leaves: list[Tensor]
@@ -37,7 +37,7 @@ class Task(NamedTuple):
     weights: Tensor | None
     total: Count | None
     loss_gathers: LossGathers | None = None
-    recorded: bool = False
+    differentiated: bool = False
 
 
 class Told(NamedTuple):
@@ -119,7 +119,7 @@ def recorded_pass(part_of: PartOf) -> Pass:
 
     def run(task: Task, sums: GradientSums, ready: Ready | None) -> Told:
         grads, told = _gradients(part_of, *task[:5])
-        if not task.recorded:
+        if not task.differentiated:
             grads, told = _constant(grads, told)
         sums.add(grads, copy=False)
         return told
@@ -135,6 +135,7 @@ def _gradients(
     weights: Tensor | None,
     total: Count | None,
 ) -> tuple[list[Tensor], Told]:
+    """The gradients of the microbatch's part, by leaf, and what it gives beside them, all with their graph."""
     reached, counts, kind = True, 0, None
 
     def loss_of(*leaves: Tensor) -> tuple[Tensor, list[Tensor]]:
@@ -195,7 +196,7 @@ def returning_pass(
 
     def run(task: Task, sums: GradientSums, ready: Ready | None) -> Told:
         grads, told = gradients(tree.unflatten(task.structure, task.leaves), *task[2:5])
-        if not task.recorded:
+        if not task.differentiated:
             grads, told = _constant(grads, told)
         # What a reverse mode of the user's returns may be a buffer of theirs.
         sums.add(grads, copy=True)
