@@ -45,7 +45,8 @@ def compile(function: Callable[..., Any], **settings: Any) -> Callable[..., Any]
     Small networks want all of a step in one graph, which is compiled anew for each number of microbatches; ``compile=``
     of a step, for which True means this function, compiles what a microbatch runs, once for any number of them.
 
-    * Large float32 products on a CPU go to oneDNN, where torch has it (``products.product``).
+    * Large float32 products on a CPU go to oneDNN, where torch has it (``products.product``); and what is costly, few and used by
+      many, such as the powers in Adam's corrections, is computed once, not in the loops of those who use it (``rewrites``).
     * Where there is no accelerator, what calls the kernels is compiled as well, and torch logs for which operations (of linear
       algebra, of complex numbers) it cannot: ``options={"cpp_wrapper": False}`` leaves it to Python.
     * Each function has a cache of its own: torch's belongs to the code, which all steps of a process share.
@@ -58,13 +59,12 @@ def compile(function: Callable[..., Any], **settings: Any) -> Callable[..., Any]
 
 
 def _compile(function: FunctionType, **settings: Any) -> Callable[..., Any]:
-    from purestep.products import with_products
+    from purestep import products, rewrites
 
     options: dict[str, Any] = {}
     if settings.get("backend", "inductor") == "inductor":
         options["cpp_wrapper"] = not torch.accelerator.is_available()
-        if torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available():
-            options |= rewriting(with_products, with_products.__code__.co_filename)
+        options |= rewriting(rewrites.rewritten, rewrites.__file__, products.__file__)
         if "mode" in settings:
             options |= options_of_mode(settings.pop("mode"))
     options |= settings.pop("options", None) or {}

@@ -44,28 +44,33 @@ _operators.impl("product", lambda a, b: a.new_empty(a.shape[0], b.shape[1]), "Me
 
 
 def with_products(graph: torch.fx.Graph) -> None:
-    """Puts ``product`` in the place of every product that repays it, and of the product in ``addmm``."""
+    """Puts ``product`` in the place of every product that repays it."""
     aten = torch.ops.aten
+    for node in graph.find_nodes(op="call_function", target=aten.mm.default):
+        a, b = node.args
+        if node.kwargs or not _repays(value_of(a), value_of(b)):
+            continue
+        with graph.inserting_before(node):
+            if not lies_in_rows(value_of(a)):
+                # Read along its columns it would cost more than this copy, which is often fused.
+                contiguous = {"memory_format": torch.contiguous_format}
+                a = appended(graph, aten.clone.default, a, **contiguous)
+            node.replace_all_uses_with(appended(graph, torch.ops.purestep.product.default, a, b))
+        graph.erase_node(node)
 
-    def call(function: Any, *inputs: torch.fx.Node, **how: Any) -> torch.fx.Node:
-        node = graph.call_function(function, inputs, how)
-        node.meta["val"] = function(*(each.meta["val"] for each in inputs), **how)
-        return node
 
-    for target in (aten.mm.default, aten.addmm.default):
-        for node in graph.find_nodes(op="call_function", target=target):
-            *summand, a, b = node.args
-            if node.kwargs or not _repays(a.meta["val"], b.meta["val"]):
-                continue
-            with graph.inserting_before(node):
-                if not lies_in_rows(a.meta["val"]):
-                    # Read along its columns it would cost more than this copy, which is often fused.
-                    a = call(aten.clone.default, a, memory_format=torch.contiguous_format)
-                result = call(torch.ops.purestep.product.default, a, b)
-                for term in summand:
-                    result = call(aten.add.Tensor, result, term)
-            node.replace_all_uses_with(result)
-            graph.erase_node(node)
+def value_of(node: Any) -> Tensor:
+    """The tensor without values that the compiler keeps for a node."""
+    value: Tensor = node.meta["val"]
+    return value
+
+
+def appended(graph: torch.fx.Graph, function: Any, *args: Any, **kwargs: Any) -> torch.fx.Node:
+    """A call of a function, put where the graph inserts, with the tensor that comes of it."""
+    node = graph.call_function(function, args, kwargs)
+    values = torch.fx.node.map_arg(args, value_of)
+    node.meta["val"] = function(*values, **kwargs)
+    return node
 
 
 def _repays(a: Tensor, b: Tensor) -> bool:

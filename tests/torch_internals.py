@@ -48,6 +48,22 @@ def pass_of_the_compiler() -> Any:
     return torch._inductor.config.post_grad_custom_post_pass
 
 
+def code_of_the_compiler(function: Callable[..., Any], *args: Any) -> tuple[Any, str]:
+    """What a compiled function gives, and all that was written for it, without a cache of earlier compilations."""
+    from torch._inductor.utils import fresh_cache, run_and_get_code
+
+    with fresh_cache():
+        result, codes = run_and_get_code(function, *args)
+    return result, "".join(codes)
+
+
+def decompositions_of_the_compiler() -> Any:
+    """How it takes operators apart."""
+    from torch._inductor.decomposition import select_decomp_table
+
+    return select_decomp_table()
+
+
 def few_recompilations() -> AbstractContextManager[None]:
     """Within it, the compiler gives a function up at the third graph."""
     import torch._dynamo

@@ -43,13 +43,15 @@ def cross_entropy(
             "need the labels' shape and then one dimension of classes"
         )
     logits = logits.to(accumulation_dtype(logits.dtype))
+    rows, targets = logits, labels
+    if labels.ndim != 1:
+        # torch's own has the classes second.
+        rows = rearrange(logits, "... classes -> (...) classes")
+        targets = rearrange(labels, "... -> (...)")
     losses = functional.cross_entropy(
-        rearrange(logits, "... classes -> (...) classes"),
-        rearrange(labels, "... -> (...)"),
-        ignore_index=ignore_index,
-        label_smoothing=label_smoothing,
-        reduction="none",
-    ).reshape(labels.shape)
+        rows, targets, ignore_index=ignore_index, label_smoothing=label_smoothing, reduction="none"
+    )
+    losses = losses if labels.ndim == 1 else losses.reshape(labels.shape)
     if z_loss == 0:
         return losses
     z = torch.logsumexp(logits, -1)

@@ -239,8 +239,10 @@ def inverse(grad_scale: Tensor) -> Tensor:
 def root(x: Tensor) -> Tensor:
     """√x with derivative 0 at 0, by selection: where no gradient ever came, none is made up.
 
-    By way of float64, because torch's own float32 root is not correctly rounded where MKL takes it.
+    By way of float64, because torch's own float32 root is not correctly rounded where MKL takes it. What a compiler writes
+    is the processor's root, which is.
     """
     positive = x > 0
-    roots = torch.where(positive, x, 1).to(torch.float64).sqrt().to(x.dtype)
+    wide = x.dtype if torch.compiler.is_dynamo_compiling() else torch.float64
+    roots = torch.where(positive, x, 1).to(wide).sqrt().to(x.dtype)
     return torch.where(positive, roots, 0)
