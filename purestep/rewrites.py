@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from purestep.products import appended, value_of, with_products
-from purestep.torch_internals import lies_in_rows
 
 aten = torch.ops.aten
 
@@ -94,10 +93,8 @@ def _elements(node: torch.fx.Node) -> float:
 
 
 def _can_be_kept(node: torch.fx.Node) -> bool:
-    if not _is_pointwise(node) or math.isinf(_elements(node)):
-        return False
-    value = value_of(node)
-    return value.device.type == "cpu" and lies_in_rows(value)
+    """Whether its size is known."""
+    return _is_pointwise(node) and _elements(node) < math.inf
 
 
 def _is_handed_on(node: torch.fx.Node, enough: float) -> bool:
@@ -115,7 +112,9 @@ def _is_view(node: torch.fx.Node) -> bool:
 
 
 def _is_tensor(node: torch.fx.Node) -> bool:
-    return isinstance(node.meta.get("val"), Tensor)
+    """On the host: a kernel of a device is given numbers of the host in a way of its own."""
+    value = node.meta.get("val")
+    return isinstance(value, Tensor) and value.device.type == "cpu"
 
 
 def _users(node: torch.fx.Node) -> Iterator[torch.fx.Node]:
@@ -128,9 +127,12 @@ def _users(node: torch.fx.Node) -> Iterator[torch.fx.Node]:
 
 
 def _keep(graph: torch.fx.Graph, node: torch.fx.Node) -> None:
-    """A view of memory, which has to be there for that."""
-    users, value = [*node.users], value_of(node)
+    """A view of memory, which has to be there for that: that of a copy, since a node may be a view itself to the compiler."""
+    users = [*node.users]
     with graph.inserting_after(node):
-        kept = appended(graph, aten.as_strided.default, node, [*value.shape], [*value.stride()])
+        copy = appended(graph, aten.clone.default, node, memory_format=torch.contiguous_format)
+    value = value_of(copy)
+    with graph.inserting_after(copy):
+        kept = appended(graph, aten.as_strided.default, copy, [*value.shape], [*value.stride()])
     for user in users:
         user.replace_input_with(node, kept)

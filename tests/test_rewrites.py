@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -49,7 +50,6 @@ def test_each_of_many_networks_has_numbers_of_its_own() -> None:
     [
         (STEP, LEAF[: MANY - 1]),  # hardly more than one
         (LEAF.abs(), LEAF),  # as many
-        (torch.ones(2, 3).t(), torch.ones(MANY, 3, 2)),  # would lie in a different order
     ],
 )
 def test_nothing_is_kept_that_does_not_repay_it(step: Tensor, leaf: Tensor) -> None:
@@ -85,6 +85,29 @@ def test_what_is_kept_twice_is_not() -> None:
         return leaf * power, leaf * (1 - power)
 
     assert operators_after(few_once, twice, STEP, LEAF).count(KEPT) == 1
+
+
+def few_of(x: Tensor) -> Tensor:
+    return (-x).exp() + 0.5
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda few, many: many * few_of(few)[1, 2],
+        lambda few, many: many * few_of(few).t()[:, 1:].reshape(3, 1, 1, 1),
+        lambda few, many: many + few_of(few[1:].t())[..., None, None] * few_of(few)[0, 1],
+        lambda few, many: many + few_of(few.t().expand(3, 2)).sum() + few_of(few)[1:, 1:].cos()[0, 1],
+        lambda few, many: (many * (power := few_of(few)[0, 0] ** 2), many / power, power),
+        lambda few, many: many * few_of(many.amax((2, 3)))[..., None, None],
+    ],
+)  # fmt: skip
+def test_compiled_of_views(function: Any) -> None:
+    """Whatever view of the few the many see, and in whatever order of memory the few lie."""
+    few = torch.linspace(0, 1, 6).reshape(2, 3)
+    many = torch.linspace(-1, 1, 6 * 8 * 8).reshape(3, 2, 8, 8)[:, :2]
+    for given in (few, torch.linspace(0, 1, 6).reshape(3, 2).t()):
+        torch.testing.assert_close(ps.compile(function)(given, many), function(given, many))
 
 
 def test_summands_apart() -> None:
