@@ -45,7 +45,7 @@ def compile(function: Callable[..., Any], **settings: Any) -> Callable[..., Any]
     Small networks want all of a step in one graph, which is compiled anew for each number of microbatches; ``compile=``
     of a step, for which True means this function, compiles what a microbatch runs, once for any number of them.
 
-    * Large float32 products on a CPU go to oneDNN, where torch has it (``products.product``); and what is costly, few and used by
+    * Large float32 products go to oneDNN on CPUs of other makers than Intel, where MKL is behind (``products.product``); and what is costly, few and used by
       many, such as the powers in Adam's corrections, is computed once, not in the loops of those who use it (``rewrites``).
     * Where there is no accelerator, what calls the kernels is compiled as well, and torch logs for which operations (of linear
       algebra, of complex numbers) it cannot: ``options={"cpp_wrapper": False}`` leaves it to Python.

@@ -8,27 +8,14 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from purestep.products import appended, value_of, with_products
+from purestep.products import appended, onednn_is_quicker, value_of, with_products
 
-aten = torch.ops.aten
+_aten = torch.ops.aten
 
-COSTLY = frozenset(
-    getattr(aten, name)
-    for name in [
-        "pow",
-        "exp",
-        "exp2",
-        "expm1",
-        "log",
-        "log2",
-        "log1p",
-        "sin",
-        "cos",
-        "tanh",
-        "sigmoid",
-        "erf",
-    ]
-)
+COSTLY = frozenset([
+    _aten.pow, _aten.exp, _aten.exp2, _aten.expm1, _aten.log, _aten.log2, _aten.log1p,
+    _aten.sin, _aten.cos, _aten.tanh, _aten.sigmoid, _aten.erf,
+])  # fmt: skip
 """What takes as long as many sums and products."""
 
 MANY = 16
@@ -38,25 +25,25 @@ MANY = 16
 def rewritten(graph: torch.fx.Graph) -> None:
     """All of it, in order."""
     summands_apart(graph)
-    if torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available():
+    if onednn_is_quicker(torch.cpu.get_capabilities().get("cpu_name", "")):
         with_products(graph)
     few_once(graph)
 
 
 def summands_apart(graph: torch.fx.Graph) -> None:
     """``c + a @ b`` in two steps: the sum becomes part of the kernel that comes next, where ``addmm`` copies c first."""
-    for node in graph.find_nodes(op="call_function", target=aten.addmm.default):
+    for node in graph.find_nodes(op="call_function", target=_aten.addmm.default):
         summand, a, b = node.args
         if node.kwargs or not _is_wide(value_of(a)):
             continue
         with graph.inserting_before(node):
-            product = appended(graph, aten.mm.default, a, b)
-            node.replace_all_uses_with(appended(graph, aten.add.Tensor, product, summand))
+            product = appended(graph, _aten.mm.default, a, b)
+            node.replace_all_uses_with(appended(graph, _aten.add.Tensor, product, summand))
         graph.erase_node(node)
 
 
 def _is_wide(value: Tensor) -> bool:
-    """Whether it is on a CPU, in a dtype that a sum does not round to half precision twice."""
+    """Whether it is on a CPU, in a dtype in which one rounding more does not matter."""
     return value.device.type == "cpu" and value.dtype in (torch.float32, torch.float64)
 
 
@@ -130,9 +117,9 @@ def _keep(graph: torch.fx.Graph, node: torch.fx.Node) -> None:
     """A view of memory, which has to be there for that: that of a copy, since a node may be a view itself to the compiler."""
     users = [*node.users]
     with graph.inserting_after(node):
-        copy = appended(graph, aten.clone.default, node, memory_format=torch.contiguous_format)
+        copy = appended(graph, _aten.clone.default, node, memory_format=torch.contiguous_format)
     value = value_of(copy)
     with graph.inserting_after(copy):
-        kept = appended(graph, aten.as_strided.default, copy, [*value.shape], [*value.stride()])
+        kept = appended(graph, _aten.as_strided.default, copy, [*value.shape], [*value.stride()])
     for user in users:
         user.replace_input_with(node, kept)

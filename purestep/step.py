@@ -91,7 +91,7 @@ def make_update_step(
             microbatch. Ignored where the step is recorded.
         compile: whether ``torch.compile`` takes what a microbatch runs, once for any number of them, and what the
             optimizer runs beside kernels. Ragged shapes become dynamic at the second one; large float32 products on
-            a CPU go to oneDNN. Where it cannot make one graph, a warning says why. Or a function of yours instead, such
+            a CPU go to the faster of MKL and oneDNN. Where it cannot make one graph, a warning says why. Or a function of yours instead, such
             as ``functools.partial(ps.compile, mode="max-autotune")``. Ignored under a transform. For all of a small network's step in
             one graph, wrap it in ``ps.compile``.
 
