@@ -45,8 +45,9 @@ def compile(function: Callable[..., Any], **settings: Any) -> Callable[..., Any]
     Small networks want all of a step in one graph, which is compiled anew for each number of microbatches; ``compile=``
     of a step, for which True means this function, compiles what a microbatch runs, once for any number of them.
 
-    * Large float32 products go to oneDNN on CPUs of other makers than Intel, where MKL is behind (``products.product``); and what is costly, few and used by
-      many, such as the powers in Adam's corrections, is computed once, not in the loops of those who use it (``rewrites``).
+    * On CPUs of other makers than Intel, large float32 products go to oneDNN (``products.product``).
+    * On any CPU, values that are costly, few and used by many, such as the powers in Adam's corrections, are computed once, not in
+      every loop that uses them (``rewrites.few_once``).
     * Where there is no accelerator, what calls the kernels is compiled as well, and torch logs for which operations (of linear
       algebra, of complex numbers) it cannot: ``options={"cpp_wrapper": False}`` leaves it to Python.
     * Each function has a cache of its own: torch's belongs to the code, which all steps of a process share.

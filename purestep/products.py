@@ -2,7 +2,7 @@
 
 The compiler leaves them to MKL, which keeps to vectors of half the width on processors of other makers than
 its own. oneDNN, to which torch gives products in half precision, asks the processor what it has. On Intel's own
-it is behind.
+processors MKL is ahead.
 
 Importing this defines an operator, so it is imported where something is compiled.
 """
@@ -61,7 +61,7 @@ def with_products(graph: torch.fx.Graph) -> None:
 
 
 def onednn_is_quicker(cpu_name: str) -> bool:
-    """Whether it is on this processor, by what ``torch.cpu.get_capabilities`` calls it.
+    """Whether oneDNN is quicker than MKL on this processor, by what ``torch.cpu.get_capabilities`` calls it.
 
     >>> onednn_is_quicker("AMD EPYC"), onednn_is_quicker("Intel Xeon")
     (True, False)

@@ -60,7 +60,6 @@ def few_once(graph: torch.fx.Graph) -> None:
             costly.add(node)
             enough = MANY * _elements(node)
             if _can_be_kept(node) and reach[node] >= enough and not _is_handed_on(node, enough):
-                costly.remove(node)
                 _keep(graph, node)
 
 

@@ -77,8 +77,7 @@ def test_sizes_that_are_not_known_yet_are_large() -> None:
     assert KEPT not in operators
 
 
-def test_what_is_kept_twice_is_not() -> None:
-    """What is costly and has been kept is cheap from there on."""
+def test_what_has_been_kept_is_cheap_from_there_on() -> None:
 
     def twice(step: Tensor, leaf: Tensor) -> tuple[Tensor, Tensor]:
         power = 0.9**step

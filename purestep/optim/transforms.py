@@ -243,6 +243,6 @@ def root(x: Tensor) -> Tensor:
     is the processor's root, which is.
     """
     positive = x > 0
-    wide = x.dtype if torch.compiler.is_dynamo_compiling() else torch.float64
-    roots = torch.where(positive, x, 1).to(wide).sqrt().to(x.dtype)
+    dtype = x.dtype if torch.compiler.is_dynamo_compiling() else torch.float64
+    roots = torch.where(positive, x, 1).to(dtype).sqrt().to(x.dtype)
     return torch.where(positive, roots, 0)
