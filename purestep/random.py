@@ -312,20 +312,20 @@ def philox(
     ['0x6627e8d5', '0xe169c58d', '0xbc57ac4c', '0x9b00dbd8']
     """
     first, second, third, fourth = counters
-    # Of 32 bits; without this, torch's compiler multiplies what arange makes in 32 bits, too (pytorch#175966).
-    first, third = first & _LOW, third & _LOW
-    low, high = key & _LOW, (key >> 32) & _LOW
-    for _ in range(10):
+    low, high = key & _LOW, key >> 32
+    for turn in range(10):
+        # Nothing above 32 bits is multiplied; elsewhere it does no harm. (Of what arange makes, torch's compiler would multiply 32
+        # bits by 32, too: pytorch#175966.)
+        first, third = first & _LOW, third & _LOW
         one, two = first * _FACTORS[0], third * _FACTORS[1]
         # The upper half of the product is that of this one, and the word that 2³² was multiplied with.
         first, second, third, fourth = (
-            ((two >> 32) + third) ^ second ^ low,
-            two & _LOW,
-            ((one >> 32) + first) ^ fourth ^ high,
-            one & _LOW,
+            ((two >> 32) + third) ^ second ^ (low + turn * _STEPS[0]),
+            two,
+            ((one >> 32) + first) ^ fourth ^ (high + turn * _STEPS[1]),
+            one,
         )
-        low, high = (low + _STEPS[0]) & _LOW, (high + _STEPS[1]) & _LOW
-    return first, second, third, fourth
+    return first & _LOW, second & _LOW, third & _LOW, fourth & _LOW
 
 
 def _as_key(words: tuple[_Word, _Word, _Word, _Word]) -> Tensor:

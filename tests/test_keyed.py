@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -291,22 +292,38 @@ def test_the_same_under_transforms() -> None:
     )  # fmt: skip
 
 
-def test_the_same_compiled() -> None:
-    """In one graph, forward and backward, with checkpoints and remat inside."""
-    module = Noisy(True)
-    params, again = ps.from_module(module)
+class Once(nn.Module):
+    """Noise in one place, computed again."""
 
-    def loss(params: Any, m: Any, apply: Any = again) -> Tensor:
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(6, 6).double()
+
+    def forward(self, x: Tensor) -> Any:
+        return checkpoint(self.noisy, x, use_reentrant=False)
+
+    def noisy(self, x: Tensor) -> Tensor:
+        return functional.dropout(self.a(x)).tanh()
+
+
+@pytest.mark.parametrize(
+    ("module", "compiler"), [(Noisy(True), partial(ps.compile, backend="aot_eager")), (Once(), True)]
+)  # fmt: skip
+def test_the_same_compiled(module: nn.Module, compiler: Any) -> None:
+    """In one graph, forward and backward, with checkpoints inside: of many places as traced, of one in the compiler's kernels."""
+    params, apply = ps.from_module(module)
+
+    def loss(params: Any, m: Any) -> Tensor:
         made: Tensor = apply(params, m["x"], key=m["key"]).square().sum(-1)
         return made
 
-    def of(loss: Any, **how: Any) -> Any:
+    def of(**how: Any) -> Any:
         step = ps.make_update_step(
             loss, ps.optim.sgd(1.0), weight_fn=lambda m: torch.ones(m["x"].shape[:2]), **how
         )
         return step(params, ps.optim.sgd(1.0).init(params), [{"x": X, "key": KEYS}])[0]
 
-    plain, compiled = of(loss), of(loss, compile=True)
+    plain, compiled = of(), of(compile=compiler)
     for name in plain:
         torch.testing.assert_close(plain[name], compiled[name], rtol=0, atol=1024 * 2.0**-53)
         assert not torch.equal(plain[name], params[name])

@@ -127,18 +127,26 @@ def test_the_same_everywhere(name: str) -> None:
     assert torch.equal(within, drawn)
 
 
+def test_the_same_in_one_graph() -> None:
+    """All of it traced at once, and under vmap within it."""
+    assert_same_compiled([*DRAWS.values(), torch.vmap(DRAWS["dropout"])], backend="aot_eager")
+
+
 def test_the_same_compiled() -> None:
-    """In one graph, and under vmap within it."""
-    keys = ps.random.split(ps.random.key(1), 4)
-    draws = [*DRAWS.values(), torch.vmap(DRAWS["dropout"])]
-    # So large that the compiler uses vectors.
-    draws += [
-        lambda keys: ps.random.bits(keys, (9, 64)),
-        lambda keys: ps.random.split(keys, 64),
+    """So large that the compiler uses vectors."""
+    assert_same_compiled([
+        lambda keys: ps.random.split(ps.random.fold_in(keys, 4), 64),
+        lambda keys: ps.random.uniform(keys, (9, 64)),
+        lambda keys: ps.random.normal(keys, (3, 5)),
         lambda keys: ps.random.dropout(torch.ones(4, 2, 33, 33), 0.5, keys).sum(-1),
-    ]
-    compiled = ps.compile(lambda keys: [draw(keys) for draw in draws], fullgraph=True)(keys)
-    for made, draw in zip(compiled, draws, strict=True):
+        DRAWS["tokens"],
+    ])  # fmt: skip
+
+
+def assert_same_compiled(draws: list[Callable[[Tensor], Any]], **how: Any) -> None:
+    keys = ps.random.split(ps.random.key(1), 4)
+    compiled = ps.compile(lambda keys: [draw(keys) for draw in draws], fullgraph=True, **how)
+    for made, draw in zip(compiled(keys), draws, strict=True):
         assert torch.equal(made, draw(keys))
 
 
