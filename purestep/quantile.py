@@ -27,11 +27,8 @@ def normal_quantile(word: Tensor) -> Tensor:
     upper = word >> 31 == 1
     # Twice the distance from the nearer end, and 1: odd, so that it lies within an octave.
     distance = 2 * torch.where(upper, 2**32 - 1 - word, word) + 1
-    octave, rest = torch.zeros_like(distance), distance
-    for width in (16, 8, 4, 2, 1):
-        large = rest >= 1 << width
-        octave = octave + torch.where(large, width, 0)
-        rest = torch.where(large, rest >> width, rest)
+    # A float64 holds it exactly, and which octave it is stands in its exponent.
+    octave = (distance.to(torch.float64).view(torch.int64) >> 52) - 1023
     # From 0 to 1 along the octave: of its 32 digits the first five choose the part, and 27 are the place within it.
     along = (distance << (32 - octave)) & (2**32 - 1)
     part, place = along >> 27, along & (2**27 - 1)
