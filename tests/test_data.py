@@ -377,7 +377,7 @@ def loader(workers: int) -> Any:
 
 def stream(_: int) -> Any:
     """As it is read: of a table that need not fit into memory."""
-    rows = table().to_iterable_dataset().with_format("torch")
+    rows = table().with_format(None).to_iterable_dataset().with_format("torch")
     return DataLoader(rows, batch_size=2, collate_fn=microbatch_of)
 
 

@@ -101,7 +101,7 @@ def weights(
     "mask" draws 0 and 1, "whole" whole numbers, and "any" such numbers divided by a power of two. At least one is not 0.
 
     >>> from hypothesis import find
-    >>> find(weights(1, 3), lambda drawn: drawn[0][0] > 0 and drawn[0][2] > 0)
+    >>> find(weights(1, 3, "mask"), lambda drawn: drawn[0][0] > 0 and drawn[0][2] > 0)
     [[1, 0, 1]]
     """
     row = st.lists(st.sampled_from(_WEIGHTS[kind]), min_size=length, max_size=length)
