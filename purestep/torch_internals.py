@@ -338,8 +338,12 @@ def operation_on_graphs(name: str, run: Callable[..., Any]) -> Callable[..., Any
         from torch._dynamo.variables import higher_order_ops
         from torch._ops import HigherOrderOperator
 
-        as_one_node = higher_order_ops._hop_name_to_variable_class
-        as_one_node[name] = higher_order_ops.WrapHigherOrderVariable
+        class AsOneNode(higher_order_ops.WrapHigherOrderVariable):
+            # Results may share memory with arguments. From torch 2.15 on, an operation has to allow that.
+            _HOP_NAME = name
+            supports_input_mutation = supports_aliasing = True
+
+        higher_order_ops._hop_name_to_variable_class[name] = AsOneNode
     except (ImportError, AttributeError):
         return lambda function, *args, **kwargs: function(*args, **kwargs)
 
