@@ -314,8 +314,8 @@ def philox(
     first, second, third, fourth = counters
     low, high = key & _LOW, key >> 32
     for turn in range(10):
-        # Nothing above 32 bits is multiplied; elsewhere it does no harm. (Of what arange makes, torch's compiler would multiply 32
-        # bits by 32, too: pytorch#175966.)
+        # Only words of 32 bits are multiplied; what else stands above them is cut off in time. Without this, torch's compiler
+        # multiplies what arange makes in 32 bits, too (pytorch#175966).
         first, third = first & _LOW, third & _LOW
         one, two = first * _FACTORS[0], third * _FACTORS[1]
         # The upper half of the product is that of this one, and the word that 2³² was multiplied with.

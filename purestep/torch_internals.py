@@ -339,7 +339,7 @@ def operation_on_graphs(name: str, run: Callable[..., Any]) -> Callable[..., Any
         from torch._ops import HigherOrderOperator
 
         class AsOneNode(higher_order_ops.WrapHigherOrderVariable):
-            # Results may share memory with arguments. From torch 2.15 on, an operation has to allow that.
+            # As torch's own ``wrap`` allows it; from torch 2.15 on, each operation has to say so itself.
             _HOP_NAME = name
             supports_input_mutation = supports_aliasing = True
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import random
-import re
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -112,8 +111,9 @@ def test_failures_shrink_to_what_a_person_can_read() -> None:
     (verdict,) = ps.testing.judge(trainer, ["T1"])
     assert verdict.finding == "wrong"
     assert verdict.case is not None
-    # Two means of equally many tokens are no mistake: a row more, or a token less, is the least that shows it.
-    assert re.search(r"rows \[0\] \| \[1(, 2)?\]", verdict.case.words())
+    # Two means of equally many tokens are no mistake: a row more, or more tokens in one row, is the least that shows it.
+    least = ("rows [0] | [1, 2];", "rows [0] | [1];")
+    assert any(rows in verdict.case.words() for rows in least), verdict.case.words()
     with pytest.raises(AssertionError, match=r"T1 .cut. does not hold") as raised:
         ps.testing.check(trainer, ["T1"])
     code = str(raised.value).split("To see it with a trainer of yours:")[1]

@@ -136,6 +136,7 @@ def test_the_same_compiled() -> None:
     """So large that the compiler uses vectors."""
     assert_same_compiled([
         lambda keys: ps.random.split(ps.random.fold_in(keys, 4), 64),
+        lambda keys: ps.random.bits(keys, (9, 64)),
         lambda keys: ps.random.uniform(keys, (9, 64)),
         lambda keys: ps.random.normal(keys, (3, 5)),
         lambda keys: ps.random.dropout(torch.ones(4, 2, 33, 33), 0.5, keys).sum(-1),
