@@ -337,7 +337,7 @@ def train(options: argparse.Namespace, axis: ps.MeshAxis) -> None:
     if options.shard:
         begun = (*ps.shard(begun[:2], axis), *begun[2:])
     where = elastic.on_every_rank if options.shard else elastic.from_rank_0
-    state = where(axis, lambda: resume(options.checkpoint, settings, begun))
+    state = where(lambda: resume(options.checkpoint, settings, begun))
     params, opt_state, taken, position = state
     first = int(taken)
     if speaks:
@@ -460,12 +460,13 @@ def main() -> None:
         if "RANK" in os.environ:
             with elastic.processes() as axis:
                 train(options, axis)
+            elastic.end(0)
         else:
             compare(options)
     except KeyboardInterrupt:
         saved = options.checkpoint and options.checkpoint.exists()
         goes_on = f"; the same command goes on from {options.checkpoint}" if saved else ""
-        elastic.end_interrupted(f"interrupted{goes_on}")
+        elastic.end(130, f"interrupted{goes_on}")
 
 
 if __name__ == "__main__":

@@ -31,20 +31,13 @@ Result = TypeVar("Result")
 
 @contextmanager
 def processes() -> Iterator[ps.MeshAxis]:
-    """The processes of ``torchrun`` as one axis, which they leave together unless there is an error.
-
-    ``SystemExit`` is for all ranks at once: whatever only one of them meets with is an exception.
-    """
+    """The processes of ``torchrun`` as one axis, which they leave together unless there is an error."""
     store, rank, size = next(rendezvous("env://", timeout=TIMEOUT))
     # The store lives as long as torchrun: without a prefix, it still says where dead processes listened.
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     store = PrefixStore(f"attempt_{attempt}", store)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=TIMEOUT)
-    try:
-        yield ps.MeshAxis(init_device_mesh("cpu", (size,), mesh_dim_names=("dp",)), "dp")
-    except SystemExit:
-        _leave_together()
-        raise
+    yield ps.MeshAxis(init_device_mesh("cpu", (size,), mesh_dim_names=("dp",)), "dp")
     # Not in a finally: after an error, the others would be waited for in vain.
     _leave_together()
 
@@ -54,23 +47,23 @@ def _leave_together() -> None:
     dist.destroy_process_group()
 
 
-def end_interrupted(line: str) -> NoReturn:
-    """Ends the process after Ctrl-C with the exit code that shells know; rank 0 alone prints the line."""
-    if os.environ.get("RANK", "0") == "0":
+def end(code: int, line: str = "") -> NoReturn:
+    """Ends the process with this exit code; rank 0 alone prints the line."""
+    if line and os.environ.get("RANK", "0") == "0":
         print(line, file=sys.stderr)
     sys.stdout.flush()
     sys.stderr.flush()
-    # Not sys.exit: as Python takes down a group that was left in the middle of a collective, gloo may abort.
-    os._exit(130)
+    # Not sys.exit: a thread of a process group that still lets go of a tensor as Python ends aborts the process.
+    os._exit(code)
 
 
-def from_rank_0(axis: ps.MeshAxis, function: Callable[[], Result]) -> Result:
+def from_rank_0(function: Callable[[], Result]) -> Result:
     """What the function gives on rank 0, on every rank; it runs nowhere else.
 
     Where it raises, every rank ends, and rank 0 says why in one line: nobody waits for one that has left.
     """
     answer: list[Any] = [None, None]
-    if axis.rank == 0:
+    if dist.get_rank() == 0:
         try:
             answer = [function(), None]
         except (OSError, ValueError) as error:
@@ -78,16 +71,16 @@ def from_rank_0(axis: ps.MeshAxis, function: Callable[[], Result]) -> Result:
     dist.broadcast_object_list(answer)
     result, refusal = answer
     if refusal is not None:
-        _refuse(axis, refusal)
+        _refuse(refusal)
     return cast("Result", result)
 
 
-def on_every_rank(axis: ps.MeshAxis, function: Callable[[], Result]) -> Result:
+def on_every_rank(function: Callable[[], Result]) -> Result:
     """What the function gives on this rank. Where it raises, it does so on all of them, and every rank ends in the same way."""
     try:
         return function()
     except (OSError, ValueError) as error:
-        _refuse(axis, str(error))
+        _refuse(str(error))
 
 
 def check_alike(axis: ps.MeshAxis, settings: Settings) -> None:
@@ -98,14 +91,14 @@ def check_alike(axis: ps.MeshAxis, settings: Settings) -> None:
         name = difference(heard[0], theirs)
         if name is not None:
             _refuse(
-                axis,
                 f"rank 0 was started with {said(name, heard[0])}, rank {rank} with {said(name, theirs)}: "
                 "start all of them with the same",
             )
 
 
-def _refuse(axis: ps.MeshAxis, reason: str) -> NoReturn:
-    sys.exit(reason if axis.rank == 0 else 1)
+def _refuse(reason: str) -> NoReturn:
+    _leave_together()
+    end(1, reason)
 
 
 def difference(ours: Settings, theirs: Settings) -> str | None:
