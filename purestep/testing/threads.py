@@ -11,7 +11,7 @@ from torch import Tensor
 
 from purestep.axis.laws import LAWS
 from purestep.axis.ranks import BUCKET_BYTES, RankError, Ranks, Wait
-from purestep.torch_internals import transformed
+from purestep.torch_internals import never_compiled_alone, transformed
 
 
 class ThreadAxis(Ranks):
@@ -174,6 +174,8 @@ class _World:
     def __init__(self, size: int) -> None:
         self.size = size
         self._local = threading.local()
+        # A compiler would give all ranks one tensor, in whose graph the other ranks' losses stand.
+        never_compiled_alone(_together, callees=False)
 
     @property
     def is_running(self) -> bool:
