@@ -103,7 +103,11 @@ def by_vjp(
     ([tensor(6.)], tensor(9.), [tensor(6.)])
     """
     vjp: Callable[..., Any] = torch.func.vjp
-    value, pull, aux = vjp(function, *leaves, has_aux=True)
+
+    def traced(*leaves: Tensor) -> tuple[Tensor, list[Tensor]]:
+        return function(*tree.known_to_compilers(leaves))
+
+    value, pull, aux = vjp(traced, *leaves, has_aux=True)
     return [*pull(torch.ones_like(value), retain_graph=False)], value, aux
 
 

@@ -119,3 +119,57 @@ def test_a_checkpoint_is_compiled_without_the_backward_pass() -> None:
     w = torch.ones(2, requires_grad=True)
     checkpoint(torch.sin, w, use_reentrant=False).sum().backward()
     assert w.grad is not None
+
+
+class Sign(torch.autograd.Function):
+    """A straight-through estimator, whose own derivative would be zero."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor) -> Tensor:
+        return weight.sign()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        return 3 * grad
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated")  # what torch's compiler does
+@pytest.mark.parametrize("reverse", [ps.grad_and_value, torch.func.grad_and_value])
+@pytest.mark.parametrize("whole", [False, True])
+def test_a_function_of_a_leaf_itself_has_its_own_backward(whole: bool, reverse: Any) -> None:
+    compiler = partial(ps.compile, backend="aot_eager")
+    optimizer, params = ps.optim.sgd(1.0), {"w": torch.tensor([2.0, -3.0])}
+    step = ps.make_update_step(
+        lambda p, m: Sign.apply(p["w"]) * m["x"],
+        optimizer,
+        weight_fn=lambda m: torch.ones_like(m["x"]),
+        grad_and_value=reverse,
+        compile=False if whole else compiler,
+    )
+    step = compiler(step) if whole else step
+    new, _, metrics = step(params, optimizer.init(params), [{"x": torch.tensor([4.0, 8.0])}])
+    assert metrics.loss == -2
+    assert new["w"].tolist() == [2 - 6, -3 - 12]
+
+
+@pytest.mark.filterwarnings("ignore:.*grad attribute of a Tensor that is not a leaf")  # the same
+@pytest.mark.filterwarnings("ignore:compile=True")  # its loss runs in pieces
+def test_ranks_in_threads_meet_in_what_is_compiled() -> None:
+    """Each rank's gradient is its own, from the first step on."""
+    axis, optimizer = ps.testing.ThreadAxis(2), ps.optim.sgd(1.0)
+    step = ps.make_update_step(
+        lambda w, m: (w * m["x"]) / ps.psum((w * m["x"]).exp().sum(), axis),
+        optimizer,
+        weight_fn=lambda m: torch.ones_like(m["x"]),
+        axis=axis,
+        compile=True,
+    )
+    w = torch.tensor(0.25, dtype=torch.float64)
+
+    def moved(rank: int) -> list[Tensor]:
+        group = [{"x": torch.arange(1.0, 4.0).double() + rank}]
+        return [step(w, optimizer.init(w), group)[0] for _ in range(2)]
+
+    first, second = axis.map(moved)([0, 1])
+    assert first == second
+    assert first[0] == first[1]

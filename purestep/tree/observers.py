@@ -102,6 +102,17 @@ def _below_gradients(leaf: Any) -> Any:
     return leaf
 
 
+def known_to_compilers(leaves: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Leaves that ``torch.func`` differentiates, as views where a compiler traces.
+
+    It does not see that such a leaf itself requires grad, and would leave out the ``backward`` of a
+    ``torch.autograd.Function`` of it (pytorch/pytorch#193279).
+    """
+    if not torch.compiler.is_dynamo_compiling():
+        return leaves
+    return [leaf.view_as(leaf) for leaf in leaves]
+
+
 def detached(tree: Tree) -> Tree:
     """The same tensors, of which nothing is recorded; other leaves as they are.
 
