@@ -22,13 +22,17 @@ Batch = dict[str, Tensor]
 
 
 def integer_params(generator: torch.Generator) -> Params:
-    """Small integers, in float64; nested, so that trees are trees, and with leaves that share their gradient."""
+    """Small integers, in float64; nested, so that trees are trees.
+
+    Leaves share their gradient's memory, and so do the elements of one.
+    """
     return {
         "hidden": {
             "weight": integers((FEATURES, HIDDEN), generator),
             "biases": [integers((HIDDEN,), generator) for _ in range(2)],
         },
         "out": [integers((HIDDEN,), generator)],
+        "shifts": integers((2,), generator, size=1),
     }
 
 
@@ -38,10 +42,10 @@ def integers(shape: tuple[int, ...], generator: torch.Generator, size: int = 2) 
 
 
 def integer_loss(params: Params, batch: Batch) -> Tensor:
-    """(out(relu(x W + Σ b)) − y)² for each token: ``x`` is ``(rows, length, FEATURES)``."""
+    """(out(relu(x W + Σ b)) + Σ shift − y)² for each token: ``x`` is ``(rows, length, FEATURES)``."""
     bias = torch.stack(params["hidden"]["biases"]).sum(0)
     hidden = torch.relu(batch["x"] @ params["hidden"]["weight"] + bias)
-    return (hidden @ params["out"][0] - batch["y"]).square()
+    return (hidden @ params["out"][0] + params["shifts"].sum() - batch["y"]).square()
 
 
 def transformer_params(generator: torch.Generator, dtype: torch.dtype = torch.float64) -> Params:

@@ -62,7 +62,7 @@ def tensor_parallel_step(make_update_step: MakeStep, grid: Grid, **how: Any) -> 
         bias = torch.stack(params["hidden"]["biases"]).sum(0)
         hidden = torch.relu(batch["x"] @ params["hidden"]["weight"] + bias)
         output: Tensor = ps.psum(hidden @ params["out"][0], pieces)
-        return (output - batch["y"]).square()
+        return (output + params["shifts"].sum() - batch["y"]).square()
 
     return make_update_step(loss_fn, weight_fn=weights_of, axis=grid.first, **how)
 
