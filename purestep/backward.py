@@ -63,7 +63,7 @@ class GradientSums:
             elif copy or grad.dtype != self.dtypes[index]:
                 so_far = grad.to(self.dtypes[index], copy=True)
             else:
-                so_far = _unshared(grad)
+                (so_far,) = _unshared([grad])
             self.values[index] = so_far
         elif so_far is not grad:
             so_far.add_(grad)
@@ -78,13 +78,15 @@ class GradientSums:
         empty = self.out is None and all(value is None for value in self.values)
         return None if empty else self._all()
 
-    def begin(self, sums: list[Tensor]) -> None:
-        """Takes sums that a compiled graph has made, or has written to. It may have made one tensor for several leaves."""
-        seen: set[int] = set()
-        for index, total in enumerate(sums):
-            if self.values[index] is None:
-                self.add_(index, total, copy=id(total) in seen)
-            seen.add(id(total))
+    def begin(self, made: Sequence[Tensor]) -> None:
+        """Takes all sums, which a compiled graph has made. It may have made one tensor for several leaves."""
+        last = {id(total): index for index, total in enumerate(made)}
+        if len(last) < len(made):
+            made = [
+                total if last[id(total)] == index else total.clone()
+                for index, total in enumerate(made)
+            ]
+        self.values = [*_unshared(made)]
 
     def _all(self) -> list[Tensor]:
         return [
@@ -162,17 +164,21 @@ def backward(
     if not roots:
         return False
     check_twice_differentiable([term for term, _ in roots])
-    # Hooks are the loss's, and see this microbatch's gradient alone; a leaf that requires none is frozen by it.
-    hooked: set[int] = set()
+    # To the sums of these leaves autograd must not add. A hook of the loss's sees this microbatch's gradient alone.
+    apart: Collection[int] = ()
     if any(map(accumulate_hooks, leaves)):
-        hooked = {index for index, leaf in enumerate(leaves) if accumulate_hooks(leaf)}
+        apart = {index for index, leaf in enumerate(leaves) if accumulate_hooks(leaf)}
+    # On a device without addresses, autograd adds as often as there are elements to a gradient that is one number for all.
+    if leaves and not tree.has_address(leaves[0]):
+        apart = range(len(leaves))
+    # A leaf that requires no gradient is frozen by the loss.
     wanted = tuple(filter(_requires_grad, leaves))
     came: set[int] = set()
-    if sums.all_direct and not hooked and announce is None and len(wanted) == len(leaves):
+    if sums.all_direct and not apart and announce is None and len(wanted) == len(leaves):
         for leaf, so_far in zip(leaves, sums.values, strict=True):
             leaf.grad = so_far
     else:
-        _watch(leaves, sums, hooked, came, announce)
+        _watch(leaves, sums, apart, came, announce)
 
     try:
         with _Recomputation(leaves):
@@ -204,7 +210,7 @@ def backward(
 def _watch(
     leaves: Sequence[Tensor],
     sums: GradientSums,
-    hooked: Collection[int],
+    apart: Collection[int],
     came: set[int],
     announce: Callable[[int], None] | None,
 ) -> None:
@@ -229,7 +235,7 @@ def _watch(
         came.add(index)
 
     for index, (leaf, so_far) in enumerate(zip(leaves, sums.values, strict=True)):
-        direct = sums.direct[index] and index not in hooked
+        direct = sums.direct[index] and index not in apart
         # This also drops what a backward pass of the loss's own has left there.
         leaf.grad = so_far if direct else None
         begins_in_buffer = so_far is None and sums.buffer(index) is not None
@@ -305,13 +311,23 @@ def recomputing() -> AbstractContextManager[object]:
     return without_function_mode() if watched else nullcontext()
 
 
-def _unshared(grad: Tensor) -> Tensor:
-    """The gradient in memory that is nobody else's, so that it can be added to.
+def _unshared(grads: Sequence[Tensor]) -> Sequence[Tensor]:
+    """The gradients, each in memory that is nobody else's, so that it can be added to.
 
-    Autograd adds to the first gradient that a leaf was given, which may be a view of what other leaves
-    were given too: of the gradient of ``torch.stack(leaves).sum(0)``, say.
+    The first gradient of a leaf may be a view of what other leaves were given too: of the gradient of
+    ``torch.stack(leaves).sum(0)``, say; and a compiler's may be one number for all elements.
     """
+    if not tree.are_tensors(grads):
+        return [*map(_own, grads)]
+    # Nearly always, each has a storage that only it holds, and we who ask, and an element in each of its places.
+    storages = map(storage_address, map(Tensor.untyped_storage, grads))
+    plain = {*map(storage_use_count, storages)} <= {2} and all(map(Tensor.is_contiguous, grads))
+    return grads if plain else [*map(_own, grads)]
+
+
+def _own(grad: Tensor) -> Tensor:
     if type(grad) is not Tensor and holds_tensors(grad):
         return grad.clone()  # Who shares the memory of the tensors inside of it cannot be seen.
     owners: int = storage_use_count(storage_address(grad.untyped_storage()))
-    return grad.clone() if owners > 2 else grad  # its own, and the one that we ask
+    overlaps = len(tree.span(grad)) > 1
+    return grad.clone() if owners > 2 or overlaps else grad

@@ -6,6 +6,7 @@ The compiler's own import takes a second, so it happens with the first function 
 from __future__ import annotations
 
 import functools
+import inspect
 import itertools
 import warnings
 from collections.abc import Callable
@@ -13,6 +14,7 @@ from types import FunctionType
 from typing import Any, Literal, TypeAlias
 
 import torch
+from torch.nn import functional
 
 from purestep.torch_internals import (
     allow_hooks,
@@ -48,8 +50,9 @@ def compile(function: Callable[..., Any], **settings: Any) -> Callable[..., Any]
     * On CPUs of other makers than Intel, large float32 products go to oneDNN (``products.product``).
     * On any CPU, values that are costly, few and used by many, such as the powers in Adam's corrections, are computed once, not in
       every loop that uses them (``rewrites.few_once``).
-    * Where there is no accelerator, what calls the kernels is compiled as well, and torch logs for which operations (of linear
-      algebra, of complex numbers) it cannot: ``options={"cpp_wrapper": False}`` leaves it to Python.
+    * Where there is no accelerator, what calls the kernels is compiled as well, unless ranks meet there, or embeddings have sparse
+      gradients. For some operations (of linear algebra, of complex numbers) torch logs that it cannot:
+      ``options={"cpp_wrapper": False}`` leaves it to Python.
     * Each function has a cache of its own: torch's belongs to the code, which all steps of a process share.
     * Before each call torch asks whether anybody has replaced a function of its own, of Python's, of optree's or of purestep's, or
       what such a function closes over; here it does not. What the loss reads, globals included, is looked at as ever.
@@ -59,7 +62,7 @@ def compile(function: Callable[..., Any], **settings: Any) -> Callable[..., Any]
     return _compile(_with_own_code(function), **settings)
 
 
-def _compile(function: FunctionType, **settings: Any) -> Callable[..., Any]:
+def _compile(function: FunctionType, *, alone: bool = False, **settings: Any) -> Callable[..., Any]:
     from purestep import products, rewrites
 
     options: dict[str, Any] = {}
@@ -70,13 +73,14 @@ def _compile(function: FunctionType, **settings: Any) -> Callable[..., Any]:
             options |= options_of_mode(settings.pop("mode"))
     options |= settings.pop("options", None) or {}
     if options.get("cpp_wrapper"):
-        settings["backend"], options = inductor(options, _calls_a_process_group), {}
+        settings["backend"], options = inductor(options, _is_left_to_python), {}
     libraries = ("torch", "optree", "einops", __package__)
-    return torch.compile(function, options=options | unwatched(function, libraries), **settings)
+    options |= unwatched(function, libraries, alone=alone)
+    return torch.compile(function, options=options, **settings)
 
 
-def _calls_a_process_group(graph: torch.fx.GraphModule) -> bool:
-    """Whether ranks meet in it, whose calls cannot be compiled."""
+def _is_left_to_python(graph: torch.fx.GraphModule) -> bool:
+    """Whether it holds what torch cannot call from compiled code: ranks that meet, or an embedding with sparse gradients."""
     from purestep.axis import opaque
 
     for node in calls_of(graph):
@@ -84,6 +88,10 @@ def _calls_a_process_group(graph: torch.fx.GraphModule) -> bool:
             return True
         if "c10d" in str(node.target):
             return True
+        if node.target in (functional.embedding, functional.embedding_bag):
+            given = inspect.signature(node.target).bind(*node.args, **node.kwargs)
+            if given.arguments.get("sparse"):
+                return True
     return False
 
 
@@ -121,6 +129,8 @@ def one_graph(
 ) -> Callable[..., Any]:
     """The function as one graph; ``NoGraph`` is raised where there is none, before anything has been computed.
 
+    It is to be called where no transform is active, and keeps nothing for a backward pass.
+
     >>> from functools import partial
     >>> def branches(x):
     ...     return x + 1 if x.sum() > 0 else x
@@ -130,7 +140,7 @@ def one_graph(
     purestep.compiler.NoGraph: branches
     """
     _check(compile_)
-    compiler = compile if compile_ is True else compile_
+    compiler = functools.partial(_compile, alone=True) if compile_ is True else compile_
 
     def traced(*args: Any) -> Any:
         if not torch.compiler.is_dynamo_compiling():

@@ -13,7 +13,16 @@ from purestep.arguments import check_choice, check_functions, checked_group, che
 from purestep.axis import Axis, LocalAxis
 from purestep.conversation import conversation
 from purestep.gathering import Gather, Gathering
-from purestep.objective import Worth, divisor, over, partial_loss, plus, sums_of, value
+from purestep.objective import (
+    Worth,
+    denominators,
+    divisor,
+    over,
+    partial_loss,
+    plus,
+    sums_of,
+    value,
+)
 from purestep.tokens import Group, count_of, grouped, label_weights
 from purestep.types import Count, EvalMetrics, LossFn, Microbatch, Params, Sums, WeightFn
 
@@ -81,7 +90,7 @@ def evaluator(loss_fn: LossFn) -> Callable[[Gathering, Group, Count | None], Sum
     part_of = partial_loss(loss_fn)
 
     def evaluate(gathering: Gathering, group: Group, total: Count | None, /) -> Sums:
-        total = total and Count(divisor(total.num_tokens), total.num_microbatches)
+        total = total and denominators(total)
         given: Worth | None = None
         for microbatch, weights in group.weighed:
             with gathering as (params, sums):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from operator import attrgetter
@@ -28,9 +28,9 @@ Kind: TypeAlias = tuple[Any, ...]
 class Form:
     """A tree but for its values, to know it again. Never build a tree of its structure: see ``Flat``.
 
-    Equal forms that are ``kept`` are one and the same object, so that what follows from one is found by it. A form is not
-    kept whose structure might hold tensors. ``plain`` says that all leaves are tensors of no class that makes its own
-    attributes, ``spread`` how each leaf is spread over an axis: empty where none is.
+    Equal forms are one and the same object, so that what follows from one is found by it. A form whose structure might hold
+    tensors is not kept, and has no hash. ``plain`` says that all leaves are tensors of no class that makes its own attributes,
+    ``spread`` how each leaf is spread over an axis: empty where none is.
     """
 
     structure: tree.Structure
@@ -40,7 +40,12 @@ class Form:
     dtypes: tuple[torch.dtype, ...]
     devices: frozenset[torch.device]
     spread: pieces.Spread
-    kept: bool
+
+
+class _Passing(Form):
+    """One that is not kept: nothing that follows from it is remembered, either."""
+
+    __hash__ = None  # type: ignore[assignment]
 
 
 class Flat(NamedTuple):
@@ -128,10 +133,10 @@ def _kind(leaf: Any) -> Kind:
     return type(leaf), leaf.dtype, leaf.device, leaf.requires_grad, leaf.layout, shape
 
 
-def _made(structure: tree.Structure, kinds: tuple[Kind, ...], *, kept: bool = False) -> Form:
+def _made(structure: tree.Structure, kinds: tuple[Kind, ...], make: type[Form] = _Passing) -> Form:
     tensors: Any = [kind for kind in kinds if len(kind) > 1]
     classes, dtypes, devices, flags = [*zip(*tensors, strict=True)][:4] or [()] * 4
-    return Form(
+    return make(
         structure,
         kinds,
         plain=len(tensors) == len(kinds) and {*classes} <= {Tensor, torch.nn.Parameter},
@@ -139,7 +144,6 @@ def _made(structure: tree.Structure, kinds: tuple[Kind, ...], *, kept: bool = Fa
         dtypes=dtypes,
         devices=frozenset(devices),
         spread=pieces.spread(structure),
-        kept=kept,
     )
 
 
@@ -151,7 +155,7 @@ def _remembered(structure: tree.Structure, kinds: tuple[Kind, ...]) -> Form:
         return "*"
 
     structure.walk(["*"] * structure.num_leaves, refuse)
-    return _made(structure, kinds, kept=True)
+    return _made(structure, kinds, Form)
 
 
 PLAIN = (bool, int, float, complex, str, bytes, types.NoneType, types.EllipsisType)
@@ -184,10 +188,10 @@ def once(function: Function) -> Function:
         # A compiler would warn that it looks through the memory, which it has no use for.
         if torch.compiler.is_dynamo_compiling():
             return function(*given)
-        for each in given:
-            if type(each) is Form and not each.kept:
-                return function(*given)
-        return remembered(*given)
+        try:
+            return remembered(*given)
+        except TypeError:  # A form has no hash; or the function raises it, as it will again.
+            return function(*given)
 
     return cast("Function", look)
 
@@ -195,7 +199,7 @@ def once(function: Function) -> Function:
 @once
 def forms_within(form: Form) -> tuple[Form, ...]:
     """The forms of the children of its container."""
-    make, start, forms = _remembered if form.kept else _made, 0, []
+    make, start, forms = _remembered if isinstance(form, Hashable) else _made, 0, []
     for child in form.structure.children():
         stop = start + child.num_leaves
         forms.append(make(child, form.kinds[start:stop]))

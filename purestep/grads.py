@@ -20,7 +20,7 @@ from purestep.form import Form, flat, once
 from purestep.gathering import Gathering
 from purestep.objective import (
     Worth,
-    divisor,
+    denominators,
     partial_loss,
     plus,
     sums_of,
@@ -159,7 +159,7 @@ def accumulator(
 ) -> Accumulate:
     """Made once, so that a compiler compiles it once: for every number of microbatches, and all of their shapes."""
     own = grad_and_value is plain_grad_and_value
-    part_of = partial_loss(loss_fn)
+    part_of = partial_loss(loss_fn, as_counted=compile is not False)
     if own:
         in_place = in_place_pass(part_of) if compile is False else compiled_pass(part_of, compile)
         # Whoever transforms or differentiates the step compiles what they like themselves.
@@ -168,15 +168,17 @@ def accumulator(
         in_place = returned = returning_pass(part_of, grad_and_value, weight_fn, compile)
 
     def add_up(gathering: Gathering, group: Group, total: Count | None, /) -> Sums:
-        like = gathering.given.leaves[0]
+        params = gathering.given
+        like = params.leaves[0]
         # Whoever transforms or differentiates the step needs gradients that are returned, with their graph.
         recorded = (
             not (own and tree.eager())
-            or tree.any_requires_grad([*gathering.given.leaves, *(total or ())])
-            or inference(gathering.given.leaves)
+            or params.form.requires_grad
+            or tree.any_requires_grad(total or ())
+            or inference(params.leaves)
         )
         given: Worth | None = None
-        total = total and Count(divisor(total.num_tokens), total.num_microbatches)
+        total = denominators(total) if total and compile is False else total
         reached = False
 
         for position, (microbatch, weights) in enumerate(_casts_forgotten(group.weighed, like), 1):

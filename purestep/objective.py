@@ -35,11 +35,14 @@ class Part(NamedTuple):
 
 
 PartOf: TypeAlias = Callable[[Params, Microbatch, Tensor | None, Count | None], Part]
-"""``part_of(params, microbatch, weights, total)``; weights of None are those that the loss brings; ``num_tokens`` is not 0."""
+"""``part_of(params, microbatch, weights, total)``; weights of None are those that the loss brings."""
 
 
-def partial_loss(loss_fn: LossFn) -> PartOf:
+def partial_loss(loss_fn: LossFn, *, as_counted: bool = False) -> PartOf:
     """A microbatch's part of L; without a ``total``, of plain sums.
+
+    ``as_counted``: the total is the count itself, as for a graph, which makes its ``denominators`` beside all else that it
+    does. Otherwise it is they, which are made once for all microbatches.
 
     >>> part_of = partial_loss(lambda w, m: w * m)
     >>> total = Count(torch.tensor(4), torch.tensor(1))
@@ -52,6 +55,7 @@ def partial_loss(loss_fn: LossFn) -> PartOf:
     ) -> Part:
         given = loss_terms(loss_fn, params, microbatch)
         counted = total is not None and weights is not None
+        total = denominators(total) if total and as_counted else total
         weights = weights_of(given, weights)
         losses = given.tokens.to(accumulation_dtype(given.tokens.dtype))
         # Divided before it is rounded: a weight need not be a number of the losses' dtype.
@@ -172,6 +176,11 @@ def _mismatch(losses: torch.Size, weights: torch.Size) -> str:
     return "they are multiplied one by one and never broadcast"
 
 
+def denominators(total: Count) -> Count:
+    """Both of them, as losses are divided by them."""
+    return Count(divisor(total.num_tokens), total.num_microbatches)
+
+
 def divisor(total: Tensor) -> Tensor:
     """The total in float64, but 1 where it is 0: there is nothing to divide then. Not a clamp: 0.25 stays."""
     known = tree.number_at_hand(total)
@@ -225,7 +234,12 @@ def versions_of(leaves: Sequence[Tensor]) -> list[int]:
     """How often each was written to; nothing where that is not counted, under transforms and compilers."""
     if torch.compiler.is_dynamo_compiling() or transformed():
         return []
-    return [] if any(map(Tensor.is_inference, leaves)) else list(map(version, leaves))
+    try:
+        return list(map(version, leaves))
+    except RuntimeError:
+        if any(map(Tensor.is_inference, leaves)):
+            return []
+        raise
 
 
 def check_untouched(

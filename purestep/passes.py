@@ -104,7 +104,10 @@ def compiled_pass(part_of: PartOf, compile: Literal[True] | Compiler) -> Pass:
             except NoGraph:
                 pass
             else:
-                sums.begin(so_far or made)
+                if so_far is None:
+                    sums.begin(made)
+                else:
+                    sums.values = [*so_far]  # with zeros for those that had not begun
                 return told
         # What the loss itself raises is raised here, without a word about the compiler.
         told = in_pieces(task, sums, ready)
@@ -183,7 +186,8 @@ def returning_pass(
             if weight_fn is not None and not tree.same(given, microbatch):
                 # A piece of the microbatch, from a reverse mode that looks at examples one by one.
                 here = checked_weights(weight_fn(given))
-            part = part_of(tree.unflatten(structure, leaves), given, here, total)
+            params = tree.unflatten(structure, tree.known_to_compilers(leaves))
+            part = part_of(params, given, here, total)
             loss = value(part.terms, part.cotangents)
             reached = _reaches(loss, leaves)
             return loss, Tally(part.num_tokens, part.aux)

@@ -462,11 +462,15 @@ def options_of_mode(mode: str) -> dict[str, Any]:
     return options
 
 
-def unwatched(function: FunctionType, libraries: Sequence[str]) -> dict[str, Any]:
+def unwatched(
+    function: FunctionType, libraries: Sequence[str], *, alone: bool = False
+) -> dict[str, Any]:
     """Options of ``torch.compile`` with which it does not look, before each call, for what is these libraries' own.
 
     That is a global, named by its module, or by nothing but itself where it is one of the function's own module; a function, class
     or constant that one of their functions closes over; the names by which the compiler refers to modules; and Python's builtins.
+    Of a function that is called ``alone``, where no transform is active, and that keeps nothing for a backward pass, it does
+    not ask which transforms there are, nor which hooks on what is kept.
     torch.compile takes this out of the options that it is given, so they are for one call of it.
     """
     names = "|".join(libraries)
@@ -481,6 +485,8 @@ def unwatched(function: FunctionType, libraries: Sequence[str]) -> dict[str, Any
         return getattr(owner, "__module__", "").partition(".")[0] in libraries
 
     def look(guard: Any, values: dict[str, Any]) -> bool:
+        if alone and guard.guard_type in _SURROUNDINGS:
+            return False
         own = ours(function) and at_home.match(guard.name)
         return not (own or imported.search(guard.name) or closed_over(guard, values))
 
@@ -498,6 +504,9 @@ def unwatched(function: FunctionType, libraries: Sequence[str]) -> dict[str, Any
 
     return {"guard_filter_fn": filter_}
 
+
+_SURROUNDINGS = ("FUNCTORCH_STACK_MATCH", "AUTOGRAD_SAVED_TENSORS_HOOKS")
+"""Of the kinds of guards, those that ask by functions in Python what there is around a call."""
 
 _CONSTANT = bool | int | float | str | type | None
 

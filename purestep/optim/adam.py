@@ -146,14 +146,11 @@ def adamw(
     )
 
 
-def _unfit(numbers: _Numbers, columns: Columns) -> Collection[int]:
+def _unfit(numbers: _Numbers, columns: Columns, dtypes: Collection[torch.dtype]) -> Collection[int]:
     """Leaves that the kernel does not know: it takes float32 alone, without gaps, and the decay as a number."""
     if isinstance(numbers.decay, Tensor) and not numbers.decay.is_cpu:
         return range(len(columns[0]))  # To read the number would wait for the device.
-    leaves = [*chain(*columns)]
-    if {leaf.dtype for leaf in leaves} == {torch.float32} and all(
-        map(Tensor.is_contiguous, leaves)
-    ):
+    if dtypes == {torch.float32} and all(map(Tensor.is_contiguous, chain(*columns))):
         return ()
     return {
         position

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
-from itertools import accumulate, chain, pairwise
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -33,6 +33,9 @@ Columns: TypeAlias = list[list[Tensor]]
 Numbers: TypeAlias = Sequence[float | Tensor | None]
 """What is the same for all leaves of a step."""
 
+WIDE = {torch.float32, torch.float64}
+"""The dtypes in which gradients are read; narrower ones are widened first."""
+
 Norm: TypeAlias = Callable[[], Tensor]
 """‖g‖₂ of all gradients, asked for by those who need it."""
 
@@ -46,7 +49,9 @@ def leafwise(
     formula: Callable[[Any, Any], Callable[..., tuple[Tensor, ...]]],
     kernel: Callable[..., list[Tensor]] | None = None,
     *,
-    unfit: Callable[[Any, Columns], Collection[int]] = lambda numbers, columns: (),
+    unfit: Callable[[Any, Columns, Collection[torch.dtype]], Collection[int]] = (
+        lambda numbers, columns, dtypes: ()
+    ),
     devices: Collection[str] = ("cpu",),
     reads_params: bool = True,
 ) -> Last:
@@ -65,7 +70,8 @@ def leafwise(
             ``(grad, param, *slots) -> (new, *new_slots)``, in plain arithmetic, for any transform.
         kernel: ``kernel(numbers, step, grads, params, *slots)``, with a list of leaves for each, is the same in place. To
             the gradients it may write, an Optimizer's only to divide them. It returns what comes of the leaves.
-        unfit: ``unfit(numbers, columns)``: the positions of leaves for which the kernel is not made.
+        unfit: ``unfit(numbers, columns, dtypes)``: the positions of leaves for which the kernel is not made. ``dtypes`` are
+            those of all leaves in the columns.
         devices: where the kernel is at home. One that is at home on others than the host takes the keyword ``applied``.
         reads_params: whether the formula needs them. Otherwise None stands for params as well.
     """
@@ -78,7 +84,7 @@ def leafwise(
         theirs, old, ours, places = belonging(grads, state, params)
         columns, step, given = prepared(places, theirs.leaves, old.leaves, ours.leaves, grad_scale)
         step = None if step is None else step + 1
-        if places.at_home and not recorded(columns, given):
+        if places.at_home and not recorded(columns[0], old.form, ours.form, given):
             read = 1 if kind is Transform else 0 if grad_scale is None else None
             columns = [
                 column if number == read or not column else [*foreach_clone(column)]
@@ -117,7 +123,7 @@ def leafwise(
         applied: Tensor | None = None,
     ) -> tuple[list[Tensor], list[Tensor]]:
         columns, step, given = prepared(places, grads, state.leaves, params.leaves, grad_scale)
-        if recorded(columns, given):
+        if recorded(columns[0], state.form, params.form, given):
             how = {"grad_scale": grad_scale, "applied": applied}
             trees = params.tree(grads), state.tree(), params.tree()
             new, after = selected(kind, update, *trees, **how)
@@ -144,7 +150,7 @@ def leafwise(
         params: list[Tensor],
         grad_scale: Tensor | None,
     ) -> tuple[Columns, Tensor | None, Numbers]:
-        if any(dtype.itemsize < 4 for dtype in {grad.dtype for grad in grads}):
+        if not {grad.dtype for grad in grads} <= WIDE:
             grads = [*map(widened, grads)]
         step = None if places.step is None else state[places.step]
         columns = [grads, params, *(state[span] for span in places.slots)]
@@ -162,7 +168,7 @@ def leafwise(
         if not (kernel and held and columns[0] and places.at_home):
             return by_formula(columns, given, step, applied)
         how = {} if applied is None else {"applied": applied}
-        apart = unfit(given, columns)
+        apart = unfit(given, columns, places.dtypes | {grad.dtype for grad in columns[0]})
         if not apart:
             return kernel(given, step, *columns, **how)
         fit = [position for position in range(len(columns[0])) if position not in apart]
@@ -188,11 +194,12 @@ def leafwise(
 class Places(NamedTuple):
     """Where the step counter and the columns of a state lie among its leaves, and whether the kernel is at home there.
 
-    ``spread`` tells over what the params are spread.
+    ``dtypes`` are those of the params and of the columns, ``spread`` tells over what the params are spread.
     """
 
     step: int | None
     slots: tuple[slice, ...]
+    dtypes: frozenset[torch.dtype]
     at_home: bool
     spread: Spread
 
@@ -208,18 +215,24 @@ def _places(
     children = state.structure.children()
     starts = [0, *accumulate(child.num_leaves for child in children)]
     spans = {name: slice(*ends) for name, ends in zip(fields, pairwise(starts), strict=False)}
+    dtypes = {*params.dtypes}
     for name, child in zip(fields, children, strict=False):
+        if name not in slots:
+            continue
         column = state.kinds[spans[name]]
-        if name in slots and not (
+        found = {kind[1] for kind in column if len(kind) > 1}
+        if not (
             child == params.structure
             and _shapes(column) == _shapes(params.kinds)
-            and {kind[1] for kind in column if len(kind) > 1} <= {*tree.SUM_DTYPES}
+            and found <= {*tree.SUM_DTYPES}
         ):
             return None
+        dtypes |= found
     at_home = {device.type for device in params.devices | state.devices} <= {*devices}
     return Places(
         spans["step"].start if "step" in spans else None,
         tuple([spans[slot] for slot in slots]),
+        frozenset(dtypes),
         at_home and not torch.compiler.is_dynamo_compiling(),
         params.spread,
     )
@@ -243,18 +256,20 @@ def _shapes(kinds: Sequence[Kind]) -> list[Any]:
     return [kind[-1] if len(kind) > 1 else None for kind in kinds]
 
 
-def recorded(columns: Columns, given: Numbers) -> bool:
+def recorded(grads: list[Tensor], state: Form, params: Form, given: Numbers) -> bool:
     """Whether somebody transforms or differentiates, so that nothing may be written over."""
     return (
         not tree.untransformed()
-        or True in [leaf.requires_grad for leaf in chain(*columns)]
+        or state.requires_grad
+        or params.requires_grad
+        or tree.any_requires_grad(grads)
         or any(isinstance(number, Tensor) and number.requires_grad for number in given)
     )
 
 
 def widened(grad: Tensor) -> Tensor:
     """A gradient in float32 at least, before it is scaled or squared: both leave the range of float16."""
-    return grad if grad.dtype.itemsize >= 4 else grad.to(tree.accumulation_dtype(grad.dtype))
+    return grad if grad.dtype in WIDE else grad.to(tree.accumulation_dtype(grad.dtype))
 
 
 def chosen(columns: Columns, positions: Collection[int]) -> Columns:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 from purestep import tree
@@ -68,7 +68,7 @@ def partition(label_fn: Callable[[Params], Tree] | Tree, optimizers: Mapping[str
 
     def parts_of(params: Params) -> list[Part]:
         leaves, structure, form = flat(params)
-        if not form.kept or not tree.eager() or is_watched():
+        if not (isinstance(form, Hashable) and tree.eager()) or is_watched():
             return labelled(params)
         parts = remembered.get(form)
         if parts is None:

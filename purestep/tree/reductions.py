@@ -37,9 +37,9 @@ def norm_of(leaves: list[Tensor], spread: pieces.Spread) -> Tensor:
     """``global_norm`` of a tree's leaves, of which ``spread`` tells over what they are spread."""
     if spread:
         return _norm_of_pieces(leaves, spread)
-    parts = _joined(leaves)
-    if not parts:
+    if not leaves:
         return torch.zeros(())
+    parts = _joined(leaves)
     if not eager() or any_requires_grad(parts):
         return _norm(torch.stack([_norm(part) for part in parts]))
     norms = _norms(parts)
@@ -92,8 +92,8 @@ def _norm(x: Tensor) -> Tensor:
 
 def _joined(leaves: list[Tensor]) -> list[Tensor]:
     """The leaves, with those that are too small to repay a call of their own in one piece for each dtype."""
-    sizes, dtypes = [leaf.numel() for leaf in leaves], [leaf.dtype for leaf in leaves]
-    if sizes and sum(sizes) <= 4 * SMALL and dtypes.count(dtypes[0]) == len(dtypes):
+    sizes = [leaf.numel() for leaf in leaves]
+    if sum(sizes) <= 4 * SMALL and len({leaf.dtype for leaf in leaves}) == 1:
         return [_in_one(leaves)]
     small = [leaf for leaf, size in zip(leaves, sizes, strict=True) if size < SMALL]
     large = [leaf for leaf, size in zip(leaves, sizes, strict=True) if size >= SMALL]
