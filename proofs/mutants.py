@@ -227,6 +227,7 @@ def batching(module: str, old: str, new: str) -> Patch:
 
 
 SHARES = "shares = weights if total is None else _exact(weights) / total.num_tokens"
+SHIFTED = '(output + params["shifts"].sum() - batch["y"]).square()'
 LOCAL_MEAN = SHARES.replace("total.num_tokens", "divisor(weights.sum())")
 SHARE = "share = 1 / divisor(total.num_microbatches).to(losses)"
 COUNTED = "tokens_of(each) for each in weights"
@@ -328,8 +329,8 @@ MUTANTS = [
         "world size used where data-parallel size is meant",
         [
             in_parallel(
-                'return (output - batch["y"]).square()',
-                'return (output - batch["y"]).square() * grid.first.size / grid.both.size',
+                f"return {SHIFTED}",
+                f"return {SHIFTED} * grid.first.size / grid.both.size",
             )
         ],
     ),
