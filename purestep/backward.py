@@ -63,7 +63,7 @@ class GradientSums:
             elif copy or grad.dtype != self.dtypes[index]:
                 so_far = grad.to(self.dtypes[index], copy=True)
             else:
-                (so_far,) = _unshared([grad])
+                so_far = _unshared(grad)
             self.values[index] = so_far
         elif so_far is not grad:
             so_far.add_(grad)
@@ -86,7 +86,11 @@ class GradientSums:
                 total if last[id(total)] == index else total.clone()
                 for index, total in enumerate(made)
             ]
-        self.values = [*_unshared(made)]
+        if not _are_apart(made):
+            made = [
+                total.clone() if _overlaps_itself(total) else _unshared(total) for total in made
+            ]
+        self.values = [*made]
 
     def _all(self) -> list[Tensor]:
         return [
@@ -311,23 +315,26 @@ def recomputing() -> AbstractContextManager[object]:
     return without_function_mode() if watched else nullcontext()
 
 
-def _unshared(grads: Sequence[Tensor]) -> Sequence[Tensor]:
-    """The gradients, each in memory that is nobody else's, so that it can be added to.
+def _unshared(grad: Tensor) -> Tensor:
+    """The gradient in memory that is nobody else's, so that it can be added to.
 
     The first gradient of a leaf may be a view of what other leaves were given too: of the gradient of
-    ``torch.stack(leaves).sum(0)``, say; and a compiler's may be one number for all elements.
+    ``torch.stack(leaves).sum(0)``, say.
     """
-    if not tree.are_tensors(grads):
-        return [*map(_own, grads)]
-    # Nearly always, each has a storage that only it holds, and we who ask, and an element in each of its places.
-    storages = map(storage_address, map(Tensor.untyped_storage, grads))
-    plain = {*map(storage_use_count, storages)} <= {2} and all(map(Tensor.is_contiguous, grads))
-    return grads if plain else [*map(_own, grads)]
-
-
-def _own(grad: Tensor) -> Tensor:
     if type(grad) is not Tensor and holds_tensors(grad):
         return grad.clone()  # Who shares the memory of the tensors inside of it cannot be seen.
     owners: int = storage_use_count(storage_address(grad.untyped_storage()))
-    overlaps = len(tree.span(grad)) > 1
-    return grad.clone() if owners > 2 or overlaps else grad
+    return grad.clone() if owners > 2 else grad  # its own, and the one that we ask
+
+
+def _are_apart(grads: Sequence[Tensor]) -> bool:
+    """Whether each is the only one in its storage, and has an element in each of its places: nearly always, and soon told."""
+    if not tree.are_tensors(grads):
+        return False
+    storages = map(storage_address, map(Tensor.untyped_storage, grads))
+    return {*map(storage_use_count, storages)} <= {2} and all(map(Tensor.is_contiguous, grads))
+
+
+def _overlaps_itself(grad: Tensor) -> bool:
+    """Whether elements share memory: those of a compiler's gradient may be one number."""
+    return len(tree.span(grad)) > 1
