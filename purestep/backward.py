@@ -172,7 +172,7 @@ def backward(
     apart: Collection[int] = ()
     if any(map(accumulate_hooks, leaves)):
         apart = {index for index, leaf in enumerate(leaves) if accumulate_hooks(leaf)}
-    # On a device without addresses, autograd adds as often as there are elements to a gradient that is one number for all.
+    # Where tensors have no addresses, a gradient may be one number for all elements, to which autograd adds once for each.
     if leaves and not tree.has_address(leaves[0]):
         apart = range(len(leaves))
     # A leaf that requires no gradient is frozen by the loss.

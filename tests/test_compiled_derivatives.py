@@ -152,7 +152,9 @@ def test_a_function_of_a_leaf_itself_has_its_own_backward(whole: bool, reverse: 
     assert new["w"].tolist() == [2 - 6, -3 - 12]
 
 
-@pytest.mark.filterwarnings("ignore:.*grad attribute of a Tensor that is not a leaf")  # the same
+@pytest.mark.filterwarnings(
+    "ignore:.*grad attribute of a Tensor that is not a leaf"
+)  # so does this
 @pytest.mark.filterwarnings("ignore:compile=True")  # its loss runs in pieces
 def test_ranks_in_threads_meet_in_what_is_compiled() -> None:
     """Each rank's gradient is its own, from the first step on."""

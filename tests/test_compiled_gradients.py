@@ -48,7 +48,7 @@ def test_gradients_that_share_memory_are_sums_of_their_own(shared: str, number: 
 
 
 def test_sparse_gradients_arrive_dense() -> None:
-    """torch cannot call what makes them from compiled code."""
+    """Python calls the kernels then: torch cannot call from compiled code what makes such gradients."""
 
     def loss_fn(p: dict[str, Tensor], m: dict[str, Tensor]) -> Tensor:
         rows = functional.embedding(m["x"], p["table"], sparse=True).sum(-1)
