@@ -21,10 +21,10 @@ from purestep import tree
 from purestep.torch_internals import (
     accumulate_hooks,
     function_mode,
+    functions_defined,
     holds_tensors,
     run_backward,
     saved_tensors_hooks,
-    something_is_compiled,
     storage_address,
     storage_use_count,
     without_function_mode,
@@ -144,7 +144,7 @@ class GradientSums:
 _requires_grad = attrgetter("requires_grad")
 
 TWICE_COMPILED = "CompiledFunctionBackwardBackward"
-"""The node that ``torch.compile`` puts where its backward pass would be differentiated: it raises."""
+"""The node that ``torch.compile`` puts where its backward pass would be differentiated: it raises. Each is of a class of its own."""
 
 
 def own_leaves(leaves: Sequence[Tensor]) -> list[Tensor]:
@@ -158,16 +158,18 @@ def backward(
     leaves: Sequence[Tensor],
     sums: GradientSums,
     announce: Callable[[int], None] | None = None,
+    *,
+    defined: object,
 ) -> bool:
     """Adds the gradients of Σ term · cotangent to the sums, and writes to no other ``.grad`` than that of ``leaves``.
 
-    ``announce`` is called with a leaf's position when its sum is final, while the pass goes on. Returns whether any
-    leaf has been given a gradient.
+    ``announce`` is called with a leaf's position when its sum is final, while the pass goes on; ``defined`` are the
+    ``functions_defined`` before the terms were computed. Returns whether any leaf has been given a gradient.
     """
     roots = [pair for pair in zip(terms, cotangents, strict=True) if pair[0].requires_grad]
     if not roots:
         return False
-    check_twice_differentiable([term for term, _ in roots])
+    check_twice_differentiable([term for term, _ in roots], defined)
     # To the sums of these leaves autograd must not add. A hook of the loss's sees this microbatch's gradient alone.
     apart: Collection[int] = ()
     if any(map(accumulate_hooks, leaves)):
@@ -259,14 +261,14 @@ def graph_below(tensors: Sequence[Tensor]) -> set[Any]:
     return seen
 
 
-def check_twice_differentiable(ends: Sequence[Tensor]) -> None:
-    """Refuses a loss that needs a second derivative which nobody can give.
+def check_twice_differentiable(ends: Sequence[Tensor], defined: object) -> None:
+    """Refuses a loss that needs a second derivative which nobody can give; ``defined`` are the functions before it was computed.
 
     Its graph holds a node that would say so. But such a node does not lead to the leaves, and the engine, which is told
     for which leaves it runs, leaves out whatever does not: the gradient would be wrong without a word.
     """
-    # To look at a graph takes time, which only those pay who compile something.
-    if not something_is_compiled():
+    # The class of such a node is defined together with it. To look at a whole graph would take time.
+    if functions_defined() == defined:
         return
     if TWICE_COMPILED in {type(node).__name__ for node in graph_below(ends)}:
         raise ValueError(

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from purestep.torch_internals import is_wrapped
-from purestep.tree import at_hand, brought
+from purestep.tree import at_hand, brought, number_at_hand
 from purestep.types import Count, Microbatch, WeightFn
 
 IGNORE_INDEX = -100
@@ -167,6 +167,8 @@ def grouped(
 
 def tokens_of(weights: Tensor) -> Tensor:
     """The sum of a microbatch's weights."""
+    if weights.dtype is torch.bool:
+        return torch.count_nonzero(weights)  # in half the time
     return weights.sum(dtype=torch.float64 if weights.dtype.is_floating_point else torch.int64)
 
 
@@ -186,6 +188,9 @@ def has_tokens(counted: Count) -> bool:
     """Whether there are any, as far as that can be told: yes, where a transform or a compiler hides it."""
     if torch.compiler.is_dynamo_compiling():
         return True
+    number = number_at_hand(counted.num_tokens)
+    if number is not None:
+        return number > 0
     num_tokens = at_hand(counted.num_tokens)
     if num_tokens is None and not is_wrapped(counted.num_tokens):
         num_tokens = counted.num_tokens

@@ -256,9 +256,12 @@ def breaks_refused(function: Callable[..., Any]) -> Callable[..., Any]:
     return refused
 
 
-def something_is_compiled() -> bool:
-    """Whether this process may hold a compiled function with a backward pass: torch imports this module for the first of them."""
-    return "torch._functorch.aot_autograd" in sys.modules
+_functions_defined = getattr(torch.autograd.function, "AUTOGRAD_FUNCTION_COUNTER", None)
+
+
+def functions_defined() -> object:
+    """Differs from what it was before if a ``torch.autograd.Function`` has been defined since. Where that is unknown, it always does."""
+    return object() if _functions_defined is None else repr(_functions_defined)
 
 
 def never_compiled_alone(function: Callable[..., Any], callees: bool = True) -> None:
