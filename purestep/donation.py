@@ -26,7 +26,7 @@ def apart(group: Group, params: Flat, state: Flat) -> Group:
     """
     if not tree.eager() or params.form.requires_grad or state.form.requires_grad:
         return group  # Nothing is written over then.
-    starts, ends = map(sorted, map(add, _edges(params), _edges(state)))
+    starts, ends = map(sorted, _edges(params, state))
     # In order, each ends before the next one begins, unless two of them overlap.
     if any(map(gt, ends, islice(starts, 1, None))):
         _explain([*_named(params, state)])
@@ -74,9 +74,9 @@ def _explain(named: list[tuple[Span, str]]) -> NoReturn:
     )
 
 
-def _edges(given: Flat) -> tuple[list[int], list[int]]:
+def _edges(params: Flat, state: Flat) -> tuple[list[int], list[int]]:
     """Where the leaves begin, and where they end: all that lie somewhere."""
-    leaves, sizes = given.leaves, _sizes(given.form)
+    leaves, sizes = params.leaves + state.leaves, _sizes(params.form, state.form)
     # Nearly always, all of them are in one piece, and are asked at once, in half the time.
     if sizes is not None and False not in map(Tensor.is_contiguous, leaves):
         starts = [*map(Tensor.data_ptr, leaves)]
@@ -87,10 +87,12 @@ def _edges(given: Flat) -> tuple[list[int], list[int]]:
 
 
 @once
-def _sizes(form: Form) -> tuple[int, ...] | None:
+def _sizes(*forms: Form) -> tuple[int, ...] | None:
     """The bytes of each leaf; None where that is not all that there is to a leaf's memory."""
-    kinds: Any = form.kinds
-    if not form.plain or {layout for *_, layout, _ in kinds} - {torch.strided}:
+    kinds: Any = [*chain.from_iterable(form.kinds for form in forms)]
+    if not all(form.plain for form in forms) or {layout for *_, layout, _ in kinds} - {
+        torch.strided
+    }:
         return None
     sizes = tuple([math.prod(shape) * dtype.itemsize for _, dtype, *_, shape in kinds])
     return None if 0 in sizes else sizes

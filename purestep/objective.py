@@ -198,8 +198,10 @@ class Worth(NamedTuple):
 
 def plus(so_far: Worth | None, loss: Tensor, num_tokens: Sequence[Tensor], aux: Tree) -> Worth:
     """The same of one microbatch more; the lists grow, since there may be thousands."""
-    # A copy: what a loss returns may be a view of its inputs, and outputs share no storage with them.
-    own = tree.map(lambda leaf: leaf.to(accumulation_dtype(leaf.dtype), copy=True), aux)
+    own = aux
+    if not tree.is_empty(aux):
+        # A copy: what a loss returns may be a view of its inputs, and outputs share no storage with them.
+        own = tree.map(lambda leaf: leaf.to(accumulation_dtype(leaf.dtype), copy=True), aux)
     if so_far is None:
         return Worth([loss], [*num_tokens], own)
 
@@ -213,6 +215,8 @@ def plus(so_far: Worth | None, loss: Tensor, num_tokens: Sequence[Tensor], aux: 
 
     so_far.losses.append(loss)
     so_far.num_tokens.extend(num_tokens)
+    if tree.is_empty(own) and tree.is_empty(so_far.aux):
+        return so_far
     return so_far._replace(aux=tree.map(add, so_far.aux, own))
 
 

@@ -177,11 +177,16 @@ def count_of(tokens: Sequence[Tensor], device: torch.device | None = None) -> Co
     if not tokens:
         zero = torch.zeros((), dtype=torch.int64, device=device)
         return Count(zero, zero)
-    here = [brought(each, device or tokens[0].device) for each in tokens]
-    if len(here) == 1:
-        return Count(here[0], torch.count_nonzero(here[0]))
-    together = torch.stack(here)
-    return Count(together.sum(), torch.count_nonzero(together))
+    device = device or tokens[0].device
+    if len(tokens) == 1:
+        here = total = brought(tokens[0], device)
+    else:
+        # Of one device they are brought all at once.
+        alike = len({each.device for each in tokens}) == 1
+        here = torch.stack([*tokens] if alike else [brought(each, device) for each in tokens])
+        here = brought(here, device)
+        total = here.sum()
+    return Count(total, torch.count_nonzero(here))
 
 
 def has_tokens(counted: Count) -> bool:
@@ -229,4 +234,4 @@ def checked_weights(weights: Tensor) -> Tensor:
                 f"integer weights of one microbatch sum to more than {EXACT=}, up to which they are divided "
                 f"exactly; the largest is {most}: scale them down, the update does not depend on their scale"
             )
-    return weights.detach()
+    return weights.detach() if weights.is_floating_point() else weights
