@@ -58,7 +58,8 @@ def in_place_pass(part_of: PartOf) -> Pass:
     """By autograd's own backward pass, on leaves of the step's own."""
 
     def run(task: Task, sums: GradientSums, ready: Ready | None) -> Told:
-        own, defined = own_leaves(task.leaves), functions_defined()
+        own = own_leaves(task.leaves)
+        defined = functions_defined()
         with (
             task.loss_gathers.microbatch(own, sums)
             if task.loss_gathers

@@ -63,7 +63,8 @@ def grad_and_value(
 
         if tree.eager(args, kwargs) and not inference(leaves):
             sums = GradientSums(leaves, [leaf.dtype for leaf in leaves])
-            own, defined = own_leaves(leaves), functions_defined()
+            own = own_leaves(leaves)
+            defined = functions_defined()
             with torch.enable_grad():
                 value, aux_leaves = over_leaves(*own)
             backward([value], [torch.ones_like(value)], own, sums, defined=defined)
