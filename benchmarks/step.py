@@ -5,7 +5,8 @@ Four tables, each of ways measured in turn:
 gpt         all ways of `benchmarks/peers.py` on a GPT of 4M parameters, 8 microbatches of 4 rows of 64 bytes; checked to
             arrive at the same parameters before they are timed
 large       25M parameters and a quarter of the tokens, so that the optimizer has a large share
-leaves      2,000 leaves of 64 elements, next to no arithmetic: what is left is the cost of each leaf
+leaves      2,000 leaves of 64 elements, next to no arithmetic: what is left is the cost of each leaf. Each way has a process of
+            its own, and they take turns; --together has all of them in one
 optimizer   AdamW alone on 100M parameters, and plain passes in place that move the same bytes: 28 per parameter
             (gradients read, parameters and both moments read and written)
 
@@ -101,15 +102,25 @@ def leaves_group(k: int) -> list[peers.Batch]:
     return [one] * k
 
 
+LEAVES_WAYS: dict[str, Callable[[peers.Problem], peers.Way]] = {
+    FOREACH: partial(peers.by_hand, foreach=True),
+    peers.BY_HAND: peers.by_hand,
+    peers.PURE: partial(peers.purestep, donate=True),
+}
+
+
+def leaves_update(options: argparse.Namespace, name: str) -> Callable[[], object]:
+    """An update of one way."""
+    way = LEAVES_WAYS[name](leaves_problem())
+    return updates({name: way}, leaves_group(options.microbatches))[name]
+
+
 def leaves_table(options: argparse.Namespace) -> timing.Seconds:
-    """The cost of each leaf."""
-    problem = leaves_problem()
-    ways = {
-        FOREACH: peers.by_hand(problem, foreach=True),
-        peers.BY_HAND: peers.by_hand(problem),
-        peers.PURE: peers.purestep(problem, donate=True),
-    }
-    return timing.in_turn(updates(ways, leaves_group(options.microbatches)), options.repeats)
+    """The cost of each leaf, in a process for each way: thousands of small allocations depend on what else a process holds."""
+    if options.together:
+        calls = {name: leaves_update(options, name) for name in LEAVES_WAYS}
+        return timing.in_turn(calls, options.repeats)
+    return timing.in_processes("benchmarks.step", list(LEAVES_WAYS), options.repeats)
 
 
 def optimizer_table(options: argparse.Namespace) -> timing.Seconds:
@@ -220,7 +231,14 @@ def main() -> None:
     parser.add_argument("--microbatches", type=int, default=8)
     parser.add_argument("--rows", type=int, default=4, help="of 64 bytes in a microbatch")
     parser.add_argument("--parameters", type=float, default=1e8, help="of the optimizer alone")
+    parser.add_argument(
+        "--together", action="store_true", help="the ways of 'leaves' in one process"
+    )
+    parser.add_argument("--serve", choices=list(LEAVES_WAYS), help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.serve:
+        timing.serve(leaves_update(options, options.serve))
+        return
     if options.report:
         timing.same_cores()
         [name] = options.tables

@@ -7,6 +7,7 @@ figures are medians over all repeats of several launches, and ratios are of call
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
 import itertools
 import json
@@ -74,6 +75,47 @@ def in_turn(
                 seconds[way].append(taken)
     gc.enable()
     return seconds
+
+
+def in_processes(module: str, ways: Sequence[str], repeats: int) -> Seconds:
+    """The same of ways that have a process each, as in training, where none finds memory as another has left it.
+
+    ``module``, called as we were and with ``--serve WAY``, answers by ``serve``.
+    """
+    draw = random.Random(0)
+    seconds: Seconds = {way: [] for way in ways}
+    with contextlib.ExitStack() as stack:
+        servers = {
+            way: stack.enter_context(
+                subprocess.Popen(
+                    [sys.executable, "-m", module, *sys.argv[1:], "--serve", way],
+                    stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1,
+                )
+            )
+            for way in ways
+        }  # fmt: skip
+        for repeat in range(1 + repeats):
+            for way in draw.sample(list(ways), len(ways)):
+                taken = _asked(servers[way])
+                if repeat:
+                    seconds[way].append(taken)
+    return seconds
+
+
+def _asked(server: subprocess.Popen[str]) -> float:
+    assert server.stdin is not None
+    assert server.stdout is not None
+    server.stdin.write("\n")
+    return float(server.stdout.readline())
+
+
+def serve(call: Callable[[], object]) -> None:
+    """Tells how long one call takes, for each line that comes."""
+    call()
+    gc.collect()
+    gc.disable()
+    for _ in sys.stdin:
+        print(seconds_of(call), flush=True)
 
 
 def joined(launches: list[Seconds], against: Sequence[str]) -> dict[str, Any]:

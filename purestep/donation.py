@@ -89,10 +89,10 @@ def _edges(params: Flat, state: Flat) -> tuple[list[int], list[int]]:
 @once
 def _sizes(*forms: Form) -> tuple[int, ...] | None:
     """The bytes of each leaf; None where that is not all that there is to a leaf's memory."""
+    if not all(form.plain for form in forms):
+        return None
     kinds: Any = [*chain.from_iterable(form.kinds for form in forms)]
-    if not all(form.plain for form in forms) or {layout for *_, layout, _ in kinds} - {
-        torch.strided
-    }:
+    if {layout for *_, layout, _ in kinds} - {torch.strided}:
         return None
     sizes = tuple([math.prod(shape) * dtype.itemsize for _, dtype, *_, shape in kinds])
     return None if 0 in sizes else sizes
