@@ -114,8 +114,9 @@ def weigh(microbatches: Sequence[Microbatch], weight_fn: WeightFn) -> Sequence[T
 
 
 def _asked(weight_fn: WeightFn, microbatch: Microbatch) -> Tensor:
-    """A copy: a weight_fn may return the same buffer each time, and a loss may write to its microbatch."""
-    return checked_weights(weight_fn(microbatch)).clone()
+    """A copy, but of our own: a weight_fn may return the same buffer each time, and a loss may write to its microbatch."""
+    weights = checked_weights(weight_fn(microbatch))
+    return weights if weight_fn is label_weights else weights.clone()
 
 
 def weighed(

@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import optree
+import pytest
 import torch
 from torch import Tensor
 
 import purestep as ps
-from purestep.form import flat, once
+from purestep.form import copied, flat, once
 
 
 def rows(batch: Any) -> Tensor:
@@ -68,6 +69,30 @@ def test_static_data_stays_its_own() -> None:
         net = Net(torch.ones(2), static)
         new, _, _ = step(net, optimizer.init(net), [{"x": torch.ones(3, 2)}])
         assert type(new.static) is type(static)
+
+
+def test_a_tree_is_given_back_where_its_leaves_are_its_own() -> None:
+    whole = {"w": torch.ones(2), "b": (torch.zeros(1),)}
+    given = flat(whole)
+    assert given.given_back([*given.leaves]) is whole
+    # Containers of ours, where one leaf is new, or where the leaves have been copied before.
+    others = [given.leaves[0], torch.ones(1)]
+    for new in (given.given_back(others), given.of(others).given_back(others)):
+        assert new is not whole
+        assert all(a is b for a, b in zip(ps.tree.leaves_of(new), others, strict=True))
+    copy = copied(given)
+    assert copy.given_back(copy.leaves)["w"] is not whole["w"]
+
+
+@pytest.mark.parametrize("make", [ps.optim.sgd, ps.optim.adamw, ps.optim.lion])
+def test_containers_that_are_not_given_away_stay_the_callers(make: Any) -> None:
+    step = ps.make_update_step(lambda p, m: (p["w"] * m["x"]).sum(-1), make(0.1), weight_fn=rows)
+    params = {"w": torch.ones(2)}
+    opt_state = make(0.1).init(params)
+    new, after, _ = step(params, opt_state, [{"x": torch.ones(3, 2)}])
+    assert new is not params
+    assert after is not opt_state
+    assert params["w"].tolist() == [1, 1] != new["w"].tolist()
 
 
 def test_what_follows_from_a_form_is_worked_out_once() -> None:
