@@ -31,8 +31,6 @@ def number_at_hand(tensor: Tensor) -> float | None:
 
 def brought(tensor: Tensor, device: torch.device) -> Tensor:
     """The tensor on the device, waited for only on the host, where it could be read before it has come."""
-    if tensor.device == device:
-        return tensor
     return tensor.to(device, non_blocking=device.type != "cpu")
 
 
