@@ -21,7 +21,7 @@ from purestep import tree
 from purestep.torch_internals import (
     accumulate_hooks,
     function_mode,
-    functions_defined,
+    functions_mark,
     holds_tensors,
     run_backward,
     saved_tensors_hooks,
@@ -144,7 +144,7 @@ class GradientSums:
 _requires_grad = attrgetter("requires_grad")
 
 TWICE_COMPILED = "CompiledFunctionBackwardBackward"
-"""The node that ``torch.compile`` puts where its backward pass would be differentiated: it raises. Each is of a class of its own."""
+"""The node that ``torch.compile`` puts where its backward pass would be differentiated: it raises. torch defines a class anew for each."""
 
 
 def own_leaves(leaves: Sequence[Tensor]) -> list[Tensor]:
@@ -159,17 +159,17 @@ def backward(
     sums: GradientSums,
     announce: Callable[[int], None] | None = None,
     *,
-    defined: object,
+    mark: object,
 ) -> bool:
     """Adds the gradients of Σ term · cotangent to the sums, and writes to no other ``.grad`` than that of ``leaves``.
 
-    ``announce`` is called with a leaf's position when its sum is final, while the pass goes on; ``defined`` are the
-    ``functions_defined`` before the terms were computed. Returns whether any leaf has been given a gradient.
+    ``announce`` is called with a leaf's position when its sum is final, while the pass goes on; ``mark`` is the
+    ``functions_mark`` from before the terms were computed. Returns whether any leaf has been given a gradient.
     """
     roots = [pair for pair in zip(terms, cotangents, strict=True) if pair[0].requires_grad]
     if not roots:
         return False
-    check_twice_differentiable([term for term, _ in roots], defined)
+    check_twice_differentiable([term for term, _ in roots], mark)
     # To the sums of these leaves autograd must not add. A hook of the loss's sees this microbatch's gradient alone.
     apart: Collection[int] = ()
     if any(map(accumulate_hooks, leaves)):
@@ -261,14 +261,14 @@ def graph_below(tensors: Sequence[Tensor]) -> set[Any]:
     return seen
 
 
-def check_twice_differentiable(ends: Sequence[Tensor], defined: object) -> None:
-    """Refuses a loss that needs a second derivative which nobody can give; ``defined`` are the functions before it was computed.
+def check_twice_differentiable(ends: Sequence[Tensor], mark: object) -> None:
+    """Refuses a loss that needs a second derivative which nobody can give; ``mark`` is the ``functions_mark`` from before.
 
     Its graph holds a node that would say so. But such a node does not lead to the leaves, and the engine, which is told
     for which leaves it runs, leaves out whatever does not: the gradient would be wrong without a word.
     """
-    # The class of such a node is defined together with it. To look at a whole graph would take time.
-    if functions_defined() == defined:
+    # Where no class has been defined since, there is no such node, and the graph need not be searched.
+    if functions_mark() == mark:
         return
     if TWICE_COMPILED in {type(node).__name__ for node in graph_below(ends)}:
         raise ValueError(

@@ -445,7 +445,7 @@ def _disagreement(axis: Ranks, shared: Mapping[str, Tree], *, ask: bool) -> Valu
 def _lines(name: str, value: Tree) -> list[str]:
     """What each leaf is, and the structure."""
     try:
-        leaves, structure, form, _ = flat(value)
+        leaves, structure, form = flat(value)
         paths = map(without_addresses, tree.paths(value, name))
         # Pieces of one tensor are of different lengths.
         kinds = [

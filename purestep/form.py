@@ -7,7 +7,7 @@ import types
 from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from operator import attrgetter, is_
+from operator import attrgetter
 from typing import Any, NamedTuple, TypeAlias, TypeVar, cast
 
 import torch
@@ -52,26 +52,15 @@ class Flat(NamedTuple):
     """A tree, flattened.
 
     The structure is its own: that of its form may be of an earlier tree, which was equal, but had its keys in a different order.
-    ``whole`` is the tree itself; None where that holds other leaves.
     """
 
     leaves: list[Any]
     structure: tree.Structure
     form: Form
-    whole: Tree = None
 
     def tree(self, leaves: Sequence[Any] | None = None) -> Tree:
         """The tree again, of these leaves (None: of its own)."""
         return tree.unflatten(self.structure, self.leaves if leaves is None else leaves)
-
-    def given_back(self, leaves: Sequence[Any]) -> Tree:
-        """The tree of these leaves: the tree itself, where they are its own, which have been written to."""
-        itself = self.whole is not None and all(map(is_, leaves, self.leaves))
-        return self.whole if itself else self.tree(leaves)
-
-    def of(self, leaves: list[Any]) -> Flat:
-        """A tree like it, of these leaves."""
-        return Flat(leaves, self.structure, self.form)
 
 
 def flat(whole: Tree) -> Flat:
@@ -83,7 +72,7 @@ def flat(whole: Tree) -> Flat:
     True
     """
     leaves, structure = tree.flatten(whole)
-    return Flat(leaves, structure, _form_of(leaves, structure), whole)
+    return Flat(leaves, structure, _form_of(leaves, structure))
 
 
 def without_shards(given: Flat, but: Collection[Any] = ()) -> Flat:
@@ -93,7 +82,7 @@ def without_shards(given: Flat, but: Collection[Any] = ()) -> Flat:
     >>> without_shards(flat({"w": pieces.Shard(torch.ones(2), LocalAxis(), (2,))})).tree()
     {'w': tensor([1., 1.])}
     """
-    leaves, _, form, _ = given
+    leaves, _, form = given
     if not form.spread:
         return given
 
@@ -114,10 +103,10 @@ def copied(given: Flat) -> Flat:
     >>> copied(one).leaves[0].add_(1), one.leaves
     (tensor([2., 2.]), [tensor([1., 1.])])
     """
-    leaves, _, form, _ = given
+    leaves, _, form = given
     if form.plain and leaves and {device.type for device in form.devices} == {"cpu"}:
-        return given.of([*foreach_clone(leaves)])
-    return given.of([leaf.clone() for leaf in leaves])
+        return given._replace(leaves=[*foreach_clone(leaves)])
+    return given._replace(leaves=[leaf.clone() for leaf in leaves])
 
 
 def _form_of(leaves: Sequence[Any], structure: tree.Structure) -> Form:

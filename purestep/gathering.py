@@ -97,7 +97,7 @@ class Gathering:
     def _seen(self) -> Flat:
         given, axis = self.given, self._axis
         if not given.form.spread:
-            return given if axis is None else given.of(pvary(given.leaves, axis))
+            return given if axis is None else given._replace(leaves=pvary(given.leaves, axis))
         if self._bare is None:
             left = () if self._gathers else {place.axis for place in self._own.values()}
             self._bare = without_shards(given, left)
@@ -106,7 +106,7 @@ class Gathering:
         for at, leaf in enumerate(leaves):
             over = self._summed_over(at)
             leaves[at] = leaf if over is None else pvary(leaf, over)
-        return self._bare.of(leaves)
+        return self._bare._replace(leaves=leaves)
 
     def _wholes(self) -> Mapping[int, Tensor]:
         return {at: whole(self.given.leaves[at], place) for at, place in self._gathers.items()}

@@ -19,7 +19,7 @@ from purestep.loss_gathers import LossGathers
 from purestep.objective import PartOf, value
 from purestep.reverse_mode import by_vjp
 from purestep.tokens import checked_weights
-from purestep.torch_internals import functions_defined
+from purestep.torch_internals import functions_mark
 from purestep.types import Count, GradAndValue, Microbatch, Params, Tally, Tree, WeightFn
 
 Ready: TypeAlias = Callable[[int], None]
@@ -59,7 +59,7 @@ def in_place_pass(part_of: PartOf) -> Pass:
 
     def run(task: Task, sums: GradientSums, ready: Ready | None) -> Told:
         own = own_leaves(task.leaves)
-        defined = functions_defined()
+        mark = functions_mark()
         with (
             task.loss_gathers.microbatch(own, sums)
             if task.loss_gathers
@@ -69,7 +69,7 @@ def in_place_pass(part_of: PartOf) -> Pass:
                 part = part_of(tree.unflatten(task.structure, own), *task[2:5])
             chain = gathered.chain() if gathered else []
             ends = [*part.terms, *chain], [*part.cotangents, *map(torch.zeros_like, chain)]
-            reached = backward(*ends, own, sums, ready, defined=defined) or bool(chain)
+            reached = backward(*ends, own, sums, ready, mark=mark) or bool(chain)
         loss = value([term.detach() for term in part.terms], part.cotangents)
         return Told(loss, part.num_tokens, tree.detached(part.aux), reached)
 

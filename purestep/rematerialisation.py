@@ -23,7 +23,7 @@ from purestep import keyed, tree
 from purestep.axis.vmap import bound_as, mapping
 from purestep.backward import check_twice_differentiable, graph_below, recomputing
 from purestep.torch_internals import (
-    functions_defined,
+    functions_mark,
     in_forward_mode,
     is_active,
     is_watched,
@@ -166,14 +166,14 @@ def _by_engine(
     for index in wanted:
         inputs[index].requires_grad_()
     with recomputing(), torch.enable_grad():
-        defined = functions_defined()
+        mark = functions_mark()
         made = call.again(inputs)
         pairs = [(made[index], seed) for index, seed in zip(arrived, seeds, strict=True)]
         pairs = [(each, seed) for each, seed in pairs if each.requires_grad]
         if not pairs:
             return [None] * len(wanted)
         ends, starts = zip(*pairs, strict=True)
-        check_twice_differentiable(ends, defined)
+        check_twice_differentiable(ends, mark)
         return torch.autograd.grad(
             ends, [inputs[index] for index in wanted], starts, create_graph=recorded, allow_unused=True
         )  # fmt: skip

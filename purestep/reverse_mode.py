@@ -11,7 +11,7 @@ from torch import Tensor
 
 from purestep import tree
 from purestep.backward import GradientSums, backward, own_leaves
-from purestep.torch_internals import functions_defined
+from purestep.torch_internals import functions_mark
 from purestep.types import Tree
 
 
@@ -64,10 +64,10 @@ def grad_and_value(
         if tree.eager(args, kwargs) and not inference(leaves):
             sums = GradientSums(leaves, [leaf.dtype for leaf in leaves])
             own = own_leaves(leaves)
-            defined = functions_defined()
+            mark = functions_mark()
             with torch.enable_grad():
                 value, aux_leaves = over_leaves(*own)
-            backward([value], [torch.ones_like(value)], own, sums, defined=defined)
+            backward([value], [torch.ones_like(value)], own, sums, mark=mark)
             pulled = sums.filled()
             value, aux_leaves = tree.detached((value, aux_leaves))
         else:

@@ -102,7 +102,7 @@ def unshard_each(trees: Iterable[Tree]) -> Iterator[Tree]:
 def _begun(tree_: Tree, *, again: bool = False) -> Callable[[], Tree]:
     """Begins to gather a tree; returns what waits for it."""
     given = flat(tree_)
-    leaves, _, form, _ = given
+    leaves, _, form = given
     # Beside pieces, an optimizer may keep other things for a param, such as a count.
     places = {
         at: place

@@ -86,9 +86,9 @@ def make_update_step(
             "loss" itself calls ``ps.unshard``; a rank whose loss fails there cannot tell the others, and should end.
         on_nonfinite: what an infinite or NaN gradient does: "propagate", or "skip" the step, on every
             rank alike, leaving params, moments and step counter as they were.
-        donate: whether ``params`` and ``opt_state`` are given away: their buffers, and their containers, hold the results, and
-            must not be used again. No two leaves may overlap in memory, nor a leaf and a microbatch. Ignored where the step is
-            recorded.
+        donate: whether ``params`` and ``opt_state`` are given away: their buffers hold the results, and the
+            old values must not be used again. No two leaves may overlap in memory, nor a leaf and a
+            microbatch. Ignored where the step is recorded.
         compile: whether ``torch.compile`` takes what a microbatch runs, once for any number of them, and what the
             optimizer runs beside kernels. Ragged shapes become dynamic at the second one; large float32 products on
             a CPU go to the faster of MKL and oneDNN. Where it cannot make one graph, a warning says why. Or a function of yours instead, such

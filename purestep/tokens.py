@@ -114,7 +114,7 @@ def weigh(microbatches: Sequence[Microbatch], weight_fn: WeightFn) -> Sequence[T
 
 
 def _asked(weight_fn: WeightFn, microbatch: Microbatch) -> Tensor:
-    """A copy, but of our own: a weight_fn may return the same buffer each time, and a loss may write to its microbatch."""
+    """In memory of their own: a weight_fn may return the same buffer each time, and a loss may write to its microbatch."""
     weights = checked_weights(weight_fn(microbatch))
     return weights if weight_fn is label_weights else weights.clone()
 
@@ -168,7 +168,7 @@ def grouped(
 
 def tokens_of(weights: Tensor) -> Tensor:
     """The sum of a microbatch's weights."""
-    if weights.dtype is torch.bool:
+    if weights.dtype is torch.bool and type(weights) is Tensor and weights.layout is torch.strided:
         return torch.count_nonzero(weights)  # in half the time
     return weights.sum(dtype=torch.float64 if weights.dtype.is_floating_point else torch.int64)
 
@@ -182,7 +182,7 @@ def count_of(tokens: Sequence[Tensor], device: torch.device | None = None) -> Co
     if len(tokens) == 1:
         here = total = brought(tokens[0], device)
     else:
-        # Of one device they are brought all at once.
+        # Where all are on one device, they are brought at once.
         alike = len({each.device for each in tokens}) == 1
         here = torch.stack([*tokens] if alike else [brought(each, device) for each in tokens])
         here = brought(here, device)
@@ -235,4 +235,5 @@ def checked_weights(weights: Tensor) -> Tensor:
                 f"integer weights of one microbatch sum to more than {EXACT=}, up to which they are divided "
                 f"exactly; the largest is {most}: scale them down, the update does not depend on their scale"
             )
+    # Of others, autograd records nothing.
     return weights.detach() if weights.is_floating_point() else weights

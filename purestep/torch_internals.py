@@ -256,12 +256,10 @@ def breaks_refused(function: Callable[..., Any]) -> Callable[..., Any]:
     return refused
 
 
-_functions_defined = getattr(torch.autograd.function, "AUTOGRAD_FUNCTION_COUNTER", None)
-
-
-def functions_defined() -> object:
-    """Differs from what it was before if a ``torch.autograd.Function`` has been defined since. Where that is unknown, it always does."""
-    return object() if _functions_defined is None else repr(_functions_defined)
+def functions_mark() -> object:
+    """A new mark whenever a class of ``torch.autograd.Function`` has been defined; where torch does not count them, always."""
+    count = getattr(torch.autograd.function, "AUTOGRAD_FUNCTION_COUNTER", None)
+    return object() if count is None else repr(count)
 
 
 def never_compiled_alone(function: Callable[..., Any], callees: bool = True) -> None:

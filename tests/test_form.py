@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import purestep as ps
-from purestep.form import copied, flat, once
+from purestep.form import flat, once
 
 
 def rows(batch: Any) -> Tensor:
@@ -71,28 +71,37 @@ def test_static_data_stays_its_own() -> None:
         assert type(new.static) is type(static)
 
 
-def test_a_tree_is_given_back_where_its_leaves_are_its_own() -> None:
-    whole = {"w": torch.ones(2), "b": (torch.zeros(1),)}
-    given = flat(whole)
-    assert given.given_back([*given.leaves]) is whole
-    # Containers of ours, where one leaf is new, or where the leaves have been copied before.
-    others = [given.leaves[0], torch.ones(1)]
-    for new in (given.given_back(others), given.of(others).given_back(others)):
-        assert new is not whole
-        assert all(a is b for a, b in zip(ps.tree.leaves_of(new), others, strict=True))
-    copy = copied(given)
-    assert copy.given_back(copy.leaves)["w"] is not whole["w"]
+@register(namespace=ps.tree.NAMESPACE)
+class Rows:
+    """Two rows, whose leaf is made of both."""
+
+    def __init__(self, rows: Any) -> None:
+        self.rows = rows
+
+    def tree_flatten(self) -> Any:
+        return (torch.stack(self.rows),), None, ("stacked",)
+
+    @classmethod
+    def tree_unflatten(cls, _: None, children: Any) -> Rows:
+        (leaf,) = children
+        return cls([*leaf.unbind()] if isinstance(leaf, Tensor) else [leaf])
 
 
+@pytest.mark.parametrize("donate", [False, True])
 @pytest.mark.parametrize("make", [ps.optim.sgd, ps.optim.adamw, ps.optim.lion])
-def test_containers_that_are_not_given_away_stay_the_callers(make: Any) -> None:
-    step = ps.make_update_step(lambda p, m: (p["w"] * m["x"]).sum(-1), make(0.1), weight_fn=rows)
-    params = {"w": torch.ones(2)}
+def test_containers_are_made_anew(make: Any, donate: bool) -> None:
+    """The caller's stay as they are, even where they are given away: they need not hold the leaves that they consist of."""
+
+    def loss_fn(params: Any, batch: Any) -> Tensor:
+        return (torch.stack(params["both"].rows).sum(0) * batch["x"]).sum(-1)
+
+    params = {"both": Rows([torch.ones(2), torch.ones(2)])}
     opt_state = make(0.1).init(params)
+    step = ps.make_update_step(loss_fn, make(0.1), weight_fn=rows, donate=donate)
     new, after, _ = step(params, opt_state, [{"x": torch.ones(3, 2)}])
     assert new is not params
     assert after is not opt_state
-    assert params["w"].tolist() == [1, 1] != new["w"].tolist()
+    assert all((row < 1).all() for row in new["both"].rows)
 
 
 def test_what_follows_from_a_form_is_worked_out_once() -> None:

@@ -34,6 +34,17 @@ def test_no_microbatch_has_no_tokens() -> None:
     assert ps.count_tokens([]) == 0
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_labels_in_rows_of_different_lengths() -> None:
+    """Nested tensors, for which torch has fewer operations, are counted like others, and so are sparse ones."""
+    labels = torch.nested.nested_tensor(
+        [torch.tensor([1, -100]), torch.tensor([1, 2, 3])], layout=torch.jagged
+    )
+    assert ps.count_tokens([{"labels": labels}]) == 4
+    some = torch.tensor([[True, False], [True, True]])
+    assert ps.count_tokens([some, some.to_sparse()], ones) == 6
+
+
 def test_mixed_weights() -> None:
     assert ps.count_tokens([torch.tensor([True]), torch.tensor([0.5])], ones) == 1.5
 

@@ -67,7 +67,7 @@ def partition(label_fn: Callable[[Params], Tree] | Tree, optimizers: Mapping[str
     remembered: dict[Form, list[Part]] = {}
 
     def parts_of(params: Params) -> list[Part]:
-        leaves, structure, form, _ = flat(params)
+        leaves, structure, form = flat(params)
         if not (isinstance(form, Hashable) and tree.eager()) or is_watched():
             return labelled(params)
         parts = remembered.get(form)

@@ -78,7 +78,7 @@ def transition(
             at = on_leaves_of(optimizer, params.form, state.form) if plain and eager else None
             if at is not None:
                 moved, after = at(grads, state, params, **how)
-                return params.given_back(moved), state.given_back(after)
+                return params.tree(moved), state.tree(after)
             return update_(params.tree(grads), state.tree(), params.tree(), **how)
         except Exception as error:
             if mismatch := _mismatch(optimizer, state.tree(), params.tree()):
