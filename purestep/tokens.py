@@ -180,7 +180,7 @@ def count_of(tokens: Sequence[Tensor], device: torch.device | None = None) -> Co
         return Count(zero, zero)
     device = device or tokens[0].device
     if len(tokens) == 1:
-        here = total = brought(tokens[0], device)
+        here = total = tokens[0] if tokens[0].device == device else brought(tokens[0], device)
     else:
         # Where all are on one device, they are brought at once.
         alike = len({each.device for each in tokens}) == 1
