@@ -60,9 +60,9 @@ class Theorem(Law[System]):
         """The test that purestep satisfies the claim."""
         return super().test(subject, where)
 
-    def rejects(self, system: System, max_examples: int = 20) -> bool:
+    def rejects(self, system: System, max_examples: int = 20, *, draw: int = 0) -> bool:
         """Whether some case shows that this system does not satisfy the claim."""
-        return self.broken_by(system, max_examples) is not None
+        return self.broken_by(system, max_examples, draw=draw) is not None
 
 
 def theorem(
