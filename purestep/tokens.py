@@ -116,6 +116,7 @@ def weigh(microbatches: Sequence[Microbatch], weight_fn: WeightFn) -> Sequence[T
 def _asked(weight_fn: WeightFn, microbatch: Microbatch) -> Tensor:
     """In memory of their own: a weight_fn may return the same buffer each time, and a loss may write to its microbatch."""
     weights = checked_weights(weight_fn(microbatch))
+    # Those of label_weights are new each time.
     return weights if weight_fn is label_weights else weights.clone()
 
 
@@ -235,5 +236,5 @@ def checked_weights(weights: Tensor) -> Tensor:
                 f"integer weights of one microbatch sum to more than {EXACT=}, up to which they are divided "
                 f"exactly; the largest is {most}: scale them down, the update does not depend on their scale"
             )
-    # Of others, autograd records nothing.
+    # Autograd records nothing of bools and integers.
     return weights.detach() if weights.is_floating_point() else weights

@@ -44,7 +44,7 @@ class Law(Generic[Subject]):
             subject: what the claim is about.
             max_examples: how many cases are tried.
             shrink: on how many further cases a smaller one is sought.
-            draw: which cases: a seed.
+            draw: the seed that the cases are drawn from.
         """
         tried = 0
         seen: dict[str, AssertionError] = {}
