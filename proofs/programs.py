@@ -59,20 +59,6 @@ def hooked_node() -> Loss:
     return loss
 
 
-def hooked_after() -> Loss:
-    """A hook on what has been accumulated does the same."""
-
-    def double(leaf: Tensor) -> None:
-        assert leaf.grad is not None
-        leaf.grad.mul_(2)
-
-    def loss(params: Any, batch: Batch) -> Tensor:
-        params["out"][0].register_post_accumulate_grad_hook(double)
-        return integer_loss(params, batch)
-
-    return loss
-
-
 def backward_inside() -> Loss:
     """A backward pass of its own, for a purpose of its own."""
 
@@ -140,7 +126,6 @@ PROGRAMS = {
     "plain": Program(lambda: integer_loss, integer_loss),
     "hooked": Program(hooked, twice_out),
     "hooked node": Program(hooked_node, twice_out),
-    "hooked after": Program(hooked_after, twice_out),
     "backward inside": Program(backward_inside, integer_loss),
     "keeping": Program(keeping, integer_loss),
     "closed over": Program(closed_over, integer_loss),

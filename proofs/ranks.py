@@ -102,7 +102,11 @@ def check_ranks(
     The program is ``one_step`` of the loss, or one that has this loss in a form of its own.
     """
     state, _, _ = spec(loss_fn, case.optimizer.update, case.params, case.opt_state, case.batch)
-    step = partial(one_step, loss_fn=partial(loss_with_aux, loss_fn=loss_fn))
+    # Ranks without any microbatch cannot return an aux like that of the others.
+    has_aux = all(groups)
+    step = partial(
+        one_step, loss_fn=partial(loss_with_aux, loss_fn=loss_fn) if has_aux else loss_fn
+    )
     alone = step(
         system.make_update_step, ps.LocalAxis(), *_own(case), [case.batch], case.recipe, {}
     )[2]

@@ -98,15 +98,17 @@ class Gathering(NamedTuple):
     gather: str
     sharding: Sharding
     recomputed: bool = False
+    has_aux: bool = True
 
     @property
     def loss_fn(self) -> Callable[..., Any]:
         """It gathers what it needs, once more in the backward pass if it is computed again there."""
+        loss: Any = loss_with_aux if self.has_aux else models.integer_loss
         if self.gather != "loss":
-            return loss_with_aux
+            return loss
 
-        def loss_fn(params: Any, batch: Batch) -> ps.LossTerms:
-            return loss_with_aux(self.sharding.unshard(params), batch)
+        def loss_fn(params: Any, batch: Batch) -> Any:
+            return loss(self.sharding.unshard(params), batch)
 
         return ps.remat(loss_fn) if self.recomputed else loss_fn
 
@@ -171,7 +173,7 @@ def check_sharded_params(
         share = share + [[]] * (size - len(share) if size else len(share) % 2)
     groups = [cut(case.batch, rank) for rank in share]
     groups = evened(groups, case) if gathering.gather == "loss" else groups
-    program = partial(sharded_params_step, gathering)
+    program = partial(sharded_params_step, gathering._replace(has_aux=all(groups)))
     how = case, groups, bucket_bytes, settings, program
     return check_ranks(run, system, *how, grid=grid)
 

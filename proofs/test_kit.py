@@ -1,8 +1,10 @@
-"""The kit sees every bug that a black box can show, in a loop by hand; it accepts the loop without it, and purestep."""
+"""The kit sees every bug that a black box can show, in a loop by hand.
+
+It accepts the loop without the bug, and purestep.
+"""
 
 from __future__ import annotations
 
-from string import ascii_lowercase
 from typing import Any
 
 import pytest
@@ -103,6 +105,6 @@ def test_bug_is_found(bug: Bug) -> None:
 
 def test_catalogue_is_complete() -> None:
     """Every bug that happened is put into the loop, or there is a reason why it cannot be seen."""
-    put_in = {int(bug.number.rstrip(ascii_lowercase)) for bug in BUGS}
-    assert put_in | {*map(int, UNSEEN)} == set(range(1, 54))
-    assert not put_in & {*map(int, UNSEEN)}
+    put_in = {int(bug.number.rstrip("ab")) for bug in BUGS}
+    assert put_in | {*UNSEEN} == {*range(1, 54)}
+    assert not put_in & {*UNSEEN}

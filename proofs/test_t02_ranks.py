@@ -40,6 +40,7 @@ from proofs.strategies import (
 from proofs.theorem import System, theorem
 from proofs.worlds import on_threads
 from purestep import tree
+from purestep.axis.session import OneProgram
 from purestep.testing.specification import spec
 from purestep.testing.strategies import cuts
 
@@ -142,10 +143,12 @@ def ranks_within_bound(system: System, drawn: tuple[RealCase, int, list[Batch]])
 
 
 class CountingAxis:
-    """One rank that counts the calls of each collective: an axis of one's own, with no more than an axis must have."""
+    """One rank that counts the calls of each collective: an axis as a user would write it."""
 
     size = 1
     index = torch.tensor(0)
+    own_programs = False
+    members: frozenset[int] = frozenset()
 
     def __init__(self) -> None:
         self.calls: list[tuple[str, int]] = []
@@ -155,6 +158,14 @@ class CountingAxis:
         if law != "pvary":
             self.calls.append((law, x.numel()))
         return ps.LocalAxis().apply(law, x)
+
+    def apply_tree(self, law: str, x: Any) -> Any:
+        """The law of each leaf."""
+        return tree.map(lambda leaf: self.apply(law, leaf), x)
+
+    def session(self, gather: Any, settings: Any) -> OneProgram:
+        """A session that sums by ``psum``."""
+        return OneProgram(self, gather)
 
 
 @theorem("T2", st.tuples(cases(), st.integers(1, 8)))

@@ -16,6 +16,7 @@ from proofs.strategies import Batch, Case, assert_same, cases, cut, weights_of
 from proofs.theorem import System, theorem
 from purestep import tree
 from purestep.testing.strategies import cuts
+from purestep.torch_internals import storage_address
 
 SETTINGS = [{}, {"normalize": "grads"}, {"on_nonfinite": "skip"}]
 
@@ -31,9 +32,7 @@ def purity_cases(draw: st.DrawFn) -> tuple[Case, list[Batch], list[Batch], dict[
 def storages(value: Any) -> set[int]:
     """Where the leaves that hold anything live."""
     return {
-        leaf.untyped_storage().data_ptr() if tree.has_address(leaf) else tree.address(leaf)
-        for leaf in tree.leaves_of(value)
-        if leaf.numel()
+        storage_address(leaf.untyped_storage()) for leaf in tree.leaves_of(value) if leaf.numel()
     }
 
 

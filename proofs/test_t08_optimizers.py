@@ -340,7 +340,7 @@ def assert_follows(
         assert_same(given, before, "(grads, opt_state, params)")
         assert not storages(pure) & storages(given), "an output lives in an input's storage"
 
-        donated = optimizer.update_(tree.map(torch.clone, grads), donated[1], donated[0])
+        donated = optimizer.update_(tree.map(torch.clone, grads), donated[1], donated[0], None)
         assert buffers(donated) == places
         for name, actual in {"update": pure, "update_": donated}.items():
             assert kinds(actual) == full

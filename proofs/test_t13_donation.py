@@ -87,13 +87,15 @@ def overlaps(system: System, drawn: tuple[Case, int, int, str]) -> None:
 
 
 def plain_update_(case: Case) -> ps.optim.Optimizer:
-    """The optimizer with an in-place step as others write it: three arguments, no keywords."""
+    """The optimizer with an in-place step as others write it."""
 
-    def update_(grads: Any, opt_state: Any, params: Any) -> Any:
+    def update_(grads: Any, opt_state: Any, params: Any, applied: Any) -> Any:
+        if applied is not None and not applied:
+            return params, opt_state
         new = case.optimizer.update(grads, opt_state, params)
         return tree.map(torch.Tensor.copy_, (params, opt_state), new)
 
-    return case.optimizer._replace(update_=update_, takes=())
+    return case.optimizer._replace(update_=update_)
 
 
 test_donation = donation.test()

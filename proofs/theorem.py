@@ -1,4 +1,4 @@
-"""A theorem: a claim about any system, the cases it is tried on, and the mutants it must reject."""
+"""A theorem: a claim about any system, and the cases it is tried on."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from purestep.testing.law import Law
 
 @dataclass(frozen=True)
 class System:
-    """What a theorem is about: purestep, or a mutant with the same signatures."""
+    """What a theorem is about: purestep, as it is or watched on a device."""
 
     make_update_step: Callable[..., Any]
     make_eval_step: Callable[..., Any]
@@ -59,10 +59,6 @@ class Theorem(Law[System]):
     ) -> Callable[[], None]:
         """The test that purestep satisfies the claim."""
         return super().test(subject, where)
-
-    def rejects(self, system: System, max_examples: int = 20, *, draw: int = 0) -> bool:
-        """Whether some case shows that this system does not satisfy the claim."""
-        return self.broken_by(system, max_examples, draw=draw) is not None
 
 
 def theorem(

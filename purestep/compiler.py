@@ -11,7 +11,7 @@ import itertools
 import warnings
 from collections.abc import Callable
 from types import FunctionType
-from typing import Any, Literal, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch.nn import functional
@@ -96,10 +96,11 @@ def _is_left_to_python(graph: torch.fx.GraphModule) -> bool:
 
 
 def compiled(function: Callable[..., Any], compile_: bool | Compiler = True) -> Callable[..., Any]:
-    """The function, compiled by ``compile_``; as it is where that is False.
+    """The function as one graph, compiled by ``compile_``; as it is where that is False.
 
-    True is ``compile``. Where that cannot make one graph of the function, a
-    warning tells why, and the function runs in pieces, some of them eagerly. Under a transform it runs as it is.
+    True is ``compile``. Where there is no such graph, a warning tells why, and the function runs
+    eagerly: a derivative of graphs in pieces would be left out without a word, if the function takes
+    one itself. Under a transform it runs eagerly, too.
 
     >>> double = compiled(lambda x: 2 * x)
     >>> compiled(len, False) is len
@@ -108,14 +109,32 @@ def compiled(function: Callable[..., Any], compile_: bool | Compiler = True) -> 
     _check(compile_)
     if compile_ is False:
         return function
-    made = _whole_or_in_pieces(function) if compile_ is True else compile_(_with_own_code(function))
+    graph, broken = one_graph(function, compile_, alone=False), False
 
     @functools.wraps(function)
-    def run(*args: Any, **kwargs: Any) -> Any:
-        # A transform asks for operations one by one; whoever compiles around it compiles this, too.
-        if not torch.compiler.is_dynamo_compiling() and (transformed() or in_forward_mode()):
-            return function(*args, **kwargs)
-        return made(*args, **kwargs)
+    def run(*args: Any) -> Any:
+        nonlocal broken
+        if torch.compiler.is_dynamo_compiling():
+            return function(*args)  # A compiler around it compiles this, too.
+        # A transform asks for operations one by one, and so does a dispatch mode.
+        eagerly = broken or transformed() or in_forward_mode()
+        if eagerly or is_watched() or is_switched_off():
+            return function(*args)
+        try:
+            return graph(*args)
+        except NoGraph as error:
+            cause = error.__cause__
+        # An error of the function itself is raised here, without a word about the compiler.
+        result = function(*args)
+        broken = True
+        if cause is not None:  # None: the compiler has left the function to Python.
+            warnings.warn(
+                f"compile=True: torch.compile cannot make one graph of {function.__qualname__}, so "
+                "from now on it runs eagerly. Change what stops it, or pass compile=False. "
+                + _reason(cause),
+                stacklevel=2,
+            )
+        return result
 
     return run
 
@@ -125,11 +144,11 @@ class NoGraph(Exception):  # noqa: N818
 
 
 def one_graph(
-    function: Callable[..., Any], compile_: Literal[True] | Compiler
+    function: Callable[..., Any], compile_: bool | Compiler, *, alone: bool = True
 ) -> Callable[..., Any]:
-    """The function as one graph; ``NoGraph`` is raised where there is none, before anything has been computed.
+    """The function as one graph; ``NoGraph`` where there is none, before anything is computed.
 
-    It is to be called where no transform is active, and keeps nothing for a backward pass.
+    It is called where no transform is active. ``alone``: it keeps nothing for a backward pass.
 
     >>> from functools import partial
     >>> def branches(x):
@@ -140,7 +159,8 @@ def one_graph(
     purestep.compiler.NoGraph: branches
     """
     _check(compile_)
-    compiler = functools.partial(_compile, alone=True) if compile_ is True else compile_
+    ours = functools.partial(_compile, alone=alone, fullgraph=True)
+    compiler = ours if isinstance(compile_, bool) else compile_
 
     def traced(*args: Any) -> Any:
         if not torch.compiler.is_dynamo_compiling():
@@ -190,36 +210,7 @@ def _with_own_code(function: Callable[..., Any]) -> FunctionType:
     return apart
 
 
-def _whole_or_in_pieces(function: Callable[..., Any]) -> Callable[..., Any]:
-    apart = _with_own_code(function)
-    # Both of one code object: pieces begin with the graphs that the whole has.
-    whole, pieces = _compile(apart, fullgraph=True), _compile(apart)
-    no_graph, broken = gives_up(), False
-
-    @functools.wraps(function)
-    def run(*args: Any, **kwargs: Any) -> Any:
-        nonlocal broken
-        # Where nothing is compiled at all, there is nothing to tell.
-        if broken or is_watched() or is_switched_off():
-            return pieces(*args, **kwargs)
-        try:
-            return whole(*args, **kwargs)
-        except no_graph as error:
-            reason = _reason(error)
-        # What the function itself raises is raised here, without a word about the compiler.
-        result = pieces(*args, **kwargs)
-        broken = True
-        warnings.warn(
-            f"compile=True: torch.compile cannot make one graph of {function.__qualname__}, so from now on it runs in "
-            f"pieces, some of them eagerly. Change what stops it, or pass compile=False. {reason}",
-            stacklevel=2,
-        )
-        return result
-
-    return run
-
-
-def _reason(error: Exception) -> str:
+def _reason(error: BaseException) -> str:
     """Why the compiler has given up, in its own words, and at which line."""
     given = error if error.__cause__ is None else error.__cause__
     words, *_ = str(given).split("\n  Hint:")

@@ -3,28 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from typing import cast
 
 from torch import Tensor
 
-from purestep import tree
-from purestep.arguments import check_choice, check_functions, checked_group, checked_params
-from purestep.axis import Axis, LocalAxis
-from purestep.conversation import conversation
-from purestep.gathering import Gather, Gathering
-from purestep.objective import (
-    Worth,
-    denominators,
-    divisor,
-    over,
-    partial_loss,
-    plus,
-    sums_of,
-    value,
-)
-from purestep.tokens import Group, count_of, grouped, label_weights
-from purestep.types import Count, EvalMetrics, LossFn, Microbatch, Params, Sums, WeightFn
+from purestep import checks, tree
+from purestep.accumulate import plus, total_loss
+from purestep.axis import Axis, Gather, LocalAxis
+from purestep.objective import divisors_of, part_of, value
+from purestep.types import Count, EvalMetrics, LossFn, Microbatch, Params, Sums, Tree, WeightFn
+from purestep.weights import Group, count, count_of, label_weights, weigh
 
 
 def make_eval_step(
@@ -34,73 +22,57 @@ def make_eval_step(
     axis: Axis = LocalAxis(),
     gather: Gather = "step",
 ) -> Callable[[Params, Sequence[Microbatch]], EvalMetrics]:
-    """A pure function ``eval_step(params, microbatches) -> metrics``: the same loss, counted the same way.
+    """A pure function ``eval_step(params, microbatches) -> metrics``: the same loss and count.
 
     Args:
-        loss_fn: as in ``make_update_step``; whatever belongs to training only (dropout, an auxiliary loss)
-            is for you to leave out of it.
+        loss_fn: as in ``make_update_step``; leave out what belongs to training only (dropout, an
+            auxiliary loss).
         weight_fn: as in ``make_update_step``; None when the loss returns its weights.
         axis: where the tokens are spread.
-        gather: as in ``make_update_step``.
+        gather: "loss" where the loss calls ``ps.unshard``; otherwise params are gathered once.
 
     >>> import torch
     >>> eval_step = make_eval_step(lambda w, m: w * m["x"], weight_fn=lambda m: m["x"] > 0)
-    >>> eval_step(torch.tensor(2.0), [{"x": torch.tensor([1.0, 3.0])}, {"x": torch.tensor([0.0])}]).loss
+    >>> group = [{"x": torch.tensor([1.0, 3.0])}, {"x": torch.tensor([0.0])}]
+    >>> eval_step(torch.tensor(2.0), group).loss
     tensor(4.)
     """
-    check_functions(loss_fn, weight_fn, axis)
-    check_choice("gather", gather, Gather)
-    evaluate = evaluator(loss_fn)
-    settings = {
-        "weight_fn": "given" if weight_fn else "None",
-        "gather": gather,
-        "evaluation": "yes",
-    }
+    checks.check_functions(loss_fn, weight_fn, axis)
+    checks.check_choice("gather", gather, Gather)
+    where: Gather = "loss" if gather == "loss" else "step"
+    settings = {"weight_fn": "given" if weight_fn else "None", "gather": where, "evaluation": "yes"}
 
     def eval_step(params: Params, microbatches: Sequence[Microbatch], /) -> EvalMetrics:
-        shared = {"params": params, "settings": settings}
-        with conversation(axis, gather) as ranks:
-            flat_params = checked_params(params, axis)
-            leaves = flat_params.leaves
-            group = grouped(checked_group(microbatches), weight_fn, True, leaves[0].device)
-            counted = ranks.agree(
-                group.counted or count_of((), leaves[0].device),
-                microbatches=group.length,
-                shared=shared,
-                params=flat_params,
-                given=group.at_hand,
-            )
-            known = counted if weight_fn else None
-            sums = ranks.sum(evaluate(ranks.gathering, group, known))
-        total = known or sums.counted
-
-        metrics = EvalMetrics(
-            loss=over(sums.loss, None if known else divisor(total.num_tokens)),
-            num_tokens=total.num_tokens,
-            num_microbatches=total.num_microbatches,
-            aux=sums.aux,
-        )
-        return cast("EvalMetrics", tree.map(Tensor.detach, metrics))
+        with axis.session(where, settings) as ranks:
+            checks.check_params(params, axis)
+            group = weigh(microbatches, weight_fn)
+            total = ranks.agree(count(group), params, (), len(microbatches))
+            known = total if weight_fn else None
+            sums = ranks.sum(evaluate(loss_fn, ranks.whole(params), group, known), ())
+        loss = sums.loss
+        if known is None:
+            total = sums.counted
+            loss = (loss / divisors_of(total).num_tokens).to(loss.dtype)
+        return cast("EvalMetrics", tree.detached(EvalMetrics(loss, *total, sums.aux)))
 
     return eval_step
 
 
-def evaluator(loss_fn: LossFn) -> Callable[[Gathering, Group, Count | None], Sums]:
-    """What a group gives, without gradients."""
-    part_of = partial_loss(loss_fn)
-
-    def evaluate(gathering: Gathering, group: Group, total: Count | None, /) -> Sums:
-        total = total and denominators(total)
-        given: Worth | None = None
-        for microbatch, weights in group.weighed:
-            with gathering as (params, sums):
-                gathers = gathering.loss_gathers
-                own = params.leaves
-                with gathers.microbatch(own, sums) if gathers else nullcontext():
-                    part = part_of(params.tree(), microbatch, weights, total)
-            here = tree.detached((value(*part[:2]), part.num_tokens, part.aux))
-            given = plus(given, *here)
-            del params, own, part
-        return sums_of(gathering.gradients(), given, group.counted, gathering.given.leaves[0])
-
-    return evaluate
+def evaluate(loss_fn: LossFn, params: Params, group: Group, total: Count | None) -> Sums:
+    """This rank's part of L, and its sums beside it."""
+    divisors = total and divisors_of(total)
+    losses: list[Tensor] = []
+    asked: list[Tensor] = []
+    aux: Tree = ()
+    given: Sequence[Tensor | None] = group.weights or [None] * len(group.microbatches)
+    for microbatch, weights in zip(group.microbatches, given, strict=True):
+        # A loss that marks its data, by requires_grad_() say, does not mark the caller's.
+        data = tree.detached(microbatch) if tree.eager(microbatch) else microbatch
+        part = part_of(loss_fn, params, data, weights, divisors)
+        losses.append(value(*tree.detached(part[:2])))
+        asked.append(part.weights)
+        if part.aux != ():
+            aux = plus(aux, tree.detached(part.aux))
+        del microbatch, weights, data, part
+    loss = total_loss(losses, tree.leaves_of(params)[0])
+    return Sums((), loss, group.counted or count_of(asked), aux)

@@ -11,7 +11,7 @@ import inspect
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -28,10 +28,13 @@ from purestep.torch_internals import (
     gradient_hooks,
     holds_tensors,
     hooks_backward,
+    is_deferred,
     is_of_transformers,
     never_compiled_alone,
+    storage_address,
     traced_versions,
     traced_writes,
+    values_inside,
     version,
 )
 
@@ -458,9 +461,9 @@ def _check_params(module: Module, params: Mapping[str, Parameter]) -> None:
     others |= {id(each): name for name, each in module.named_buffers()}
     others |= {id(each): name for name, each in module.named_parameters()}
     spans = sorted(
-        (*tree.span(thing)[0], key)
+        (*span(thing)[0], key)
         for key, (thing, _) in skeleton.reached(module).items()
-        if isinstance(thing, Tensor) and not holds_tensors(thing) and tree.span(thing)
+        if isinstance(thing, Tensor) and not holds_tensors(thing) and span(thing)
     )
     # Of those that begin before, the one that reaches farthest: of all tensors, and of those that train.
     last, last_trained = (0, 0), (0, 0)
@@ -476,3 +479,29 @@ def _check_params(module: Module, params: Mapping[str, Parameter]) -> None:
         last = max(last, (stop, key))
         if key in names:
             last_trained = max(last_trained, (stop, key))
+
+
+Span: TypeAlias = tuple[int, int]
+"""From which byte to which a leaf reaches."""
+
+
+def span(leaf: Any) -> list[Span]:
+    """The bytes from the first to the last of a leaf, twice where its elements overlap."""
+    if not isinstance(leaf, Tensor):
+        return []
+    if leaf.layout is not torch.strided or leaf.is_nested:
+        return span(values_inside(leaf))
+    if is_deferred(leaf):  # without addresses, a storage counts as one byte
+        storage = storage_address(leaf.untyped_storage())
+        return [(storage, storage + 1)]
+    start, size = leaf.data_ptr(), leaf.nbytes
+    if not (start and size):
+        return []
+    if leaf.is_contiguous():
+        return [(start, start + size)]
+    reach, folded = 0, False
+    for stride, length in sorted(zip(leaf.stride(), leaf.shape, strict=True)):
+        # Rows that are as far apart as they reach cannot meet. Others may, and then an element is written twice.
+        folded = folded or (length > 1 and stride <= reach)
+        reach += (length - 1) * stride
+    return [(start, start + (1 + reach) * leaf.element_size())] * (1 + folded)

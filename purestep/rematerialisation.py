@@ -21,9 +21,8 @@ from torch.overrides import TorchFunctionMode
 
 from purestep import keyed, tree
 from purestep.axis.vmap import bound_as, mapping
-from purestep.backward import check_twice_differentiable, graph_below, recomputing
+from purestep.checks import recomputing
 from purestep.torch_internals import (
-    functions_mark,
     in_forward_mode,
     is_active,
     is_watched,
@@ -166,14 +165,12 @@ def _by_engine(
     for index in wanted:
         inputs[index].requires_grad_()
     with recomputing(), torch.enable_grad():
-        mark = functions_mark()
         made = call.again(inputs)
         pairs = [(made[index], seed) for index, seed in zip(arrived, seeds, strict=True)]
         pairs = [(each, seed) for each, seed in pairs if each.requires_grad]
         if not pairs:
             return [None] * len(wanted)
         ends, starts = zip(*pairs, strict=True)
-        check_twice_differentiable(ends, mark)
         return torch.autograd.grad(
             ends, [inputs[index] for index in wanted], starts, create_graph=recorded, allow_unused=True
         )  # fmt: skip
@@ -334,6 +331,18 @@ def _leaves_below(made: Sequence[Tensor]) -> list[weakref.ref[Tensor]]:
     ends = [each for each in made if each.requires_grad and each.is_leaf]
     ends += [node.variable for node in graph_below(made) if hasattr(node, "variable")]
     return [weakref.ref(each) for each in ends]
+
+
+def graph_below(tensors: Sequence[Tensor]) -> set[Any]:
+    """The nodes of the graph that autograd has recorded of these."""
+    seen: set[Any] = {each.grad_fn for each in tensors if each.grad_fn is not None}
+    todo = [*seen]
+    while todo:
+        for node, _ in todo.pop().next_functions:
+            if node is not None and node not in seen:
+                seen.add(node)
+                todo.append(node)
+    return seen
 
 
 def _closes_over() -> ValueError:

@@ -12,11 +12,14 @@ import torch
 from torch import Tensor
 
 from purestep import tree as trees
-from purestep.pieces import Shard, is_shard
+from purestep.torch_internals import storage_of
+from purestep.tree.shard import Shard, is_shard
 from purestep.types import Tree
 
 Slot: TypeAlias = Tensor | Shard
 """What has a name of its own where all ranks' state is one: a tensor, or this rank's piece of one."""
+
+_PLAIN = {Tensor, torch.nn.Parameter}
 
 SHOWN = 8
 """How many differences a message lists; it counts the others."""
@@ -26,12 +29,14 @@ def state_dict(tree: Tree) -> dict[str, Tensor]:
     """The tensors of a tree, each by the name under which Python reaches it: ``tree['layers'][0].weight``.
 
     Any format takes this: ``torch.save`` with ``torch.load(weights_only=True)``, safetensors,
-    ``torch.distributed.checkpoint``. The tensors are detached and contiguous, and no two share memory. Those that lie so
-    already are the tree's own, not copies: a donated step writes to them, and so does whoever loads into this dict. Others
-    (views, one tensor for two leaves, columns one after the other) are copied.
+    ``torch.distributed.checkpoint``. The tensors are detached and contiguous, and no two share
+    memory. Those that lie so already are the tree's own, not copies: a donated step writes to them,
+    and so does whoever loads into this dict. Others (views, one tensor for two leaves, columns one
+    after the other) are copied.
 
-    Containers are not part of it, nor is what is empty: None, ``()``. Refused are leaves that are no tensors (a step count
-    is ``torch.tensor(3)``), and keys whose ``repr`` may be different tomorrow, or the same for two leaves.
+    Containers are not part of it, nor is what is empty: None, ``()``. Refused are leaves that are
+    no tensors (a step count is ``torch.tensor(3)``), and keys whose ``repr`` may be different
+    tomorrow, or the same for two leaves.
 
     >>> state_dict({"layers": [torch.tensor(1.0), None], "a.b": {0: torch.tensor(2)}})
     {"tree['a.b'][0]": tensor(2), "tree['layers'][0]": tensor(1.)}
@@ -42,9 +47,9 @@ def state_dict(tree: Tree) -> dict[str, Tensor]:
         storage = leaf.untyped_storage()
         if not leaf.is_contiguous() or storage.nbytes() != leaf.nbytes:
             leaf = leaf.clone(memory_format=torch.contiguous_format)
-        elif trees.address(leaf) in taken:
+        elif storage_of(leaf) in taken:
             leaf = leaf.clone()
-        taken.add(trees.address(leaf))
+        taken.add(storage_of(leaf))
         flat[name] = leaf
     return flat
 
@@ -52,8 +57,9 @@ def state_dict(tree: Tree) -> dict[str, Tensor]:
 def load_state_dict(like: Tree, flat: Mapping[str, Tensor]) -> Tree:
     """The tree whose ``state_dict`` this is; in containers, on devices and in the memory order of ``like``.
 
-    The tensors are fresh: nothing that is done to them reaches ``flat`` or ``like``. Names, shapes and dtypes must be those
-    of ``like``, to which nothing is cast or broadcast. Derivatives do not pass.
+    The tensors are fresh: nothing that is done to them reaches ``flat`` or ``like``. Names, shapes
+    and dtypes must be those of ``like``, to which nothing is cast or broadcast. Derivatives do not
+    pass.
 
     >>> like = {"w": torch.zeros(2), "step": torch.tensor(0)}
     >>> load_state_dict(like, {"tree['w']": torch.ones(2), "tree['step']": torch.tensor(3)})
@@ -87,11 +93,7 @@ def slot(name: str, node: Any) -> Slot:
     if not is_shard(node):
         return _plain(name, node)
     piece, place = _plain(f"{name}.piece", node.piece), node.place
-    if piece.shape != place.piece_shape:
-        raise ValueError(
-            f"{name}.piece is {trees.kind(piece)}, and of a tensor of shape {place.shape} this rank of {place.axis} holds "
-            f"{place.piece_shape}: cut it as ps.shard does"
-        )
+    place.check(f"{name}.piece", piece)
     return Shard(piece, *place)
 
 
@@ -130,7 +132,7 @@ def _plain(name: str, leaf: Any) -> Tensor:
         raise TypeError(
             f"{name} is {trees.kind(leaf)}: state is tensors alone; make it one, as in torch.tensor(3), or leave it out"
         )
-    if not trees.are_tensors([leaf]) or leaf.layout is not torch.strided or leaf.is_meta:
+    if type(leaf) not in _PLAIN or leaf.layout is not torch.strided or leaf.is_meta:
         raise TypeError(
             f"{name} is of class {type(leaf).__name__}, layout {leaf.layout}, on {leaf.device}: state is plain tensors "
             "with values of their own; make it one, as by .to_dense(), .full_tensor() or torch.empty_like(device=...)"

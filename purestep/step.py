@@ -8,42 +8,36 @@ The sums run over all tokens of all microbatches on all ranks.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from purestep import tree
-from purestep.arguments import (
-    check_callable,
-    check_choice,
-    check_functions,
-    checked_group,
-    checked_params,
-)
-from purestep.axis import Axis, LocalAxis
-from purestep.compiler import Compiler
-from purestep.conversation import conversation
-from purestep.donation import apart
-from purestep.form import flat
-from purestep.gathering import Gather
-from purestep.grads import accumulator, check_undivided, check_whole, sum_dtypes
-from purestep.objective import divisor, over
-from purestep.optim.base import Optimizer, check_optimizer
-from purestep.optim.transition import transition
-from purestep.reverse_mode import grad_and_value
-from purestep.tokens import count_of, grouped, label_weights
+from purestep import checks, tree
+from purestep.accumulate import accumulate
+from purestep.axis import Axis, Gather, LocalAxis
+from purestep.compiler import Compiler, compiled
+from purestep.grad_and_value import grad_and_value
+from purestep.modes import reverse_modes
+from purestep.objective import divisors_of
+from purestep.optim.base import Optimizer, check_optimizer, explain, held_back, in_place
+from purestep.sharding import joined, per_microbatch
+from purestep.torch_internals import foreach_clone, is_deferred
 from purestep.types import (
     GradAndValue,
     LossFn,
     Microbatch,
     OptState,
     Params,
-    ReverseMode,
     StepMetrics,
+    Sums,
     UpdateStep,
     WeightFn,
 )
+from purestep.weights import count, label_weights, weigh
+
+_ON_HOST, _RECORDED = attrgetter("is_cpu"), attrgetter("requires_grad")
 
 Normalize = Literal["loss", "grads"]
 OnNonfinite = Literal["propagate", "skip"]
@@ -63,75 +57,72 @@ def make_update_step(
     donate: bool = False,
     compile: bool | Compiler = False,
 ) -> UpdateStep:
-    """A pure function ``update_step(params, opt_state, microbatches) -> (params, opt_state, metrics)``.
+    """A pure function ``update_step(params, opt_state, microbatches)``.
 
-    It takes one optimizer step on a group of microbatches, whose tokens may be spread over the ranks of
-    an axis. How the group was cut (into which microbatches, over which ranks, with what padding, in what
-    order) does not matter: only its tokens do. No tokens at all is the identity, to the bit.
+    It returns ``(params, opt_state, metrics)`` after one optimizer step on a group of microbatches,
+    whose tokens may be spread over the ranks of an axis. How the group was cut (into which
+    microbatches, over which ranks, with what padding, in what order) does not matter: only its
+    tokens do. No tokens at all is the identity, to the bit.
 
     Args:
         loss_fn: ``loss_fn(params, microbatch)`` gives one loss per token, or ``LossTerms``.
         optimizer: a ``ps.optim.Optimizer``.
-        weight_fn: ``weight_fn(microbatch)`` gives each token's weight, in the losses' shape; the default
-            counts ``microbatch["labels"] != -100``. It is asked once for each microbatch, so the weights that
-            multiply are those that were counted. None: the loss returns ``LossTerms(weights=)``.
-        axis: where the tokens are spread. Only dimensions that split tokens: no tensor-parallel ones.
-        normalize: "loss" counts N first and seeds the backward pass with weights / N. "grads" learns N
-            with the gradients, from the forward pass, and divides where the optimizer reads them.
-        grad_and_value: any function with the signature of ``torch.func.grad_and_value``, or a ``ReverseMode``, such
-            as ``ps.per_example`` gives.
+        weight_fn: ``weight_fn(microbatch)`` gives each token's weight, in the losses' shape; the
+            default counts ``microbatch["labels"] != -100``. A step asks it once for each
+            microbatch. None: the loss returns ``LossTerms(weights=)``.
+        axis: where the tokens are spread. Only dimensions that split tokens: no tensor-parallel
+            ones.
+        normalize: "loss" counts N first and seeds the backward pass with weights / N. "grads"
+            counts N along the way, and divides the summed gradients once.
+        grad_and_value: any function with the signature of ``torch.func.grad_and_value``.
         accum_dtype: the dtype in which gradients are summed and reduced; None: float32 for
             half-precision params, else the params' own.
-        gather: when params in pieces over the step's own axis are whole: once a "step", once a "microbatch", or where the
-            "loss" itself calls ``ps.unshard``; a rank whose loss fails there cannot tell the others, and should end.
-        on_nonfinite: what an infinite or NaN gradient does: "propagate", or "skip" the step, on every
-            rank alike, leaving params, moments and step counter as they were.
-        donate: whether ``params`` and ``opt_state`` are given away: their buffers hold the results, and the
-            old values must not be used again. No two leaves may overlap in memory, nor a leaf and a
-            microbatch. Ignored where the step is recorded.
-        compile: whether ``torch.compile`` takes what a microbatch runs, once for any number of them, and what the
-            optimizer runs beside kernels. Ragged shapes become dynamic at the second one; large float32 products on
-            a CPU go to the faster of MKL and oneDNN. Where it cannot make one graph, a warning says why. Or a function of yours instead, such
-            as ``functools.partial(ps.compile, mode="max-autotune")``. Ignored under a transform. For all of a small network's step in
-            one graph, wrap it in ``ps.compile``.
+        gather: where params that are sharded over the step's axis are gathered: once a "step", once
+            a "microbatch", or by the "loss", which calls ``ps.unshard``. A rank that fails with the
+            last two cannot tell the others, and should end.
+        on_nonfinite: the effect of an infinite or NaN gradient: "propagate", or "skip" the step, on
+            every rank alike, with params, moments and step counter as they were.
+        donate: whether ``params`` and ``opt_state`` are given away: their buffers hold the results,
+            and the old values must not be used again. Each leaf needs memory that no other leaf and
+            no microbatch shares. Ignored where the step is recorded.
+        compile: whether ``torch.compile`` makes one graph of a microbatch's forward, backward and
+            sums, once for any number of them (with ``gather="microbatch"``, one of the loss alone);
+            or a compiler, such as
+            ``functools.partial(torch.compile, mode="max-autotune")``. Ignored under a transform.
+            For all of a small network's step in one graph, wrap it in ``ps.compile``.
 
     Returns:
-        ``update_step``. ``params`` is a tree of floating point tensors (``None`` is an empty subtree and comes
-        back as it is; keep integers in the microbatch, or close over them), ``opt_state`` comes from
-        ``optimizer.init(params)``, and ``microbatches`` is a sequence of microbatches of any shapes; see
-        ``StepMetrics`` for the rest, which is cut off from autograd and outer transforms: differentiate
-        the new parameters, not the metrics.
+        ``update_step``. ``params`` is a tree of floating point tensors (``None`` is an empty
+        subtree; keep integers in the microbatch, or close over them), ``opt_state`` comes from
+        ``optimizer.init(params)``, and ``microbatches`` is a sequence of microbatches of any
+        shapes. ``StepMetrics`` are detached: differentiate the new parameters instead.
 
-    **Pieces.** Where ``params`` has a ``Shard``, the loss is given a tensor: its piece, or all of it where the axis is
-    the step's own, or some of its dimensions. ``grad_norm``, clipping and ``on_nonfinite`` are about the whole. ``gather="step"`` gathers
-    once, sums whole gradients, and scatters their sums while the last backward pass runs; "microbatch" gathers for each, and
-    scatters each gradient as soon as it is there, so that sums are pieces; with "loss", the loss is given every such ``Shard`` as it is
-    and gathers what it needs when it needs it. What ``ps.unshard_each`` gathers is gathered again for the backward pass. Then all ranks
-    must hold equally many microbatches, and gather the same in each.
+    **Pieces.** A loss sees the whole tensor of a ``Shard`` over the step's axis, and the piece of
+    one over another axis. ``grad_norm``, clipping and ``on_nonfinite`` are about whole tensors.
 
-    **What is recorded.** A step is recorded for autograd where params, state, a microbatch or a learning rate require
-    grad, or under a transform. Then the new parameters require grad, and the graph grows from step to step:
-    start from detached parameters if you do not want that. Otherwise nothing is recorded: what the loss closes over
-    is a constant, whether it requires grad or not, and its ``.grad`` is not written. To differentiate by it, put
-    it into the microbatch, or use ``torch.func``.
+    **What is recorded.** Autograd records a step where params, state, a microbatch or a learning
+    rate require grad, or under a transform. Then the new parameters require grad, and the graph
+    grows from step to step. Otherwise the loss's closure is constant: its ``.grad`` is not written.
+    To differentiate by it, put it into the microbatch, or use ``torch.func``.
 
-    **What a loss may do.** The tensors that it is given live for one microbatch: hooks on them, or a
-    ``.backward()`` inside, act there and never on the sums. It may differentiate by its own inputs, with
-    ``torch.autograd.grad(..., create_graph=True)`` or ``torch.func``. It is refused where it writes to params, or where
-    its losses do not depend on them while there are tokens (which ``torch.compile`` of a whole step cannot tell).
-    Activation checkpoints (``use_reentrant=False``) compute again with what the checkpointed function closes
-    over or is given. In a module, ``ps.from_module`` makes that right. Inside of ``torch.func.functional_call`` it would be
-    the module's own parameters, so it is refused (but not where a compiler makes one graph of it, which is right).
+    **What a loss may do.** Its tensors live for one microbatch: hooks on them, or a ``.backward()``
+    inside, act there and never on the sums. Hooks by ``register_post_accumulate_grad_hook`` are the
+    exception: they see the sum. The loss may differentiate by its own inputs, with
+    ``torch.autograd.grad(..., create_graph=True)`` or ``torch.func``. It may neither write to
+    params nor be independent of them. Activation checkpoints take ``use_reentrant=False``, and
+    inside of a module ``ps.from_module``.
 
-    A weight of zero takes a token's loss away and sends exactly zero back to it. Where the loss of such a
-    token has no finite derivative (a NaN target, say), zero times that is NaN: mend it inside ``loss_fn``,
-    with ``torch.where`` on what goes in.
+    A weight of zero takes a token's loss away and sends exactly zero back to it. Where the loss of
+    such a token has no finite derivative, zero times that is NaN: mend it inside ``loss_fn``, with
+    ``torch.where`` on its inputs.
 
     >>> import torch
     >>> from purestep.optim import sgd
     >>> def loss_fn(w, microbatch):
     ...     return (w * microbatch["x"] - microbatch["y"]) ** 2
-    >>> update_step = make_update_step(loss_fn, sgd(0.1), weight_fn=lambda m: torch.ones_like(m["x"]))
+    >>> def weight_fn(microbatch):
+    ...     return torch.ones_like(microbatch["x"])
+    >>> update_step = make_update_step(loss_fn, sgd(0.1), weight_fn=weight_fn)
     >>> w = torch.tensor(0.0)
     >>> opt_state = sgd(0.1).init(w)
     >>> x, y = torch.tensor([1.0, 2.0, 3.0]), torch.tensor([2.0, 4.0, 6.0])
@@ -140,31 +131,18 @@ def make_update_step(
     >>> update_step(w, opt_state, one)[0], update_step(w, opt_state, two)[0]
     (tensor(1.8667), tensor(1.8667))
     """
-    check_functions(loss_fn, weight_fn, axis)
+    checks.check_functions(loss_fn, weight_fn, axis)
     check_optimizer("optimizer must be a ps.optim.Optimizer", optimizer)
-    check_callable("grad_and_value", grad_and_value)
-    check_choice("normalize", normalize, Normalize)
-    check_choice("gather", gather, Gather)
-    check_choice("on_nonfinite", on_nonfinite, OnNonfinite)
-    if weight_fn is None and normalize == "loss":
-        raise ValueError(
-            'weight_fn=None means that the forward pass brings the weights, but normalize="loss" counts '
-            'them before it: pass normalize="grads", or a weight_fn'
-        )
-    check_undivided(grad_and_value, divided=normalize == "loss")
-    if accum_dtype is not None and accum_dtype not in tree.SUM_DTYPES:
-        raise ValueError(
-            f"{accum_dtype=} must be a floating point dtype for sums: one of "
-            + ", ".join(map(str, tree.SUM_DTYPES))
-        )
-    accumulate = accumulator(
-        loss_fn,
-        weight_fn=weight_fn,
-        grad_and_value=grad_and_value,
-        compile=compile,
-    )
-    counted_first = normalize == "loss"
-    begin = grad_and_value.begin if isinstance(grad_and_value, ReverseMode) else None
+    checks.check_callable("grad_and_value", grad_and_value)
+    checks.check_choice("normalize", normalize, Normalize)
+    checks.check_choice("gather", gather, Gather)
+    checks.check_choice("on_nonfinite", on_nonfinite, OnNonfinite)
+    checks.check_normalize(normalize, weight_fn, accum_dtype)
+    if gather == "microbatch":
+        # Ranks gather outside of the graph, since one may run eagerly what another compiles.
+        loss_fn, weight_fn = per_microbatch(compiled(loss_fn, compile), weight_fn)
+        compile = False
+    modes = reverse_modes(loss_fn, grad_and_value, compile)
     settings = {
         "normalize": normalize,
         "weight_fn": "given" if weight_fn else "None",
@@ -172,63 +150,144 @@ def make_update_step(
         "gather": gather,
         "on_nonfinite": on_nonfinite,
     }
-    transit = transition(optimizer, donate=donate, compile=compile)
+    checked: list[tree.Structure] = []
 
     def update_step(
         params: Params, opt_state: OptState, microbatches: Sequence[Microbatch], /
     ) -> tuple[Params, OptState, StepMetrics]:
-        shared = {"params": params, "opt_state": opt_state, "settings": settings}
-        with conversation(axis, gather) as ranks:
-            if begin is not None:
-                text, of_sum = begin()
-                shared["settings"] = {**settings, "grad_and_value": text}
-            flat_params, flat_state = checked_params(params, axis), flat(opt_state)
-            leaves, spread = flat_params.leaves, flat_params.form.spread
-            check_whole(grad_and_value, spread)
-            dtypes = sum_dtypes(flat_params.form, accum_dtype)
-            group = grouped(checked_group(microbatches), weight_fn, counted_first, leaves[0].device)
-            group = apart(group, flat_params, flat_state) if donate else group
-            counted = ranks.agree(
-                group.counted or count_of((), leaves[0].device),
-                microbatches=group.length,
-                shared=shared,
-                params=flat_params,
-                given=group.at_hand,
-                dtypes=dtypes,
+        with axis.session(gather, settings) as ranks:
+            new = is_new(checked, params)
+            if new:
+                checks.check_inputs(params, opt_state, microbatches, axis, donate)
+            group = weigh(microbatches, weight_fn if normalize == "loss" else None)
+            buffers = ranks.buffers(params, accum_dtype)
+            total = ranks.agree(count(group), params, opt_state, len(microbatches))
+            if gather == "microbatch":
+                group = joined(group, ranks.rounds(len(microbatches)))
+            sums = accumulate(
+                loss_fn,
+                ranks.whole(params),
+                group,
+                weight_fn=weight_fn,
+                total=total if normalize == "loss" else None,
+                accum_dtype=accum_dtype,
+                out=buffers,
+                ready=ranks.ready,
+                modes=modes,
+                check=new,
             )
-            known = counted if counted_first else None
-            here = accumulate(ranks.gathering, group, known)
-            sums = ranks.sum(here)
-        total = known or sums.counted
-        if begin is not None:
-            sums = sums._replace(grads=of_sum(sums.grads))
+            sums = ranks.sum(sums, params)
 
-        grad_scale = None if counted_first else divisor(total.num_tokens)
-        grad_norm = over(tree.norm_of(sums.grads, spread), grad_scale)
-        applied = total.num_tokens > 0
-        # An N that has overflowed is no count: the host refuses it, and a device does not apply it.
-        if total.num_tokens.is_floating_point():
-            applied = applied & total.num_tokens.isfinite()
+        if normalize == "grads":
+            total = sums.counted
+            sums = divided(sums)
+        # An N that has overflowed on a device, where the host cannot refuse it, is not applied.
+        applied = (total.num_tokens > 0) & total.num_tokens.isfinite()
         if on_nonfinite == "skip":
-            applied = applied & tree.are_finite(sums.grads, spread)
-        new_params, new_opt_state = transit(
-            sums.grads, flat_state, flat_params, grad_scale=grad_scale, applied=applied
-        )
-
+            applied = applied & tree.all_finite(sums.grads)
         metrics = StepMetrics(
-            loss=over(sums.loss, grad_scale),
+            loss=sums.loss,
             num_tokens=total.num_tokens,
             num_microbatches=total.num_microbatches,
-            grad_norm=grad_norm,
+            grad_norm=tree.global_norm(sums.grads),
             applied=applied,
             aux=sums.aux,
         )
-        if (
-            not tree.untransformed()
-            or tree.any_requires_grad(metrics[:5])
-            or not tree.is_empty(metrics.aux)
-        ):
-            metrics = tree.map(Tensor.detach, metrics)
+        new_params, new_opt_state = transition(
+            optimizer, sums.grads, opt_state, params, applied, donate=donate
+        )
+        if axis.own_programs:
+            checks.check_unrecorded(new_params, axis)
+        if sums.loss.requires_grad or sums.aux != () or not tree.eager():
+            metrics = tree.detached(metrics)
         return new_params, new_opt_state, metrics
 
     return update_step
+
+
+def divided(sums: Sums) -> Sums:
+    """Plain sums of gradients and losses, divided by N once: gradients in their buffers.
+
+    >>> from purestep.types import Count
+    >>> counted = Count(torch.tensor(4), torch.tensor(1))
+    >>> divided(Sums(torch.tensor(8.0), torch.tensor(2.0), counted, ())).grads
+    tensor(2.)
+    """
+    n = divisors_of(sums.counted).num_tokens
+    in_place = tree.eager(sums.grads) and not is_deferred(sums.loss)
+
+    def quotient(total: Tensor) -> Tensor:
+        return total.div_(n) if in_place else (total / n).to(total.dtype)
+
+    grads = tree.map(quotient, sums.grads)
+    return sums._replace(grads=grads, loss=(sums.loss / n).to(sums.loss.dtype))
+
+
+def is_new(checked: list[tree.Structure], params: Params) -> bool:
+    """Whether params of this structure have not been checked yet; from now on they have.
+
+    >>> checked = []
+    >>> [is_new(checked, params) for params in ([1, 2], [3], [4, 5])]
+    [True, True, False]
+    """
+    structure = tree.flatten(params)[1]
+    if torch.compiler.is_dynamo_compiling():
+        return False  # A compiler has no answers to what is asked of new ones.
+    try:
+        if structure in checked:
+            return False
+    except Exception:
+        return True  # A node class of the user's may keep what cannot be compared.
+    checked[:] = [*checked[-7:], structure]
+    return True
+
+
+def transition(
+    optimizer: Optimizer,
+    grads: Params,
+    opt_state: OptState,
+    params: Params,
+    applied: Tensor,
+    *,
+    donate: bool,
+) -> tuple[Params, OptState]:
+    """The optimizer's update where ``applied`` holds, and the identity, to the bit, elsewhere.
+
+        (θ′, s′) = optimizer(g, s, θ) if applied else (θ, s)
+
+    Where a transform, a compiler or autograd looks on, it is ``update`` and a selection. Elsewhere
+    it is ``update_``: on the buffers that come in, with ``donate``, and else on one copy of them.
+    It consumes the gradients. The host reads an ``applied`` that lies on it, and waits for no
+    device.
+
+    >>> import torch
+    >>> from purestep.optim import sgd
+    >>> params, optimizer = {"w": torch.tensor(1.0)}, sgd(0.5)
+    >>> state, no, yes = optimizer.init(params), torch.tensor(False), torch.tensor(True)
+    >>> transition(optimizer, {"w": torch.tensor(1.0)}, state, params, yes, donate=False)[0]
+    {'w': tensor(0.5000)}
+    >>> transition(optimizer, {"w": torch.tensor(1.0)}, state, params, no, donate=False)[0]
+    {'w': tensor(1.)}
+    """
+    try:
+        leaves, structure = tree.flatten((params, opt_state, grads))
+        if not tree.eager() or any(map(_RECORDED, leaves)):
+            known = tree.at_hand(applied)
+            if known is not None and not known.any():  # in no member of an ensemble
+                params, opt_state = tree.map(torch.clone, (params, opt_state))
+                return params, opt_state
+            moved = optimizer.update(held_back(grads, applied), opt_state, params)
+            params, opt_state = tree.select(applied, moved, (params, opt_state))
+            return params, opt_state
+        if not donate:
+            state = leaves[: len(leaves) - structure.child(2).num_leaves]
+            on_host = state and all(map(_ON_HOST, state))
+            copies = foreach_clone(state) if on_host else [leaf.clone() for leaf in state]
+            params, opt_state, grads = tree.unflatten(structure, [*copies, *leaves[len(state) :]])
+        if applied.is_cpu and not applied:
+            return params, opt_state
+        where = None if applied.is_cpu else applied
+        return (optimizer.update_ or in_place(optimizer))(grads, opt_state, params, where)
+    except Exception as error:
+        explain(optimizer.init, opt_state, params, error)
+        raise

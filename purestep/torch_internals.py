@@ -15,6 +15,7 @@ import inspect
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from operator import attrgetter
 from types import FunctionType
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -71,12 +72,13 @@ is_differentiated: Callable[[Tensor], bool] = _private("_C._functorch.is_gradtra
 unwrapped: Callable[[Tensor], Tensor] = _private("_C._functorch.get_unwrapped")
 """The tensor inside of one that ``torch.func`` made."""
 
-_modes: Callable[[], int] = _private("_C._len_torch_dispatch_stack")
+modes: Callable[[], int] = _private("_C._len_torch_dispatch_stack")
+"""How many modes of this thread see every operation, so that tensors may have no values."""
 
 
 def is_watched() -> bool:
     """Whether a mode of this thread sees every operation, so that tensors may have no values."""
-    return _modes() > 0
+    return modes() > 0
 
 
 _level_of: Callable[[Tensor], int] = _private("_C._functorch.maybe_get_level")
@@ -110,12 +112,13 @@ _interpreters = _private("_C._functorch.get_interpreter_stack")
 _vmap = _private("_C._functorch.TransformType.Vmap")
 
 
+forward_level: Callable[[], int] = partial(getattr, forward_ad, "_current_level", -1)
+"""The level of derivatives in forward mode that are being taken, from 0; -1 where none is."""
+
+
 def in_forward_mode() -> bool:
     """Whether derivatives in forward mode are being taken."""
-    try:
-        return forward_ad._current_level >= 0
-    except AttributeError:
-        return _missing("autograd.forward_ad._current_level")()
+    return forward_level() >= 0
 
 
 def transforms_differentiate() -> bool:
@@ -126,7 +129,10 @@ def transforms_differentiate() -> bool:
 # Reverse mode: gradients are added to their sums by autograd itself, on leaves of which nobody else has a hold.
 
 run_backward: Callable[..., Any] = _private("autograd.graph._engine_run_backward")
-"""``torch.autograd.backward`` within the modes of the caller, which that would leave."""
+"""``torch.autograd.backward`` without its checks, which take as long as thirty small operations.
+
+It stays within the function modes of the caller, which the public function leaves.
+"""
 
 saved_tensors_hooks: Callable[[bool], Any] = _private(
     "_C._autograd._top_saved_tensors_default_hooks"
@@ -178,7 +184,12 @@ base_of: Callable[[Tensor], Tensor | None] = _attribute("Tensor._base")
 """The tensor that this is a view of."""
 
 storage_address: Callable[[Any], int] = _attribute("UntypedStorage._cdata")
-"""Where the storage's own structure lies: one number for all tensors that share memory."""
+
+
+def storage_of(tensor: Tensor) -> int:
+    """One number for all tensors that share memory, also on devices without addresses."""
+    return storage_address(tensor.untyped_storage())
+
 
 storage_use_count: Callable[[int], int] = _private("_C._storage_Use_Count")
 """How many tensors, and Python's storages, hold the storage at an address."""

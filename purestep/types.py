@@ -1,4 +1,4 @@
-"""The words of the house: what flows through an update step, and the shapes of its functions."""
+"""What flows through an update step, and the signatures of its functions."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ Microbatch: TypeAlias = Any
 
 
 class LossTerms(NamedTuple):
-    """What a loss function returns when it has more to say than one loss per token.
+    """The output of a loss function that returns more than one loss per token.
 
     ``tokens``
         One loss per token, summed with its weights and divided by the global count.
     ``microbatch``
-        A scalar, averaged over all non-empty microbatches of the group on all ranks: an auxiliary loss
-        such as load balancing. Unlike everything else here it is **not** invariant to the cut, because
-        it is a statement about a microbatch: cut the batch elsewhere and it says something else.
-        It is asked of empty microbatches too, at weight 0: let it be finite there.
+        A scalar, averaged over all non-empty microbatches of the group on all ranks: an auxiliary
+        loss such as load balancing. Unlike everything else here it is **not** invariant to the cut,
+        because it is a statement about a microbatch: cut the batch elsewhere and it says something
+        else. It is asked of empty microbatches too, at weight 0: let it be finite there.
     ``aux``
         A tree of tensors, summed over microbatches and ranks into ``metrics.aux``. Return sums and
         counts, never means; divide them when they arrive.
@@ -63,9 +63,10 @@ class LossFn(Protocol):
 
 
 class WeightFn(Protocol):
-    """``weight_fn(microbatch)`` gives each token's weight wᵢ ≥ 0, from data alone; bool, int or float.
+    """``weight_fn(microbatch)`` gives each token's weight wᵢ ≥ 0 as bool, int or float.
 
-    A step asks it once for each microbatch: what it gives is counted, and multiplies the losses.
+    It reads data alone. A step asks it once for each microbatch: these weights are counted, and
+    multiply the losses.
 
     >>> import torch
     >>> def no_padding(microbatch: Microbatch) -> Tensor:
@@ -92,55 +93,6 @@ class GradAndValue(Protocol):
     ) -> Callable[..., Any]: ...
 
 
-class Tally(NamedTuple):
-    """What the function that a step has differentiated gives beside its value, in sums over tokens.
-
-    ``num_tokens``
-        One tensor, the sum of the weights; none where they were counted before.
-    ``aux``
-        ``LossTerms.aux``.
-
-    >>> import torch
-    >>> Tally([torch.tensor(3)], aux=()).num_tokens
-    [tensor(3)]
-    """
-
-    num_tokens: list[Tensor]
-    aux: Tree
-
-
-class ReverseMode(NamedTuple):
-    """A ``grad_and_value=`` that asks more of a step than a function of that signature can.
-
-    What it differentiates is a plain sum over tokens, never divided by N: a step needs ``normalize="grads"``.
-
-    ``grad_and_value``
-        What a microbatch runs. Its function gives ``(loss, Tally)``, and takes the params' leaves and the microbatch.
-    ``begin``
-        ``begin() -> (text, of_sum)``, asked when a step begins. ``of_sum(grads) -> grads`` is what the step does, once, to
-        the list of the leaves' gradients, summed over all microbatches of all ranks. It has to do the same on every rank:
-        ranks whose texts differ are told so.
-
-    >>> import torch
-    >>> from purestep import grad_and_value, make_update_step, optim
-    >>> signs = ReverseMode(grad_and_value, lambda: ("signs", lambda grads: [g.sign() for g in grads]))
-    >>> step = make_update_step(
-    ...     lambda w, x: w * x, optim.sgd(1.0), weight_fn=torch.ones_like, normalize="grads", grad_and_value=signs
-    ... )
-    >>> step(torch.tensor(0.0), optim.sgd(1.0).init(torch.tensor(0.0)), [torch.tensor([5.0])])[0]
-    tensor(-1.)
-    """
-
-    grad_and_value: GradAndValue
-    begin: Callable[[], tuple[str, Callable[[list[Tensor]], list[Tensor]]]] | None = None
-
-    def __call__(
-        self, func: Callable[..., Any], /, argnums: int | tuple[int, ...] = 0, has_aux: bool = False
-    ) -> Callable[..., Any]:
-        """``grad_and_value``, without what is done to the sum."""
-        return self.grad_and_value(func, argnums, has_aux)
-
-
 class Count(NamedTuple):
     """What an update divides by: N = Σ wᵢ, and the number of microbatches with any tokens.
 
@@ -155,7 +107,7 @@ class Count(NamedTuple):
 
 
 class Sums(NamedTuple):
-    """What the tokens of a group gave, on one rank or on all: sums, for whoever divides or moves parameters by them.
+    """The sums over the tokens of a group, on one rank or on all.
 
     ``aux`` is the sum of ``LossTerms.aux``; ``()`` without one.
 
@@ -177,8 +129,8 @@ class StepMetrics(NamedTuple):
     """What one update step reports: tensors, global over ranks and the same on each, detached.
 
     ``loss``
-        L(θ) = Σ wᵢ ℓᵢ(θ) / N at the parameters that came in, with the microbatch term if there is one;
-        0 when N = 0.
+        L(θ) = Σ wᵢ ℓᵢ(θ) / N at the parameters that came in, with the microbatch term if there is
+        one; 0 when N = 0.
     ``num_tokens``
         N = Σ wᵢ over all microbatches of all ranks: int64 for bool and int weights, else float64.
     ``num_microbatches``
@@ -192,10 +144,10 @@ class StepMetrics(NamedTuple):
 
     >>> import torch
     >>> from purestep import make_update_step, optim
-    >>> step = make_update_step(lambda w, x: (w - x) ** 2, optim.sgd(0.1), weight_fn=lambda x: x > 0)
-    >>> w = torch.tensor(0.0)
-    >>> metrics = step(w, optim.sgd(0.1).init(w), [torch.tensor([1.0, 3.0]), torch.tensor([0.0])])[2]
-    >>> metrics.loss, metrics.num_tokens, metrics.num_microbatches, metrics.grad_norm, metrics.applied
+    >>> sgd, w = optim.sgd(0.1), torch.tensor(0.0)
+    >>> step = make_update_step(lambda w, x: (w - x) ** 2, sgd, weight_fn=lambda x: x > 0)
+    >>> metrics = step(w, sgd.init(w), [torch.tensor([1.0, 3.0]), torch.tensor([0.0])])[2]
+    >>> metrics[:5]
     (tensor(5.), tensor(2), tensor(1), tensor(4.), tensor(True))
     """
 
@@ -229,9 +181,9 @@ class UpdateStep(Protocol):
 
     >>> import torch
     >>> from purestep import make_update_step, optim
-    >>> step: UpdateStep = make_update_step(lambda w, x: (w - x) ** 2, optim.sgd(0.5), weight_fn=torch.ones_like)
-    >>> w = torch.tensor(0.0)
-    >>> w, opt_state, metrics = step(w, optim.sgd(0.5).init(w), [torch.tensor([1.0, 3.0])])
+    >>> sgd, w, ones = optim.sgd(0.5), torch.tensor(0.0), torch.ones_like
+    >>> step: UpdateStep = make_update_step(lambda w, x: (w - x) ** 2, sgd, weight_fn=ones)
+    >>> w, opt_state, metrics = step(w, sgd.init(w), [torch.tensor([1.0, 3.0])])
     >>> w
     tensor(2.)
     """

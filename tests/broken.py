@@ -1,4 +1,4 @@
-"""Losses, containers and tensors that raise, each at a place of its own, or are of a different kind than those of other ranks."""
+"""Losses, containers and tensors that raise, each at another place of a step."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ import optree
 import torch
 from torch import Tensor
 
-import purestep as ps
 from purestep import tree
-from tests.uneven import Batch, loss_fn, loss_with_aux
+from tests.uneven import Batch, loss_fn
 
 
 class Killed(BaseException):
@@ -33,36 +32,25 @@ def raising(
     return raises
 
 
-def unreadable(*_: Any) -> Tensor:
-    """A file's name need not be text."""
-    raise OSError("no file caf\udce9")
-
-
 class _BrokenBackward(torch.autograd.Function):
     @staticmethod
-    def forward(x: Tensor, kind: type[BaseException]) -> Tensor:
+    def forward(ctx: Any, x: Tensor, kind: type[BaseException]) -> Tensor:
+        ctx.kind = kind
         return x.clone()
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        ctx.kind = inputs[1]
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         raise ctx.kind("no way back")
 
 
-def broken_backward(
-    params: Any, microbatch: Batch, kind: type[BaseException] = ArithmeticError
-) -> ps.LossTerms:
+def broken_backward(kind: type[BaseException]) -> Callable[[Any, Batch], Tensor]:
     """The gradient of w is found, and may be on its way already, when that of b raises."""
-    broken: Tensor = _BrokenBackward.apply(params["b"], kind)
-    return loss_with_aux({"w": params["w"], "b": broken}, microbatch)
 
+    def loss(params: Any, microbatch: Batch) -> Tensor:
+        broken: Tensor = _BrokenBackward.apply(params["b"], kind)
+        return loss_fn({"w": params["w"], "b": broken}, microbatch)
 
-def interrupted_backward(params: Any, microbatch: Batch) -> ps.LossTerms:
-    """The same, where somebody has had enough."""
-    return broken_backward(params, microbatch, KeyboardInterrupt)
+    return loss
 
 
 class Tail(list[Batch]):
@@ -74,15 +62,15 @@ class Tail(list[Batch]):
 
 
 class Opaque:
-    """A container that does not tell what it holds."""
+    """A container that does not show its leaves."""
 
 
-def _untold(_: Opaque) -> NoReturn:
+def _hidden(_: Opaque) -> NoReturn:
     raise ArithmeticError("θ ≠ θ")
 
 
 register: Any = optree.register_pytree_node
-register(Opaque, _untold, lambda *_: Opaque(), namespace=tree.NAMESPACE)
+register(Opaque, _hidden, lambda *_: Opaque(), namespace=tree.NAMESPACE)
 
 
 class Unruly(Tensor):
@@ -97,14 +85,8 @@ class Unruly(Tensor):
         return super().__torch_function__(func, types, args, kwargs)
 
 
-def unruly_aux(params: Any, microbatch: Batch) -> ps.LossTerms:
-    """An aux of the same kind, of a class that raises where it is packed."""
-    terms = loss_with_aux(params, microbatch)
-    return terms._replace(aux={**terms.aux, "sum": terms.aux["sum"].detach().as_subclass(Unruly)})
-
-
 class Indescribable:
-    """What stands beside leaves, and cannot be told."""
+    """Stands beside leaves, and cannot be printed."""
 
     def __repr__(self) -> str:
         raise KeyboardInterrupt("θ ≠ θ")
@@ -126,53 +108,3 @@ register(
     Labelled, lambda x: ((x.value,), Indescribable(), None), lambda _, x: Labelled(x[0]),
     namespace=tree.NAMESPACE,
 )  # fmt: skip
-
-
-def indescribable_aux(params: Any, microbatch: Batch) -> ps.LossTerms:
-    """An aux that is added up, and raises where it is described."""
-    terms = loss_with_aux(params, microbatch)
-    return terms._replace(aux=Labelled(terms.aux))
-
-
-def hooked(params: Any, microbatch: Batch) -> ps.LossTerms:
-    """A hook that raises in the backward pass, where there is one."""
-
-    def raises(grad: Tensor) -> NoReturn:
-        raise ArithmeticError("θ ≠ θ")
-
-    if params["w"].requires_grad:
-        params["w"].register_hook(raises)
-    return loss_with_aux(params, microbatch)
-
-
-class Large(Tensor):
-    """Params for whose gradients there is no memory."""
-
-    @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if func is Tensor.new_empty:
-            raise MemoryError("θ ≠ θ")
-        return super().__torch_function__(func, types, args, kwargs)
-
-
-def without_aux(params: Any, microbatch: Batch) -> ps.LossTerms:
-    """Another structure of aux."""
-    return ps.LossTerms(loss_fn(params, microbatch))
-
-
-def aux_as(dtype: torch.dtype, *shape: int) -> Callable[..., ps.LossTerms]:
-    """Another kind of aux."""
-
-    def loss(params: Any, microbatch: Batch) -> ps.LossTerms:
-        terms = loss_with_aux(params, microbatch)
-        return terms._replace(aux={**terms.aux, "sum": torch.zeros(shape, dtype=dtype)})
-
-    return loss
-
-
-def of_float_losses(params: Any, microbatch: Batch) -> ps.LossTerms:
-    """Another dtype of the losses."""
-    terms = loss_with_aux(params, microbatch)
-    return terms._replace(tokens=terms.tokens.float())

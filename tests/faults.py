@@ -1,4 +1,4 @@
-"""What can go wrong in a step of four uneven ranks, and what every rank must hear of it."""
+"""Faults in a step of four uneven ranks, and what every rank hears of each."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
 import purestep as ps
 from proofs.strategies import assert_same
@@ -14,19 +13,10 @@ from purestep import tree
 from tests.broken import (
     Killed,
     Labelled,
-    Large,
     Opaque,
     Tail,
-    aux_as,
     broken_backward,
-    hooked,
-    indescribable_aux,
-    interrupted_backward,
-    of_float_losses,
     raising,
-    unreadable,
-    unruly_aux,
-    without_aux,
 )
 from tests.uneven import BAD, SGD, Arguments, alone, batch, loss_fn, ones, params, sound, step
 
@@ -40,13 +30,6 @@ class Fault(NamedTuple):
     ranks: tuple[int, ...] = (BAD,)
 
 
-def disagreement(name: str, right: str, wrong: str, change: Callable[..., Arguments]) -> Fault:
-    """Every rank gets one and the same error."""
-    ranks = "ranks 0, 3" if name in ("LossTerms.aux", "the loss") else "ranks 0, 1, 3"
-    text = f"disagree on {name}, and nothing was updated: {ranks} with {right} against rank 2 with {wrong}"
-    return Fault(change, (ValueError, text), (ValueError, text))
-
-
 def failure(
     kind: type[BaseException], text: str, change: Callable[..., Arguments], heard: str | None = None
 ) -> Fault:
@@ -57,64 +40,44 @@ def failure(
 
 
 def setting(name: str, right: str, wrong: str, **settings: Any) -> Fault:
-    """Another setting of the step."""
+    """Another setting of the step: every rank gets one and the same error."""
     right, wrong = (f"settings[{name!r}]: {value!r}" for value in (right, wrong))
-    return disagreement("settings", right, wrong, lambda _: settings)
+    differ = f"ranks 0, 1, 3 with {right} against rank 2 with {wrong}"
+    text = f"disagree on settings, and nothing was updated: {differ}"
+    return Fault(lambda _: settings, (ValueError, text), (ValueError, text))
 
 
-def of_params(**leaves: Tensor) -> Callable[[Arguments], Arguments]:
-    """Other params, and the state that belongs to them."""
-    other = {**params(), **leaves}
-    return lambda _: {"params": other, "opt_state": SGD.init(other)}
-
-
-def shared() -> Arguments:
+def shared(_: Arguments) -> Arguments:
     """Two leaves in one piece of memory."""
     w = params()["w"]
-    return of_params(b=w[0], w=w)({})
+    theta = {"b": w[0], "w": w}
+    return {"donate": True, "params": theta, "opt_state": SGD.init(theta)}
 
 
-PLAIN = ps.optim.sgd(0.5)
+def recorded(_: Arguments) -> Arguments:
+    """Params that require grad."""
+    return {"params": tree.map(lambda leaf: leaf.requires_grad_(), params())}
+
+
 FAULTS = {
-    "structure": disagreement(
-        "params", "the structure {'b': *, 'w': *}", "params['c']: torch.float64 of shape ()",
-        of_params(c=torch.tensor(0.0).double()),
-    ),
-    "dtype": disagreement(
-        "params", "params['b']: torch.float64 of shape ()", "params['b']: torch.float32 of shape ()",
-        of_params(b=torch.tensor(1.0)),
-    ),
-    "shape": disagreement(
-        "params", "params['w']: torch.float64 of shape (3,)",
-        "params['w']: torch.float64 of shape (3, 1)", of_params(w=torch.ones(3, 1).double()),
-    ),
-    "opt_state": disagreement(
-        "opt_state",
-        "opt_state[0].trace['b']: torch.float64 of shape (), "
-        "opt_state[0].trace['w']: torch.float64 of shape (3,), opt_state[1].step: torch.int64 of shape ()",
-        "opt_state[0].step: torch.int64 of shape ()",
-        lambda a: {"optimizer": PLAIN, "opt_state": PLAIN.init(a["params"])},
-    ),
     "normalize": setting("normalize", "loss", "grads", normalize="grads"),
     "accum_dtype": setting("accum_dtype", "None", "torch.float32", accum_dtype=torch.float32),
     "on_nonfinite": setting("on_nonfinite", "propagate", "skip", on_nonfinite="skip"),
+    "recorded": failure(ValueError, "is not recorded, but params", recorded, "a step over"),
+    "weights": failure(ArithmeticError, "θ ≠ θ", lambda _: {"weight_fn": raising(ones, 1)}),
+    "interrupted weights": failure(
+        KeyboardInterrupt, "θ ≠ θ",
+        lambda _: {"weight_fn": raising(ones, 1, KeyboardInterrupt)},
+    ),
+    "negative weights": failure(
+        ValueError, "weights must be finite and not negative, but one is -1",
+        lambda _: {"weight_fn": lambda m: -ones(m)},
+    ),
     "first loss": failure(
         ArithmeticError, "θ ≠ θ", lambda a: {"loss_fn": raising(a["loss_fn"], 0)}
     ),
     "last loss": failure(
         ArithmeticError, "θ ≠ θ", lambda a: {"loss_fn": raising(a["loss_fn"], 2)}
-    ),
-    "backward": failure(ArithmeticError, "no way back", lambda _: {"loss_fn": broken_backward}),
-    "interrupted weights": failure(
-        KeyboardInterrupt, "θ ≠ θ",
-        lambda _: {"weight_fn": raising(ones, 1, KeyboardInterrupt)},
-    ),
-    "interrupted loss": failure(
-        KeyboardInterrupt, "θ ≠ θ",
-        lambda a: {"loss_fn": raising(a["loss_fn"], 0, KeyboardInterrupt)},
-    ),
-    "interrupted backward": failure(
-        KeyboardInterrupt, "no way back", lambda _: {"loss_fn": interrupted_backward}
     ),
     "exit": failure(
         SystemExit, "θ ≠ θ", lambda a: {"loss_fn": raising(a["loss_fn"], 1, SystemExit)}
@@ -122,64 +85,34 @@ FAULTS = {
     "no Exception": failure(
         Killed, "θ ≠ θ", lambda a: {"loss_fn": raising(a["loss_fn"], 0, Killed)}
     ),
+    "backward": failure(
+        ArithmeticError, "no way back", lambda _: {"loss_fn": broken_backward(ArithmeticError)}
+    ),
+    "interrupted backward": failure(
+        KeyboardInterrupt, "no way back", lambda _: {"loss_fn": broken_backward(KeyboardInterrupt)}
+    ),
     "after the last microbatch": failure(
         ArithmeticError, "θ ≠ θ", lambda a: {"microbatches": Tail(a["microbatches"])}
-    ),
-    "opt_state that raises": failure(
-        ArithmeticError, "θ ≠ θ", lambda _: {"opt_state": Opaque()}
-    ),
-    "aux that raises": failure(ArithmeticError, "θ ≠ θ", lambda _: {"loss_fn": unruly_aux}),
-    "aux that cannot be described": failure(
-        KeyboardInterrupt, "θ ≠ θ", lambda _: {"loss_fn": indescribable_aux}
-    ),
-    "params that cannot be described": failure(
-        KeyboardInterrupt, "θ ≠ θ", lambda a: {"opt_state": Labelled(a["opt_state"])}
-    ),
-    "a hook": failure(ArithmeticError, "θ ≠ θ", lambda _: {"loss_fn": hooked}),
-    "no memory for gradients": failure(
-        MemoryError, "θ ≠ θ",
-        lambda a: {"params": {**a["params"], "w": a["params"]["w"].as_subclass(Large)}},
-    ),
-    "weights": failure(ArithmeticError, "θ ≠ θ", lambda _: {"weight_fn": raising(ones, 1)}),
-    "negative weights": failure(
-        ValueError, "weights must be finite and not negative, but one is -1",
-        lambda _: {"weight_fn": lambda m: -ones(m)},
     ),
     "mean loss": failure(
         ValueError, "losses of shape () against weights of shape (1,)",
         lambda _: {"loss_fn": lambda p, m: loss_fn(p, m).mean()},
     ),
+    "opt_state that raises": failure(
+        ArithmeticError, "θ ≠ θ", lambda _: {"opt_state": Opaque()}
+    ),
+    "opt_state that cannot be described": failure(
+        KeyboardInterrupt, "θ ≠ θ", lambda a: {"opt_state": Labelled(a["opt_state"])}
+    ),
     "no sequence": failure(
         TypeError, "microbatches must be a sequence of microbatches, got dict",
         lambda _: {"microbatches": batch()},
     ),
-    "a message that is no text": failure(
-        OSError, "no file caf\udce9", lambda _: {"loss_fn": unreadable}, heard=r"no file caf\udce9"
-    ),
-    "a buffer given twice": failure(
-        ValueError, "donate=True needs a buffer for each leaf", lambda _: {"donate": True, **shared()}
-    ),
     "no params": failure(
         ValueError, "params holds no tensors", lambda _: {"params": {}}
     ),
-    "aux structure": disagreement(
-        "LossTerms.aux",
-        "LossTerms.aux['small']: torch.int64 of shape (), LossTerms.aux['sum']: torch.float64 of shape ()",
-        "the structure ()", lambda _: {"loss_fn": without_aux},
-    ),
-    "aux dtype": disagreement(
-        "LossTerms.aux", "LossTerms.aux['sum']: torch.float64 of shape ()",
-        "LossTerms.aux['sum']: torch.float32 of shape ()",
-        lambda _: {"loss_fn": aux_as(torch.float32)},
-    ),
-    "aux shape": disagreement(
-        "LossTerms.aux", "LossTerms.aux['sum']: torch.float64 of shape ()",
-        "LossTerms.aux['sum']: torch.float64 of shape (2,)",
-        lambda _: {"loss_fn": aux_as(torch.float64, 2)},
-    ),
-    "loss dtype": disagreement(
-        "the loss", "the loss: 'torch.float64'", "the loss: 'torch.float32'",
-        lambda _: {"loss_fn": of_float_losses},
+    "a buffer given twice": failure(
+        ValueError, "donate=True needs a buffer for each leaf", shared
     ),
     "two ranks": Fault(
         lambda a: {"loss_fn": raising(a["loss_fn"], 0)},
@@ -194,6 +127,8 @@ FAULTS = {
         ranks=(0, 1, 2, 3),
     ),
 }  # fmt: skip
+COMPUTED = ["first loss", "backward", "interrupted backward", "no Exception"]
+"""Faults that show only when losses and gradients are computed."""
 
 
 class Aftermath(NamedTuple):
@@ -205,7 +140,7 @@ class Aftermath(NamedTuple):
 
 
 def faulty_step(axis: ps.Axis, rank: int, name: str, how: Arguments) -> Aftermath:
-    """A step in which some ranks go wrong, which leaves the state as it was, and then a sound one."""
+    """A step in which some ranks go wrong, which changes no state, and then a sound one."""
     arguments, fault = {**sound(rank), **how}, FAULTS[name]
     if rank in fault.ranks:
         arguments |= fault.change(arguments)
@@ -237,10 +172,3 @@ def check_fault(name: str, aftermaths: Sequence[Aftermath]) -> None:
             assert str(error).startswith(f"the ranks of {axis} disagree")
             assert str(error) == str(aftermaths[0].error)
         assert_same(next_step, expected)
-
-
-COMPUTED = [
-    "first loss", "backward", "interrupted loss", "interrupted backward", "no Exception",
-    "aux structure", "aux dtype", "aux shape", "loss dtype", "aux that cannot be described",
-]  # fmt: skip
-"""Faults that show only when losses and gradients are computed."""

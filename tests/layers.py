@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import purestep as ps
-from purestep.gathering import Gather
+from purestep.axis import Gather
 
 WIDTH, ADAMW = 16, ps.optim.adamw(0.1)
 GATHERS: list[Gather] = ["step", "microbatch", "loss"]
@@ -36,11 +36,15 @@ def of_whole(params: Sequence[Tensor], x: Tensor) -> Tensor:
 
 
 def of_pieces(params: Sequence[Any], x: Tensor) -> Tensor:
-    """The same, of which one layer is whole at a time, and the next on its way."""
-    for layer in ps.unshard_each(params):
-        x = torch.relu(x @ layer) * 0.125
-        del layer
+    """The same, of which one layer is whole at a time, gathered again in the backward pass."""
+    for layer in params:
+        x = ps.remat(block)(layer, x)
     return x.square().sum(-1)
+
+
+def block(layer: Any, x: Tensor) -> Tensor:
+    """One layer, which gathers its params."""
+    return torch.relu(x @ ps.unshard(layer)) * 0.125
 
 
 def loss_of(gather: Gather) -> Callable[..., Tensor]:

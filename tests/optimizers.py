@@ -43,18 +43,25 @@ SHAPES = [(), (7,), (64,), (33, 5), (128, 3), (1003,)]
 WAYS = ["update", "update_"]
 
 
+def updated(part: Any, way: str, grads: Any, state: Any, params: Any) -> Any:
+    """By ``update``, or in place where the step is taken."""
+    if way == "update":
+        return part.update(grads, state, params)
+    return part.update_(grads, state, params, None)
+
+
 def assert_in_place_where_it_applies(
-    optimizer: ps.optim.Optimizer, params: Any, grads: Iterable[Any], **how: Any
+    optimizer: ps.optim.Optimizer, params: Any, grads: Iterable[Any]
 ) -> None:
     """``applied=False`` leaves params and the whole state as they are, to the bit; True is the update. In the same buffers."""
     state = (params, optimizer.init(params))
     assert optimizer.update_ is not None
     for one in grads:
-        moved = optimizer.update(one, state[1], state[0], **how)
+        moved = optimizer.update(one, state[1], state[0])
         for applied, expected in ((False, state), (True, moved)):
             own, ours, opt_state = tree.map(torch.clone, (one, *state))
             places = buffers((ours, opt_state))
-            result = optimizer.update_(own, opt_state, ours, applied=torch.tensor(applied), **how)
+            result = optimizer.update_(own, opt_state, ours, torch.tensor(applied))
             assert_same(result, expected, f"state where {applied=}")
             assert buffers(result) == places
         state = moved

@@ -111,9 +111,9 @@ def test_the_function_that_is_differentiated_runs_once_per_microbatch() -> None:
         assert len(calls) == 3
 
 
-@pytest.mark.parametrize("way", ["own", "torch.func", "vmap", "grad", "inference"])
+@pytest.mark.parametrize("way", ["own", "torch.func", "vmap", "grad"])
 def test_a_loss_that_does_not_reach_params(way: str) -> None:
-    """Refused where there are tokens, of the group as a whole; single leaves and microbatches need not be reached."""
+    """Refused where the group has tokens; single leaves and microbatches need not be reached."""
     how: Any = {"grad_and_value": torch.func.grad_and_value} if way == "torch.func" else {}
     params = {"a": torch.ones(2), "b": torch.ones(2)}
 
@@ -129,8 +129,7 @@ def test_a_loss_that_does_not_reach_params(way: str) -> None:
             )
         if way == "grad":
             return torch.func.grad(lambda p: sum(leaf.sum() for leaf in run(p).values()))(params)
-        with torch.inference_mode(way == "inference"):
-            return run(params)
+        return run(params)
 
     group = [torch.tensor([1.0, 2.0]), torch.tensor([[3.0, 4.0]])]
 
@@ -144,6 +143,17 @@ def test_a_loss_that_does_not_reach_params(way: str) -> None:
         gradients(loss_fn, group, weight=0.0)
     gradients(lambda p, m: p["a"] ** 2 * m, group)
     gradients(lambda p, m: p["a"] ** 2 * m if m.ndim == 2 else m * 1, group)
+
+
+def test_inference_mode_is_refused() -> None:
+    """It records nothing, so that no gradient arrives."""
+    w, ones = torch.ones(2), torch.ones(2)
+    with torch.inference_mode():
+        made = torch.ones(2)
+        with pytest.raises(ValueError, match=r"all of it runs under torch\.inference_mode"):
+            ps.accumulate(lambda w, m: w * m, w, [ones], weight_fn=weight_fn)
+    with pytest.raises(RuntimeError, match="inference tensor outside InferenceMode"):
+        ps.accumulate(lambda w, m: w * m, made, [ones], weight_fn=weight_fn)
 
 
 def test_a_tangent_that_is_not_finite_is_taken_away_with_its_loss() -> None:

@@ -9,7 +9,8 @@ import torch
 
 import purestep as ps
 from purestep import tree
-from tests.optimizers import GRADS, PARAMS, TRANSFORMS
+from purestep.step import transition
+from tests.optimizers import GRADS, PARAMS, TRANSFORMS, updated
 
 
 def test_chain_of_transforms_is_a_transform() -> None:
@@ -35,16 +36,16 @@ def test_chain_uses_the_last_optimizers_own_update_() -> None:
     """Clipping in front of it does not take a fast in-place step away."""
     calls = []
 
-    def update_(grads: Any, state: Any, params: Any) -> Any:
+    def update_(grads: Any, state: Any, params: Any, applied: Any) -> Any:
         calls.append(grads["w"])
         tree.map(lambda p, g: p.sub_(g), params, grads)
         return params, state
 
-    own = ps.optim.descend(1.0)._replace(update_=update_, takes=())
+    own = ps.optim.descend(1.0)._replace(update_=update_)
     optimizer = ps.optim.chain(TRANSFORMS["clip"], own)
     params = tree.map(torch.clone, PARAMS)
     assert optimizer.update_ is not None
-    new, _ = optimizer.update_(tree.map(torch.clone, GRADS), optimizer.init(params), params)
+    new, _ = optimizer.update_(tree.map(torch.clone, GRADS), optimizer.init(params), params, None)
     assert len(calls) == 1
     assert new["w"].data_ptr() == params["w"].data_ptr()
     assert torch.equal(new["w"], PARAMS["w"] - calls[0])
@@ -60,42 +61,40 @@ def test_what_comes_behind_momentum_leaves_its_trace_alone(behind: str) -> None:
     for _ in range(2):
         pure = optimizer.update(GRADS, pure[1], pure[0])
         given = tree.map(torch.clone, (GRADS, in_place[1], in_place[0]))
-        in_place = optimizer.update_(*given)
+        in_place = updated(optimizer, "update_", *given)
     assert all(map(torch.equal, tree.leaves_of(in_place), tree.leaves_of(pure)))
     assert torch.equal(pure[1][0].trace["w"], 1.5 * GRADS["w"])
 
 
-@pytest.mark.parametrize("takes", [(), ("grad_scale",), ("applied",), ("grad_scale", "applied")])
-def test_only_keywords_that_are_declared_are_passed(takes: tuple[str, ...]) -> None:
-    """Others are done before: gradients are divided, and the scalar is read on the host."""
-    passed: list[set[str]] = []
+def delayed(grads: Any, state: Any, params: Any) -> Any:
+    """The gradients of the step before; the state keeps those of this one."""
+    return state, grads
 
-    def update(grads: Any, state: Any, params: Any, **how: Any) -> Any:
-        passed.append({*how})
-        scale = how.get("grad_scale")
-        scale = 1.0 if scale is None else scale
-        applied = how.get("applied")
-        if applied is None or applied:
-            params = tree.map(lambda p, g: p.sub_(g / scale), params, grads)
-        return params, state
 
-    optimizer = ps.optim.Optimizer(lambda _: (), update, update, takes=takes)
-    chained = ps.optim.chain(ps.optim.chain(optimizer))
-    assert chained.update_ is not None
-    scale = torch.tensor(2.0)
-    for applied in (True, False):
-        grads, params = tree.map(torch.clone, (GRADS, PARAMS))
-        params, _ = chained.update_(
-            grads, (((),),), params, grad_scale=scale, applied=torch.tensor(applied)
-        )
-        expected = PARAMS["w"] - GRADS["w"] / 2 if applied else PARAMS["w"]
-        assert torch.equal(params["w"], expected)
-    wanted = {"applied"} & {*takes} | {"grad_scale"} & {*takes}
-    assert all(keywords <= wanted for keywords in passed)
-    assert len(passed) == (2 if "applied" in takes else 1)
-    pure, _ = chained.update(GRADS, (((),),), tree.map(torch.clone, PARAMS), grad_scale=scale)
-    assert torch.equal(pure["w"], PARAMS["w"] - GRADS["w"] / 2)
-    assert passed[-1] == {"grad_scale"} & {*takes}
+@pytest.mark.parametrize("behind", ["clip", "decay", "momentum"])
+def test_a_part_that_hands_on_its_state(behind: str) -> None:
+    """Without ``update_``, its new state is written over what it handed on: that is copied before."""
+    first = ps.optim.Transform(tree.zeros_like, delayed)
+    optimizer = ps.optim.chain(first, TRANSFORMS[behind], ps.optim.descend(1.0))
+    pure = in_place = (PARAMS, optimizer.init(PARAMS))
+    assert optimizer.update_ is not None
+    for scale in (1.0, -2.0, 3.0):
+        grads = tree.map(lambda leaf, scale=scale: leaf * scale, GRADS)
+        pure = optimizer.update(grads, pure[1], pure[0])
+        given = tree.map(torch.clone, (grads, in_place[1], in_place[0]))
+        in_place = updated(optimizer, "update_", *given)
+        assert all(map(torch.equal, tree.leaves_of(in_place), tree.leaves_of(pure)))
+
+
+def test_an_optimizer_that_swaps_its_buffers() -> None:
+    """The old params become state, and the state the params, donated too."""
+    swap = ps.optim.Optimizer(tree.zeros_like, lambda grads, state, params: (state, params))
+    yes = torch.tensor(True)
+    for donate in (False, True):
+        params, state = tree.map(torch.clone, (PARAMS, swap.init(PARAMS)))
+        moved, after = transition(swap, GRADS, state, params, yes, donate=donate)
+        assert not any(leaf.any() for leaf in tree.leaves_of(moved))
+        assert all(map(torch.equal, tree.leaves_of(after), tree.leaves_of(PARAMS)))
 
 
 def test_an_update_that_was_replaced_is_not_run() -> None:
@@ -106,7 +105,7 @@ def test_an_update_that_was_replaced_is_not_run() -> None:
         return native.update(tree.map(lambda grad: grad / 2, grads), state, params)
 
     native = ps.optim.sgd(1.0)
-    halved = native._replace(update=half, update_=None, takes=())
+    halved = native._replace(update=half, update_=None)
     group = [{"x": torch.ones(1)}]
     for donate in (False, True):
         step = ps.make_update_step(

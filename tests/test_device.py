@@ -26,10 +26,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "torch.func": {"grad_and_value": torch.func.grad_and_value},
 }
 GROUPS: dict[str, Callable[[Batch], list[Batch]]] = {
-    "one": lambda batch: [batch],
     "many": lambda batch: cut(batch, [[0, 1], [], [2], [3]]),
-    "none": lambda batch: [],
-    "ignored": lambda batch: [{**batch, "w": torch.zeros_like(batch["w"])}],
     "infinite": lambda batch: [{**batch, "y": batch["y"] * torch.inf}],
 }
 
@@ -95,13 +92,6 @@ def assert_as_on_the_host(name: str, group: list[Batch], **settings: Any) -> Non
 def test_every_optimizer_with_every_setting(name: str, settings: str) -> None:
     group = GROUPS["many"](problem()[1])
     assert_as_on_the_host(name, group, **SETTINGS[settings])
-
-
-@pytest.mark.parametrize("kind", ["one", "none", "ignored"])
-@pytest.mark.parametrize("settings", ["default", "all"])
-@pytest.mark.parametrize("name", ["all of sgd", "all of lion", "all of adamw", "partition"])
-def test_every_group(name: str, settings: str, kind: str) -> None:
-    assert_as_on_the_host(name, GROUPS[kind](problem()[1]), **SETTINGS[settings])
 
 
 @pytest.mark.parametrize("donate", [False, True])

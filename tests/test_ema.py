@@ -98,15 +98,6 @@ def test_a_decay_for_each_of_an_ensemble() -> None:
     assert torch.vmap(averaged)(torch.tensor([0.0, 0.5, 1.0])).tolist() == [4.0, 2.0, 0.0]
 
 
-def test_it_is_saved_with_the_rest() -> None:
-    params = start()
-    params, state = OPTIMIZER.update(
-        tree.map(torch.ones_like, params), OPTIMIZER.init(params), params
-    )
-    back = ps.load_state_dict(OPTIMIZER.init(start()), ps.state_dict(state))
-    assert lists(back.average) == lists(state.average) != lists(start())
-
-
 def test_refuses() -> None:
     with pytest.raises(TypeError, match="ema wraps an Optimizer, got Transform"):
         ps.optim.ema(ps.optim.momentum(0.9), 0.9)  # type: ignore[arg-type]

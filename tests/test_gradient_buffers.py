@@ -1,4 +1,4 @@
-"""Whose memory gradients are in: every sum has its own, or the buffer that was given for it."""
+"""Whose memory gradients are in: every sum has its own, or the zeroed buffer that is passed for it."""
 
 from __future__ import annotations
 
@@ -23,10 +23,11 @@ def test_a_gradient_shared_by_two_leaves_is_two_sums() -> None:
     assert grads[0].data_ptr() != grads[1].data_ptr()
 
 
-@pytest.mark.parametrize("out", [None, [torch.zeros(1) for _ in range(3)]])
+@pytest.mark.parametrize("buffers", [False, True])
 @pytest.mark.parametrize("number", [1, 2, 3])
-def test_a_gradient_whose_memory_two_leaves_share_is_two_sums(number: int, out: Any) -> None:
-    """Autograd hands views of one tensor to all that were stacked. Its own sums are wrong from the second pass on."""
+def test_a_gradient_whose_memory_two_leaves_share_is_two_sums(number: int, buffers: bool) -> None:
+    """Autograd hands views of one tensor to all that are stacked, and adds to them twice."""
+    out = [torch.zeros(1) for _ in range(3)] if buffers else None
     params = [torch.ones(1) for _ in range(3)]
     group = [{"x": torch.tensor([2.0**m]), "first": m > 0} for m in range(number)]
 
@@ -38,49 +39,49 @@ def test_a_gradient_whose_memory_two_leaves_share_is_two_sums(number: int, out: 
     assert len({grad.data_ptr() for grad in grads}) == 3
 
 
-def test_a_gradient_that_somebody_keeps_is_not_added_to() -> None:
-    class Kept(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: Tensor, kept: Tensor) -> Tensor:
-            ctx.kept = kept
-            return (x * kept).sum(0, keepdim=True)
-
-        @staticmethod
-        def backward(ctx: Any, _: Tensor) -> Any:
-            return ctx.kept.view(-1), None
-
-    kept = torch.tensor([2.0, 3.0])
-    grads, *_ = ps.accumulate(
-        lambda w, m: Kept.apply(w, kept) * m["x"],
-        torch.ones(2),
-        [{"x": torch.ones(1)}] * 3,
+@pytest.mark.parametrize("recorded", [False, True])
+@pytest.mark.parametrize("donate", [False, True])
+@pytest.mark.parametrize("normalize", ["loss", "grads"])
+def test_a_shared_gradient_in_a_step(normalize: Any, donate: bool, recorded: bool) -> None:
+    """Recorded by what its gradients do not depend on, a step works on them in place."""
+    optimizer = ps.optim.sgd(1.0, 0.5)
+    step = ps.make_update_step(
+        lambda p, m: torch.stack([p["a"], p["b"]]).sum(0) * m["x"] + m["z"],
+        optimizer,
         weight_fn=x_ones,
+        normalize=normalize,
+        donate=donate,
     )
-    assert grads.tolist() == [6, 9]
-    assert kept.tolist() == [2, 3]
+    params = {"a": torch.zeros(1), "b": torch.zeros(1)}
+    state, z = optimizer.init(params), torch.zeros(1, requires_grad=recorded)
+    group = [{"x": torch.tensor([2.0**m]), "z": z} for m in range(4)]
+    for expected in (-15 / 4, -15 / 4 * 2.5):
+        params, state, _ = step(params, state, group)
+        assert [leaf.item() for leaf in params.values()] == [expected] * 2
 
 
 @pytest.mark.parametrize("how", WAYS, ids=["own", "torch.func"])
 def test_sparse_gradients_arrive_dense(how: dict[str, Any]) -> None:
-    table, group = torch.zeros(4, 2), [{"x": torch.tensor([1, 1])}, {"x": torch.tensor([3, 0])}]
+    table = torch.zeros(4, 2)
+    group = [{"x": torch.tensor(rows)} for rows in ([1, 1], [3, 0], [1, 3])]
 
     def loss_fn(table: Tensor, m: dict[str, Tensor]) -> Tensor:
         return torch.nn.functional.embedding(m["x"], table, sparse=True).sum(-1)
 
     grads, *_ = ps.accumulate(loss_fn, table, group, weight_fn=x_ones, **how)
     assert grads.layout == torch.strided
-    assert grads.sum(1).tolist() == [2, 4, 0, 2]
+    assert grads.sum(1).tolist() == [2, 6, 0, 4]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_out_and_ready(dtype: torch.dtype) -> None:
-    """Sums stand in the buffers, whatever those held; a leaf is announced once, when it is final."""
+    """Sums stand in the buffers; a leaf is announced once, when it is final."""
     params = {
         "a": torch.ones(2, dtype=dtype),
         "b": torch.ones(2, dtype=dtype),
         "unused": torch.ones(1),
     }
-    out = [torch.full((2,), 7.0), torch.full((2,), float("nan")), torch.full((1,), 7.0)]
+    out = [torch.zeros(2), torch.zeros(2), torch.zeros(1)]
     seen: dict[int, list[float]] = {}
 
     def loss_fn(p: Any, m: dict[str, Tensor]) -> Tensor:
@@ -103,9 +104,9 @@ def test_out_and_ready(dtype: torch.dtype) -> None:
 def test_out_of_leaves_that_some_microbatches_leave_out(
     dtype: torch.dtype, announced: bool
 ) -> None:
-    """Experts of a mixture, say: leaf i takes part in microbatch m where bit m of i is set, with a gradient of 2 ** m."""
+    """Experts, say: where bit m of i is set, leaf i has a gradient of 2 ** m in microbatch m."""
     params = [torch.ones(1, dtype=dtype) for _ in range(8)]
-    out = [torch.full((1,), float("nan")) for _ in params]
+    out = [torch.zeros(1) for _ in params]
     group = [{"x": torch.tensor([2.0**m]), "bit": m} for m in range(3)]
     seen = []
 
@@ -140,7 +141,7 @@ class First(torch.autograd.Function):
 @pytest.mark.parametrize("buffers", [True, False])
 def test_a_gradient_that_is_none_is_zero(dtype: torch.dtype, buffers: bool) -> None:
     params = [torch.ones(1, dtype=dtype) for _ in range(2)]
-    out = [torch.full((1,), float("nan")) for _ in params] if buffers else None
+    out = [torch.zeros(1) for _ in params] if buffers else None
     grads, *_ = ps.accumulate(
         lambda p, m: First.apply(*p).float() * m["x"],
         params,
@@ -153,39 +154,39 @@ def test_a_gradient_that_is_none_is_zero(dtype: torch.dtype, buffers: bool) -> N
 
 
 def test_out_in_a_dtype_of_its_own() -> None:
-    out = [torch.full((1,), float("nan"), dtype=torch.float64)]
+    out, dtype = [torch.zeros(1, dtype=torch.float64)], torch.float64
     group = [{"x": torch.ones(1)}] * 3
-    grads, *_ = ps.accumulate(squares, torch.ones(1), group, weight_fn=x_ones, out=out)
+    grads, *_ = ps.accumulate(
+        squares, torch.ones(1), group, weight_fn=x_ones, out=out, accum_dtype=dtype
+    )
     assert grads is out[0]
     assert grads == 6
 
 
-def test_what_a_hook_keeps_is_its_own() -> None:
-    """The gradient of one microbatch, whatever is added later."""
-    kept: list[Any] = []
+def test_a_hook_after_accumulation_sees_the_sum() -> None:
+    seen: list[float] = []
 
     def loss_fn(w: Tensor, m: dict[str, Tensor]) -> Tensor:
-        w.register_post_accumulate_grad_hook(lambda leaf: kept.append(leaf.grad))
+        w.register_post_accumulate_grad_hook(lambda leaf: seen.append(leaf.grad.item()))
         return w * m["x"]
 
     group = [{"x": torch.tensor([2.0**m])} for m in range(3)]
     grads, *_ = ps.accumulate(loss_fn, torch.ones(1), group, weight_fn=x_ones)
     assert grads == 7
-    assert [grad.item() for grad in kept] == [1, 2, 4]
+    assert seen == [1, 3, 7]
 
 
-def test_buffers_of_any_strides() -> None:
-    """Whatever the memory order of leaves, of buffers, and of the gradients between them."""
-    for leaf in (torch.ones(2, 3), torch.ones(3, 2).t(), torch.ones(2, 6)[:, ::2]):
-        for place in (torch.empty(2, 3), torch.empty(3, 2).t(), torch.empty(2, 6)[:, ::2]):
-            x = torch.arange(6.0).view(2, 3)
-            grads, *_ = ps.accumulate(
-                lambda w, m: (w * m).sum().expand(1),
-                leaf,
-                [x, 2 * x, 4 * x],
-                weight_fn=lambda m: torch.ones(1),
-                out=[place],
-                ready=lambda index: None,
-            )
-            assert grads is place
-            assert torch.equal(grads, 7 * x)
+@pytest.mark.parametrize("like", [torch.zeros(2, 3), torch.zeros(3, 2).t()])
+def test_buffers_lie_as_their_leaves_do(like: Tensor) -> None:
+    """Whatever the memory order of gradients."""
+    x, out = torch.arange(6.0).view(2, 3), torch.zeros_like(like)
+    grads, *_ = ps.accumulate(
+        lambda w, m: (w.t() * m.t()).sum().expand(1),
+        torch.ones_like(like),
+        [x, 2 * x, 4 * x],
+        weight_fn=lambda m: torch.ones(1),
+        out=[out],
+        ready=lambda index: None,
+    )
+    assert grads is out
+    assert torch.equal(grads, 7 * x)

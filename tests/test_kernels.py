@@ -10,9 +10,9 @@ import torch
 
 import purestep as ps
 from purestep import tree
-from purestep.optim.base import guarded
+from purestep.step import transition
 from purestep.testing.bounds import gamma
-from tests.optimizers import GRADS, PARAMS, RECIPES, SHAPES
+from tests.optimizers import GRADS, PARAMS, RECIPES, SHAPES, updated
 from tests.torch_internals import TorchDispatchMode
 
 RATES = [1e-2, torch.tensor(1e-2), ps.optim.linear_schedule(3e-2, 1e-3, 3)]
@@ -83,33 +83,27 @@ def test_kernels_and_plain_arithmetic_agree(
     state = in_place = (params, optimizer.init(params))
     batched = tree.map(lambda leaf: torch.stack([leaf, leaf]), state)
     history = []
-    for step in range(4):
+    for _ in range(4):
         grads = [torch.randn(shape, generator=generator).to(of_grads) for shape in SHAPES]
-        scale = torch.tensor(7.3, dtype=torch.float64) if step % 2 else None
-        history.append([grad.double() / (1 if scale is None else scale) for grad in grads])
-
-        def under_vmap(
-            grads: Any, state: Any, params: Any, scale: torch.Tensor | None = scale
-        ) -> Any:
-            return optimizer.update(grads, state, params, grad_scale=scale)
-
+        history.append([grad.double() for grad in grads])
         both = [torch.stack([grad, -grad]) for grad in grads]
-        batched = torch.vmap(under_vmap)(both, batched[1], batched[0])
+        batched = torch.vmap(optimizer.update)(both, batched[1], batched[0])
         given = tree.map(torch.clone, grads)
-        new = optimizer.update(grads, state[1], state[0], grad_scale=scale)
+        state = optimizer.update(grads, state[1], state[0])
         assert all(map(torch.equal, grads, given))
         own_params, own_state = tree.map(torch.clone, in_place)
-        in_place = optimizer.update_(given, own_state, own_params, grad_scale=scale)
-        state = new
+        # They are the step's sums, which are wide.
+        wide = [grad.to(torch.float32) for grad in given]
+        in_place = optimizer.update_(wide, own_state, own_params, None)
     one = tree.map(lambda leaf: leaf[0], batched)
-    assert all(map(torch.equal, tree.leaves_of(in_place), tree.leaves_of(state)))
+    assert all(map(torch.equal, tree.leaves_of(one), tree.leaves_of(state)))
     if name not in FUSED or dtype != torch.float32:
-        assert all(map(torch.equal, tree.leaves_of(one), tree.leaves_of(state)))
+        assert all(map(torch.equal, tree.leaves_of(in_place), tree.leaves_of(state)))
         return
     bounds = rounding_of_adamw(FUSED[name](rate), params, history)
     for place, bound in enumerate(bounds[0]):
-        assert_tail_within(one[0][place], state[0][place], bound)
-    for label, other in of_adamw(one[1]).items():
+        assert_tail_within(in_place[0][place], state[0][place], bound)
+    for label, other in of_adamw(in_place[1]).items():
         mine = of_adamw(state[1])[label]
         assert other.step == mine.step
         for slot, bound in (("mu", bounds[1]), ("nu", bounds[2])):
@@ -117,6 +111,23 @@ def test_kernels_and_plain_arithmetic_agree(
             for theirs, ours, limit in pairs:
                 if isinstance(ours, torch.Tensor):
                     assert_tail_within(theirs, ours, limit)
+
+
+@pytest.mark.parametrize("odd", ["float64", "bfloat16", "rows apart"])
+def test_a_leaf_that_is_not_for_the_kernel(odd: str) -> None:
+    """It goes by the formula, and the others by the kernel, to the bits of each alone; applied or not."""
+    leaf = torch.linspace(-1, 1, 64).view(4, 16)
+    other = {"float64": leaf.double(), "bfloat16": leaf.bfloat16(), "rows apart": leaf.T}[odd]
+    params = {"a": torch.ones(3, 16), "b": other, "c": torch.ones(16)}
+    grads = tree.map(lambda p: torch.sin(p.to(torch.promote_types(p.dtype, torch.float32))), params)
+    optimizer = ps.optim.adamw(0.1)
+    assert optimizer.update_ is not None
+    given = tree.map(torch.clone, (grads, optimizer.init(params), params))
+    expected = optimizer.update(*given)
+    with Calls() as calls:
+        result = updated(optimizer, "update_", *tree.map(torch.clone, given))
+    assert calls.counts["_fused_adamw_"] == 2
+    assert all(map(torch.equal, tree.leaves_of(result), tree.leaves_of(expected)))
 
 
 class Calls(TorchDispatchMode):
@@ -138,7 +149,7 @@ def test_one_kernel_for_all_leaves() -> None:
     opt_state = optimizer.init(params)
     assert optimizer.update_ is not None
     with Calls() as calls:
-        optimizer.update_(params, opt_state, tree.map(torch.clone, params))
+        optimizer.update_(params, opt_state, tree.map(torch.clone, params), None)
     assert calls.counts.pop("_fused_adamw_") == 1
     calls.counts.pop("clone")
     views = {"view", "slice", "alias", "detach"}
@@ -171,17 +182,17 @@ HELD_BACK = {
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), 0.0])
+@pytest.mark.parametrize("donate", [False, True])
 @pytest.mark.parametrize("name", HELD_BACK)
-def test_derivatives_of_an_update_that_is_held_back(name: str, bad: float) -> None:
-    """``update_`` with ``applied=False`` is the identity, and so are its derivatives: by params, rate and gradients."""
+def test_derivatives_of_an_update_that_is_held_back(name: str, bad: float, donate: bool) -> None:
+    """A transition that is not applied is the identity, and so are its derivatives: by params, rate and gradients."""
     bads = tree.map(lambda leaf: leaf * bad, GRADS)
     ones = tree.map(torch.ones_like, PARAMS)
 
     def held_back(rate: Any, grads: Any, params: Any) -> Any:
         optimizer = HELD_BACK[name](rate)
-        update_ = guarded(optimizer)
-        state = optimizer.init(PARAMS)
-        return update_(grads, state, params, applied=torch.tensor(False), grad_scale=None)[0]
+        state, no = optimizer.init(PARAMS), torch.tensor(False)
+        return transition(optimizer, grads, state, params, no, donate=donate)[0]
 
     def total(*point: Any) -> torch.Tensor:
         return torch.stack([leaf.sum() for leaf in tree.leaves_of(held_back(*point))]).sum()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import weakref
 from functools import partial
 from typing import Any
@@ -68,8 +67,7 @@ def test_what_a_loss_keeps_of_its_leaves_is_a_constant_later() -> None:
     assert ps.accumulate(loss_fn, torch.ones(1), group, weight_fn=x_ones).grads == 2 + 1 + 1
 
 
-@pytest.mark.parametrize("fails", [False, True])
-def test_autocast_keeps_nothing_of_ours(fails: bool) -> None:
+def test_autocast_keeps_nothing_of_ours() -> None:
     """Its casts of a microbatch's leaves go with the microbatch, in a long-lived autocast too."""
     casts: list[weakref.ref[Tensor]] = []
 
@@ -83,16 +81,12 @@ def test_autocast_keeps_nothing_of_ours(fails: bool) -> None:
             return result
 
     def loss_fn(w: Tensor, m: Tensor) -> Tensor:
-        losses = (m @ w).float().sum(1)
-        if fails:
-            raise ArithmeticError
-        return losses
+        return (m @ w).float().sum(1)
 
     x = [torch.ones(2, 3, dtype=torch.bfloat16)] * 2
-    failing = pytest.raises(ArithmeticError) if fails else contextlib.nullcontext()
     with torch.autocast("cpu", dtype=torch.bfloat16):
         for _ in range(2):
-            with Seen(), failing:
+            with Seen():
                 ps.accumulate(loss_fn, torch.ones(3, 3), x, weight_fn=lambda m: torch.ones(2))
             assert casts
             assert all(cast() is None for cast in casts)

@@ -21,7 +21,6 @@ STEPS: dict[str, dict[str, Any]] = {
     "torch.func": {"grad_and_value": torch.func.grad_and_value},
     "compiled": {"compile": True},
     "compiled torch.func": {"compile": True, "grad_and_value": torch.func.grad_and_value},
-    "per example": {"normalize": "grads", "grad_and_value": ps.per_example(clip=1e9)},
 }
 
 

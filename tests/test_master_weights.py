@@ -12,13 +12,13 @@ from torch import Tensor
 import purestep as ps
 from proofs.strategies import assert_same, labels
 from proofs.test_t06_purity import storages
-from proofs.test_t08_optimizers import WHOLE_VECTORS, buffers, kinds, random_grads, random_params
+from proofs.test_t08_optimizers import buffers, kinds, random_grads, random_params
 from purestep import tree
-from tests.halves import HALVES, linear_loss, quadratic_loss, tokens, training, weights_of
-from tests.optimizers import assert_in_place_where_it_applies
+from tests.halves import HALVES
+from tests.optimizers import WAYS, assert_in_place_where_it_applies, updated
 
-SHAPES = {"matrix": (5, 7), "rest": [(16,), ()]}
-MATRICES = {"first": (5, 7), "second": (4, 4)}
+SHAPES = {"matrix": (4, 8), "rest": [(16,), (48,)]}
+MATRICES = {"first": (4, 8), "second": (4, 4)}
 INNER: dict[str, Callable[[], ps.optim.Optimizer]] = {
     "adamw": lambda: ps.optim.adamw(0.01, weight_decay=0.1),
     "sgd": lambda: ps.optim.sgd(
@@ -62,36 +62,21 @@ def test_the_master_is_the_float32_run(
     donated = tree.map(torch.clone, pure)
     full, places = kinds(pure), buffers(donated)
     assert optimizer.update_ is not None
-    for number in range(20):
+    for _ in range(20):
         grads = to(grad_dtype or dtype, random_grads(wide, generator))
-        scale = torch.tensor(3.7) if number % 2 else None
         given = (grads, pure[1], pure[0])
         before = tree.map(torch.clone, given)
-        pure = scaled(optimizer.update, scale)(*given)
+        pure = optimizer.update(*given)
         assert_same(given, before, "(grads, opt_state, params)")
         assert not storages(pure) & storages(given)
         own = (tree.map(torch.clone, grads), donated[1], donated[0])
-        donated = scaled(optimizer.update_, scale)(*own)
+        donated = optimizer.update_(*own, None)
         assert buffers(donated) == places
-        alone = by_hand(name, inner, to(torch.float32, grads), alone, scale)
+        alone = inner.update(to(torch.float32, grads), alone[1], alone[0])
         for ours, state in (pure, donated):
             assert kinds((ours, state)) == full
             assert_same(state, ps.optim.MasterState(*alone), "opt_state")
             assert_same(ours, to(dtype, state.master), "params")
-
-
-def scaled(update: Callable[..., Any], scale: Tensor | None) -> Callable[..., Any]:
-    """With the keyword ``grad_scale``, where there is one."""
-    return lambda *args: update(*args) if scale is None else update(*args, grad_scale=scale)
-
-
-def by_hand(
-    name: str, inner: ps.optim.Optimizer, grads: Any, state: Any, scale: Tensor | None
-) -> Any:
-    """The inner optimizer on its own; one that knows no ``grad_scale`` gets gradients divided beforehand."""
-    if scale is None or name not in ("torch", "Muon"):
-        return scaled(inner.update, scale)(grads, state[1], state[0])
-    return inner.update(tree.map(lambda grad: grad / scale, grads), state[1], state[0])
 
 
 @pytest.mark.parametrize("dtype", HALVES)
@@ -101,53 +86,6 @@ def test_in_place_where_it_applies(name: str, dtype: torch.dtype) -> None:
     params = random_params(shapes_for(name), dtype, generator)
     grads = [to(torch.float32, random_grads(params, generator)) for _ in range(3)]
     assert_in_place_where_it_applies(ps.optim.master_weights(INNER[name]()), params, grads)
-
-
-@pytest.mark.parametrize("normalize", ["loss", "grads"])
-@pytest.mark.parametrize("dtype", HALVES)
-@pytest.mark.parametrize("name", INNER)
-def test_master_weights_in_the_step(name: str, dtype: torch.dtype, normalize: Any) -> None:
-    """Donated or not, the float32 run on the gradients that the step sums; steps not taken are the identity."""
-    params, groups = training(dtype)
-    optimizer, inner = ps.optim.master_weights(INNER[name]()), INNER[name]()
-    idle: list[Any] = [
-        [],
-        [{**batch, "w": batch["w"] * 0} for batch in groups[0]],
-        [{**batch, "x": batch["x"] * float("inf")} for batch in groups[0]],
-    ]
-    for donate in (False, True):
-        step = ps.make_update_step(
-            quadratic_loss,
-            optimizer,
-            weight_fn=weights_of,
-            normalize=normalize,
-            donate=donate,
-            on_nonfinite="skip",
-        )
-        given = ours, opt_state = tree.map(torch.clone, (params, optimizer.init(params)))
-        wide = to(torch.float32, params)
-        alone = (wide, inner.init(wide))
-        for group in groups:
-            counted = ps.count(group, weights_of) if normalize == "loss" else None
-            grads, *_ = ps.accumulate(
-                quadratic_loss,
-                ours,
-                group,
-                weight_fn=weights_of,
-                total=counted,
-            )
-            scale = None if normalize == "loss" else tokens(group)
-            alone = by_hand(name, inner, grads, alone, scale)
-            ours, opt_state, metrics = step(ours, opt_state, group)
-            assert metrics.applied
-            expected = to(dtype, alone[0]), ps.optim.MasterState(*alone)
-            assert_same((ours, opt_state), expected, f"state with {donate=}")
-            for other in idle:
-                ours, opt_state, metrics = step(ours, opt_state, other)
-                assert not metrics.applied
-                assert_same((ours, opt_state), expected, f"state with {donate=}")
-        shared = storages((ours, opt_state)) & storages(given)
-        assert shared == (storages(given) if donate else set())
 
 
 @pytest.mark.parametrize("dtype", HALVES)
@@ -198,29 +136,6 @@ def test_params_of_several_dtypes() -> None:
     assert kinds((moved, after)) == kinds((params, state))
 
 
-@pytest.mark.parametrize("dtype", HALVES)
-@pytest.mark.parametrize("name", ["adamw", "sgd", "lion", "no kernels"])
-def test_vmap_over_master_weights(name: str, dtype: torch.dtype) -> None:
-    """An ensemble is its members one by one, to the bit, in leaves of whole vectors."""
-    optimizer = ps.optim.master_weights(INNER[name]())
-    generator = torch.Generator().manual_seed(0)
-    members = [random_params(WHOLE_VECTORS, dtype, generator) for _ in range(3)]
-    states = [(params, optimizer.init(params)) for params in members]
-
-    def stacked(*states: Any) -> Any:
-        return tree.map(lambda *leaves: torch.stack(leaves), *states)
-
-    ensemble = stacked(*states)
-    for _ in range(4):
-        grads = [to(torch.float32, random_grads(params, generator)) for params in members]
-        states = [
-            optimizer.update(one, state, params)
-            for one, (params, state) in zip(grads, states, strict=True)
-        ]
-        ensemble = torch.vmap(optimizer.update)(stacked(*grads), ensemble[1], ensemble[0])
-        assert_same(ensemble, stacked(*states))
-
-
 def test_derivatives_through_master_weights() -> None:
     """The master's derivative passes through; the rounding has the derivative of the identity."""
     params = {"w": torch.tensor([1.0, -2.0], dtype=torch.bfloat16)}
@@ -244,33 +159,12 @@ def test_master_weights_refuse() -> None:
     params = {"w": torch.ones(2, dtype=torch.bfloat16)}
     inner = ps.optim.adamw(0.1).init(params)
     assert optimizer.update_ is not None
-    for update in (optimizer.update, optimizer.update_):
+    for way in WAYS:
         with pytest.raises(ValueError, match=r"it is AdamWState.*, and MasterState.* was expected"):
-            update(params, inner, params)
+            updated(optimizer, way, params, inner, params)
     others = optimizer.init({"w": torch.ones(3, dtype=torch.bfloat16)})
-    for update in (optimizer.update, optimizer.update_):
+    for way in WAYS:
         with pytest.raises(
             ValueError, match=r"opt_state\.master\['w'\] is .*\(3,\), and .*\(2,\) was expected"
         ):
-            update(params, others, params)
-
-
-def test_master_weights_on_ranks() -> None:
-    """Ranks with uneven data have the same bits, and they are those of one rank where nothing is rounded."""
-    dtype = torch.bfloat16
-    params = {"w": torch.tensor([1.0, -2.0, 0.5], dtype=dtype)}
-    rows = torch.tensor([[1.0, 2, -1], [2, 0, 1], [0, 1, 1], [-1, 1, 2]], dtype=dtype)
-    group = [{"x": row[None], "w": torch.ones(1)} for row in rows]
-    optimizer = ps.optim.master_weights(ps.optim.adamw(0.1))
-    axis = ps.testing.ThreadAxis(3)
-
-    def run(axis: ps.Axis, mine: list[Any]) -> Any:
-        step = ps.make_update_step(linear_loss, optimizer, weight_fn=weights_of, axis=axis)
-        ours, opt_state = params, optimizer.init(params)
-        for _ in range(5):
-            ours, opt_state, _ = step(ours, opt_state, mine)
-        return ours, opt_state
-
-    alone = run(ps.LocalAxis(), group)
-    for result in axis.map(lambda mine: run(axis, mine))([group[:3], [], group[3:]]):
-        assert_same(result, alone)
+            updated(optimizer, way, params, others, params)

@@ -33,7 +33,7 @@ def grid() -> DeviceMesh:
 
 
 def as_dtensors(axis: ps.MeshAxis) -> list[bool]:
-    """What holds of trees that go to DTensors and back: one row of pieces too few, or all alike, or along another dimension."""
+    """Trees go to DTensors and back: with fewer rows than ranks, or along another dimension."""
     found = []
     for shape, dim in (((6, 2), 0), ((8,), 0), ((2, 5), 1), ((3, 2), 0)):
         whole = torch.arange(float(torch.Size(shape).numel())).view(shape)
@@ -64,11 +64,12 @@ def on_a_part(rank: int) -> list[str]:
     """With what DTensors on another mesh, and a Shard on none, are refused."""
     told = []
     theirs = distribute_tensor(torch.ones(4, 4), grid(), [Shard(0), Shard(1)])
+    part = theirs.redistribute(placements=[Shard(0), Replicate()])
     for call in (
         lambda: ps.from_dtensor({"w": theirs}, ps.MeshAxis(grid(), "dp")),
-        lambda: ps.from_dtensor(theirs.redistribute(placements=[Shard(0), Replicate()]), ps.MeshAxis(mesh(), "dp")),
+        lambda: ps.from_dtensor(part, ps.MeshAxis(mesh(), "dp")),
         lambda: ps.to_dtensor(ps.shard(torch.ones(2), ps.LocalAxis())),
-    ):  # fmt: skip
+    ):
         try:
             call()
         except (TypeError, ValueError) as error:
@@ -79,8 +80,8 @@ def on_a_part(rank: int) -> list[str]:
 
 def test_other_dtensors_are_refused(world: World) -> None:
     for two, part, local, same_axis in values(world.run(on_a_part)):
-        assert "spread over one axis" in two
-        assert "spread over one axis" in part
+        assert "a Shard lies on one axis, here MeshAxis('dp'" in two
+        assert "a Shard lies on one axis, here MeshAxis('dp'" in part
         assert "Shard over LocalAxis() cannot be a DTensor" in local
         assert same_axis == "True"
 

@@ -45,13 +45,13 @@ def test_steps_compiled_and_donated(name: str) -> None:
     assert_equal(plain, train(apply, params))
 
 
-def test_in_pieces_it_is_right() -> None:
+def test_without_a_graph_it_is_right() -> None:
     """Where a compiler gives up, nothing is swapped: checkpoints and threads find their own params."""
     torch.compiler.reset()
     params, apply = ps.from_module(Broken().double())
     with pytest.warns(UserWarning, match="cannot make one graph"):
-        pieces = train(apply, params, compile=True)
-    assert close(pieces, train(apply, params))
+        eager = train(apply, params, compile=True)
+    assert close(eager, train(apply, params))
 
 
 def test_threads_do_not_meet_in_compiled_pieces() -> None:

@@ -13,7 +13,7 @@ import purestep as ps
 from proofs.strategies import matrices
 from purestep import tree
 from purestep.testing.bounds import gamma
-from tests.optimizers import GRADS, PARAMS, RECIPES
+from tests.optimizers import GRADS, PARAMS, RECIPES, WAYS, updated
 
 
 @given(st.floats(0.1, 10))
@@ -81,7 +81,7 @@ def test_update_keeps_its_hands_off() -> None:
         optimizer = make(0.1)
         given = (GRADS, optimizer.init(PARAMS), PARAMS)
         before = tree.map(torch.clone, given)
-        optimizer.update(*given, grad_scale=torch.tensor(3.0))
+        optimizer.update(*given)
         assert all(map(torch.equal, tree.leaves_of(before), tree.leaves_of(given)))
 
 
@@ -147,3 +147,41 @@ def test_lion_passes_on_what_is_not_finite() -> None:
     grad = torch.tensor([float("nan"), 0.0, float("inf")])
     moved, _ = optimizer.update(grad, optimizer.init(params), params)
     assert moved.isnan().tolist() == [True, False, True]
+
+
+def test_sums_are_divided_before_the_optimizer() -> None:
+    """With ``normalize="grads"`` too."""
+    seen = []
+
+    def update(grads: Any, state: Any, params: Any) -> Any:
+        seen.append(grads)
+        return grads, state
+
+    optimizer = ps.optim.chain(ps.optim.Transform(lambda params: (), update), ps.optim.sgd(0.1))
+    step = ps.make_update_step(
+        lambda p, m: p["w"].sum() * m, optimizer, weight_fn=torch.ones_like, normalize="grads"
+    )
+    step(PARAMS, optimizer.init(PARAMS), [torch.ones(4)])
+    assert torch.equal(seen[0]["w"], torch.ones(2, 2))
+
+
+@pytest.mark.parametrize("method", WAYS)
+@pytest.mark.parametrize("half", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_half_precision_gradient_is_what_it_is_in_float32(
+    name: str, dtype: torch.dtype, half: torch.dtype, method: str
+) -> None:
+    """To the bit: 300² is no number of float16, and 257 none of bfloat16."""
+    optimizer = RECIPES[name](0.1)
+    params = [torch.ones(2, 2, dtype=dtype), torch.ones(3, dtype=dtype)]
+    grads = [torch.tensor([[300.0, -3e4], [1e-4, 0.0]]), torch.tensor([1e-4, 257.0, -6e-8])]
+    results = []
+    for kind in (half, torch.float32):
+        state = (params, optimizer.init(params))
+        for _ in range(2):
+            own = [grad.to(half).to(kind) for grad in grads]
+            ours, opt_state = tree.map(torch.clone, state)
+            state = updated(optimizer, method, own, opt_state, ours)
+        results.append(state)
+    assert all(map(torch.equal, *map(tree.leaves_of, results)))

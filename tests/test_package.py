@@ -68,64 +68,6 @@ def test_public_names_show_an_example() -> None:
                 assert ">>>" in (inspect.getdoc(value) or ""), f"{name} has no example"
 
 
-def test_imports_run_downward() -> None:
-    """Each module imports only from those before it."""
-    order = [
-        "types",
-        "torch_internals",
-        "pieces",
-        "tree",
-        "form",
-        "quantile",
-        "random",
-        "skeleton",
-        "keyed",
-        "modules",
-        "fingerprint",
-        "tokens",
-        "donation",
-        "batching",
-        "objective",
-        "backward",
-        "reverse_mode",
-        "products",
-        "rewrites",
-        "compiler",
-        "axis",
-        "loss_gathers",
-        "shard",
-        "passes",
-        "gathering",
-        "gathering_of_ranks",
-        "grads",
-        "privacy",
-        "gradient_noise",
-        "rematerialisation",
-        "region",
-        "losses",
-        "arguments",
-        "conversation",
-        "optim",
-        "step",
-        "evaluation",
-        "state",
-        "checkpoint",
-        "testing",
-        "examples",
-    ]
-    for file in (ROOT / "purestep").rglob("*.py"):
-        place = file.relative_to(ROOT / "purestep").with_suffix("").parts
-        if place == ("__init__",):
-            continue
-        source = file.read_text()
-        found = re.findall(
-            r"^(?:from|import) purestep(?:\.(\w+)[.\w]*)?(?: import (.*))?$", source, re.M
-        )
-        names = {name or part.strip() for name, what in found for part in (what or name).split(",")}
-        above = {n for n in names if n in order and order.index(n) > order.index(place[0])}
-        assert not above, f"{'/'.join(place)} imports upward: {above}"
-
-
 NAMED_TUPLES = {"_asdict", "_fields", "_replace"}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
@@ -13,7 +14,7 @@ from proofs.strategies import assert_same, labels
 from proofs.test_t06_purity import storages
 from proofs.test_t08_optimizers import buffers, kinds
 from purestep import tree
-from tests.optimizers import assert_in_place_where_it_applies
+from tests.optimizers import assert_in_place_where_it_applies, updated
 from tests.parts import LEARNING_RATE, PARTS, SGD, drawn, muon, muon_and_adamw, split
 
 
@@ -37,7 +38,7 @@ def test_muon_for_matrices_and_adamw_for_the_rest(seed: int, dtype: torch.dtype)
         pure = optimizer.update(*given)
         assert_same(given, before, "(grads, opt_state, params)")
         assert not storages(pure) & storages(given)
-        donated = optimizer.update_(tree.map(torch.clone, one), donated[1], donated[0])
+        donated = optimizer.update_(tree.map(torch.clone, one), donated[1], donated[0], None)
         assert buffers(donated) == places
         assert kinds(pure) == kinds(donated) == full
         for label, (mine, state) in alone.items():
@@ -89,7 +90,7 @@ def test_of_transforms() -> None:
     for one in grads:
         pure = optimizer.update(one, pure[1], pure[0])
         given = tree.map(torch.clone, (one, in_place[1], in_place[0]))
-        in_place = optimizer.update_(*given)
+        in_place = updated(optimizer, "update_", *given)
         assert_same(in_place, pure)
     own = ps.optim.sgd(0.5, momentum=0.5)
     alone = (split(params)["matrix"], own.init(split(params)["matrix"]))
@@ -117,7 +118,7 @@ def test_a_label_that_nobody_has() -> None:
     assert kinds((moved, after)) == kinds((params, state))
     assert optimizer.update_ is not None
     given = tree.map(torch.clone, (grads[0], state, params))
-    assert_same(optimizer.update_(*given), (moved, after))
+    assert_same(updated(optimizer, "update_", *given), (moved, after))
 
 
 @pytest.mark.parametrize("method", ["update", "update_"])
@@ -125,7 +126,7 @@ def test_a_state_of_others_is_refused(method: str) -> None:
     """It never trains on with half of a state."""
     params, grads = drawn(0)
     optimizer = muon_and_adamw()
-    state, update = optimizer.init(params), getattr(optimizer, method)
+    state, update = optimizer.init(params), partial(updated, optimizer, method)
     foreign: list[Any] = [
         (),
         {},
@@ -144,14 +145,14 @@ def test_a_state_of_others_is_refused(method: str) -> None:
     with pytest.raises(ValueError, match=r"it is AdamWState.*, and TorchState.* was expected"):
         update(grads[0], swapped, params)
     relabelled = ps.optim.partition(
-        lambda params: tree.map(lambda leaf: "rest" if leaf.numel() < 6 else "matrix", params),
+        lambda params: tree.map(lambda leaf: "rest" if leaf.numel() < 32 else "matrix", params),
         {"matrix": ps.optim.adamw(0.1), "rest": ps.optim.adamw(0.1)},
     ).init(params)
     both = ps.optim.partition(labels, {"matrix": ps.optim.adamw(0.1), "rest": ps.optim.adamw(0.1)})
     with pytest.raises(
         ValueError, match=r"opt_state was not made by optimizer\.init of these params"
     ):
-        getattr(both, method)(grads[0], relabelled, params)
+        updated(both, method, grads[0], relabelled, params)
 
 
 def test_each_part_sees_its_own_norm() -> None:
@@ -167,7 +168,7 @@ def test_each_part_sees_its_own_norm() -> None:
     for method in ("update", "update_"):
         for optimizer, factors in ((inside, (2 / 5, 1.0)), (before, (6.5 / 13, 6.5 / 13))):
             given = tree.map(torch.clone, (grads, optimizer.init(params), params))
-            moved, _ = getattr(optimizer, method)(*given)
+            moved, _ = updated(optimizer, method, *given)
             expected = {
                 "w": -grads["w"] * torch.tensor(factors[0]),
                 "b": -grads["b"] * torch.tensor(factors[1]),
@@ -175,26 +176,6 @@ def test_each_part_sees_its_own_norm() -> None:
             assert_same(moved, expected, method)
 
 
-@pytest.mark.parametrize("method", ["update", "update_"])
 @pytest.mark.parametrize("name", PARTS)
-def test_grad_scale_reaches_each_part_once(name: str, method: str) -> None:
-    """A power of two divides exactly, so nobody can tell; and a part without the keyword gets divided gradients."""
-    params, grads = drawn(3)
-    optimizer = ps.optim.partition(labels, PARTS[name])
-    plain = scaled = (params, optimizer.init(params))
-    divide: Any = ps.optim.chain(optimizer)  # gives the keyword to those who lack it
-    for one in grads:
-        plain = optimizer.update(one, plain[1], plain[0])
-        larger = tree.map(lambda grad: grad * 4, one)
-        given = tree.map(torch.clone, (larger, (scaled[1],), scaled[0]))
-        moved, (state,) = getattr(divide, method)(*given, grad_scale=torch.tensor(4))
-        scaled = (moved, state)
-        assert_same(scaled, plain)
-
-
-@pytest.mark.parametrize("scale", [None, 4.0])
-@pytest.mark.parametrize("name", PARTS)
-def test_in_place_where_it_applies(name: str, scale: float | None) -> None:
-    optimizer = ps.optim.partition(labels, PARTS[name])
-    how: Any = {} if scale is None else {"grad_scale": torch.tensor(scale)}
-    assert_in_place_where_it_applies(optimizer, *drawn(4), **how)
+def test_in_place_where_it_applies(name: str) -> None:
+    assert_in_place_where_it_applies(ps.optim.partition(labels, PARTS[name]), *drawn(4))

@@ -22,7 +22,7 @@ import purestep as ps
 from proofs.ranks import Run
 from proofs.strategies import assert_same
 from purestep.testing.processes import DeadRankError, World, values
-from tests.uneven import BAD, Batch, alone, batch, loss_fn, loss_with_aux, sound, step
+from tests.uneven import BAD, Batch, alone, batch, loss_fn, sound, step
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -62,7 +62,7 @@ def last_words(world: World, program: Callable[..., Any], *args: Any) -> list[An
 
 @pytest.mark.parametrize("where", ["weight_fn", "loss_fn"])
 def test_a_rank_that_is_killed(where: str) -> None:
-    """Before the first collective, and between the microbatches: the others end long before the group's timeout."""
+    """Before the first collective, and between microbatches: the others end before the timeout."""
     with World(3, timeout=30) as world:
         first, killed, last = last_words(world, dies, where)
     assert isinstance(killed, DeadRankError)
@@ -95,7 +95,7 @@ def fails_before_its_peer(rank: int) -> None:
 
 
 def test_a_rank_that_fails_while_a_peer_waits_for_it_elsewhere() -> None:
-    """It waits for as long as its group allows, and raises its own error; the peer learns that it waits in vain."""
+    """It waits for as long as its group allows, and raises its own error, as the peer does."""
     with World(2, timeout=30) as world:
         first, peer = last_words(world, fails_before_its_peer)
     assert (type(first), str(first)) == (ArithmeticError, "too soon")
@@ -106,11 +106,11 @@ def test_a_rank_that_fails_while_a_peer_waits_for_it_elsewhere() -> None:
 def fails_early(axis: ps.Axis, rank: int) -> tuple[str, Any]:
     """A rank fails long before the others come to their loss; what each hears, and a sound step."""
 
-    def loss(params: Any, microbatch: Batch) -> ps.LossTerms:
+    def loss(params: Any, microbatch: Batch) -> Tensor:
         if rank == BAD:
             raise ArithmeticError("a bad sample")
         time.sleep(1.5)
-        return loss_with_aux(params, microbatch)
+        return loss_fn(params, microbatch)
 
     with pytest.raises((ArithmeticError, ps.RankError)) as info:
         step(axis, {**sound(rank), "loss_fn": loss, "microbatches": [batch(2)]})

@@ -332,24 +332,20 @@ def test_with_keys() -> None:
         ps.random.with_keys(examples[:1], key, identity="x")
 
 
-def test_per_example_gradients_draw_for_themselves() -> None:
-    """``per_example`` takes rows apart, and each has its own key."""
+def test_gradients_of_single_examples_draw_for_themselves() -> None:
+    """Rows under ``torch.vmap`` have their own keys, and draw what they draw in a microbatch."""
     keys, x = ps.random.split(ps.random.key(0), 3), torch.randn(3, 4)
 
     def loss(w: Tensor, m: Any) -> Tensor:
         return ps.random.dropout(m["x"], 0.5, m["key"]) @ w
 
-    step = ps.make_update_step(
-        loss, ps.optim.sgd(1.0), weight_fn=lambda m: torch.ones(len(m["x"])), normalize="grads",
-        grad_and_value=ps.per_example(clip=1e6),
-    )  # fmt: skip
-    plain = ps.make_update_step(
-        loss, ps.optim.sgd(1.0), weight_fn=lambda m: torch.ones(len(m["x"]))
-    )
+    def gradient(w: Tensor, group: list[Any]) -> Tensor:
+        sums = ps.accumulate(loss, w, group, weight_fn=lambda m: torch.ones(len(m["x"])))
+        return sums.grads
+
     w, microbatch = torch.zeros(4), {"x": x, "key": keys}
-    one, _, _ = step(w, ps.optim.sgd(1.0).init(w), [microbatch])
-    other, _, _ = plain(w, ps.optim.sgd(1.0).init(w), [microbatch])
-    torch.testing.assert_close(one, other)
+    each = torch.vmap(lambda m: gradient(w, [{name: leaf[None] for name, leaf in m.items()}]))
+    torch.testing.assert_close(each(microbatch).sum(0), gradient(w, [microbatch]))
 
 
 def test_draws_from_nothing_else() -> None:

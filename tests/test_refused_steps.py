@@ -26,7 +26,7 @@ def test_a_reduced_loss(reduce: Any) -> None:
 
 def test_losses_of_another_shape_are_not_broadcast() -> None:
     with pytest.raises(
-        ValueError, match=r"\(2, 1\) against weights of shape \(2,\).*never broadcast"
+        ValueError, match=r"\(2, 1\) against weights of shape \(2,\): the same number in another"
     ):
         step_with(lambda p, m: loss_fn(p, m)[:, None])
     with pytest.raises(ValueError, match=r"\(2,\) against weights of shape \(1,\)"):
@@ -157,7 +157,7 @@ def test_aux_of_different_structure() -> None:
         ({"optimizer": ps.optim.adamw}, r"got function: call it with its settings first"),
         (
             {"loss": lambda p, m: (loss_fn(p, m), 1)},
-            r"returned a tuple of 2: .*ps\.LossTerms\(tokens",
+            r"one loss per token, or name the parts as ps\.LossTerms\(tokens.* got tuple",
         ),
     ],
 )
@@ -167,8 +167,42 @@ def test_first_mistakes(arguments: dict[str, Any], message: str) -> None:
 
 
 def test_a_module_is_not_its_params() -> None:
-    with pytest.raises(TypeError, match=r"params is a module, Linear: .*functional_call"):
+    with pytest.raises(TypeError, match=r"params is a module, Linear: .*ps\.from_module"):
         ps.make_update_step(loss_fn, SGD)(torch.nn.Linear(1, 1), (), [])
+
+
+def test_a_module_is_not_its_params_for_init_either() -> None:
+    """The optimizer is the first to see params; other leaves that are no tensors are refused alike."""
+    linear = torch.nn.Linear(2, 2)
+    optimizers = [
+        ps.optim.adamw(0.1),
+        ps.optim.sgd(0.1),
+        ps.optim.master_weights(ps.optim.sgd(0.1)),
+        ps.optim.ema(ps.optim.sgd(0.1), 0.9),
+        ps.optim.partition("all", {"all": ps.optim.sgd(0.1)}),
+        ps.optim.from_torch(torch.optim.SGD, lr=0.1),
+    ]
+    for optimizer in optimizers:
+        for what, path in (
+            (linear, "params is of type Linear"),
+            (linear.parameters(), "params is of type generator"),
+            ({"w": torch.ones(2), "s": 3.0}, r"params\['s'\] is of type float"),
+        ):
+            with pytest.raises(TypeError, match=rf"{path}, no tensor: .*ps\.from_module"):
+                optimizer.init(what)
+
+
+@pytest.mark.parametrize("donate", [False, True])
+def test_parameters_that_require_grad(donate: bool) -> None:
+    """Each step would be recorded behind the one before."""
+    params = {"w": torch.nn.Parameter(torch.tensor(1.0))}
+    step = ps.make_update_step(loss_fn, SGD, weight_fn=weight_fn, donate=donate)
+    with pytest.raises(
+        TypeError, match=r"params\['w'\] is an nn\.Parameter that requires grad.*ps\.from_module"
+    ):
+        step(params, SGD.init(params), [MICROBATCH])
+    frozen = {"w": params["w"].detach()}
+    assert not step(frozen, SGD.init(frozen), [MICROBATCH])[0]["w"].requires_grad
 
 
 def test_aux_of_different_shapes_is_not_broadcast() -> None:

@@ -151,19 +151,6 @@ def test_a_compiled_function() -> None:
     torch.compiler.reset()
 
 
-def test_a_second_derivative_of_what_is_compiled_is_refused() -> None:
-    """Inside of a function under remat, too, where nobody else sees its graph."""
-    compiled = torch.compile(lambda w, x: torch.tanh(x @ w), backend="aot_eager")
-
-    def force(w: Tensor, x: Tensor) -> Tensor:
-        y = x.detach().requires_grad_()
-        return torch.autograd.grad(compiled(w, y).sum(), y, create_graph=True)[0] + (x @ w)
-
-    with pytest.raises(ValueError, match="cannot be differentiated a second time"):
-        ps.grad_and_value(lambda w: ps.remat(force)(w, X).sum())(PARAMS[0]["w"])
-    torch.compiler.reset()
-
-
 @pytest.mark.parametrize(
     "compiled",
     [

@@ -1,8 +1,8 @@
-"""Sequences of microbatches: any container, those that make them anew, and those whose length lies."""
+"""Sequences of microbatches: any container, and those that make them anew."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -17,35 +17,6 @@ def test_microbatches_of_any_container_and_shape() -> None:
     parts = ({key: value[:1] for key, value in MICROBATCH.items()}, MICROBATCH)
     state = SGD.init(PARAMS)
     assert torch.equal(step(PARAMS, state, parts)[0]["w"], step(PARAMS, state, list(parts))[0]["w"])
-
-
-class Lying(Sequence[Any]):
-    """Says that it has one microbatch more, or fewer, than it yields."""
-
-    def __init__(self, parts: list[Any], length: int) -> None:
-        self.parts, self.length = parts, length
-
-    def __len__(self) -> int:
-        return self.length
-
-    def __getitem__(self, index: Any) -> Any:
-        return self.parts[index]
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self.parts)
-
-
-@pytest.mark.parametrize("length", [0, 1, 3])
-def test_a_sequence_whose_length_lies(length: int) -> None:
-    """What was counted is what is computed; where nothing is counted first, the length is held to what it says."""
-    group = Lying([MICROBATCH, {**MICROBATCH, "x": torch.ones(2)}], length)
-    assert torch.equal(step_with(group=group)[0]["w"], step_with(group=group.parts)[0]["w"])
-    with pytest.raises(ValueError, match=f"a Lying of which {length} microbatches were expected"):
-        step_with(group=group, normalize="grads")
-    with pytest.raises(ValueError, match=f"a Lying of which {length} microbatches were expected"):
-        ps.accumulate(loss_fn, PARAMS, group, weight_fn=weight_fn)
-    evaluate = ps.make_eval_step(loss_fn, weight_fn=weight_fn)
-    assert evaluate(PARAMS, group).loss == evaluate(PARAMS, group.parts).loss
 
 
 class Anew(Sequence[Any]):

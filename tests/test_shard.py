@@ -203,10 +203,10 @@ def test_states_are_trees_of_nodes() -> None:
         tree.map(torch.add, params, other)
 
 
-def test_trees_without_pieces_pay_nothing() -> None:
-    """No collective, no pass over the leaves: the very same structure reaches the loss."""
-    from purestep.form import flat, without_shards
-
-    given = flat({"w": torch.ones(2)})
-    assert given.form.spread == ()
-    assert without_shards(given) is given
+def test_a_piece_of_another_shape_is_not_the_whole() -> None:
+    """``unshard`` refuses it; what else an optimizer keeps for a param stays as it is."""
+    axis = ps.LocalAxis()
+    with pytest.raises(ValueError, match=r"shape \(4, 3\), but this rank's piece.*take ps.shard"):
+        ps.unshard({"w": ps.Shard(torch.ones(4, 3), axis, (4, 6))})
+    count = torch.tensor(3)
+    assert ps.unshard(ps.Shard(count, axis, (4, 6))) is count

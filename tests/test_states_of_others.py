@@ -9,7 +9,7 @@ import torch
 
 import purestep as ps
 from purestep import tree
-from tests.optimizers import GRADS, PARAMS, RECIPES, WAYS
+from tests.optimizers import GRADS, PARAMS, RECIPES, WAYS, updated
 
 OTHERS: dict[str, Any] = {
     "another name": {"w": torch.ones(2, 2), "c": torch.ones(2)},
@@ -81,7 +81,7 @@ def test_a_state_of_other_params_is_refused_by_update(name: str, other: str, met
     optimizer = STATEFUL[name]
     given = tree.map(torch.clone, (GRADS, state_like(optimizer, other), PARAMS))
     with pytest.raises(ValueError, match=r"opt_state was not made by optimizer\.init of these"):
-        getattr(optimizer, method)(*given)
+        updated(optimizer, method, *given)
 
 
 @pytest.mark.parametrize(

@@ -110,24 +110,29 @@ def test_skipped_on_all_ranks_where_one_piece_is_not_finite() -> None:
         assert b == 1
 
 
-def test_eval_step_and_accumulate_hand_over_pieces() -> None:
+def test_eval_step_hands_over_pieces_and_accumulate_shards() -> None:
+    """In ``accumulate``, the loss itself gathers a ``Shard`` or takes its piece."""
     axis = ps.VmapAxis(SIZE)
     data = torch.ones(2, dtype=torch.float64)
 
-    def loss_fn(p: Any, x: Tensor) -> Tensor:
+    def of_piece(p: Any, x: Tensor) -> Tensor:
         result: Tensor = ps.psum(p["w"].sum(), axis) * x
+        return result
+
+    def of_shard(p: Any, x: Tensor) -> Tensor:
+        result: Tensor = ps.unshard(p)["w"].sum() * x
         return result
 
     def rank(w: Tensor) -> Any:
         params = {"w": ps.shard(w, axis)}
-        evaluate = ps.make_eval_step(loss_fn, weight_fn=torch.ones_like)
-        sums = ps.accumulate(loss_fn, params, [data], weight_fn=torch.ones_like)
+        evaluate = ps.make_eval_step(of_piece, weight_fn=torch.ones_like)
+        sums = ps.accumulate(of_shard, params, [data], weight_fn=torch.ones_like)
         return evaluate(params, [data]).loss, ps.unshard(sums.grads)["w"]
 
     whole = drawn(5)
     loss, grads = axis.map(rank, in_dims=None, out_dims=None)(whole)
     torch.testing.assert_close(loss, whole.sum())
-    assert torch.equal(grads, torch.full((5,), 2.0, dtype=torch.float64))
+    assert torch.equal(grads, torch.full((5,), 2.0 * SIZE, dtype=torch.float64))
 
 
 def test_partition_clips_its_own_pieces() -> None:
@@ -148,35 +153,36 @@ def test_partition_clips_its_own_pieces() -> None:
     torch.testing.assert_close(new["b"], -whole["b"])
 
 
-class Counting(ps.LocalAxis):
-    """One rank that counts its collectives."""
+def test_a_norm_costs_one_number() -> None:
+    """However many leaves are sharded over an axis."""
+    calls: list[tuple[str, int]] = []
 
-    def __init__(self) -> None:
-        self.calls: list[tuple[str, int]] = []
+    class Counting(ps.LocalAxis):
+        def apply(self, law: str, x: Tensor) -> Tensor:
+            calls.append((law, x.numel()))
+            return super().apply(law, x)
 
-    def apply(self, law: str, x: Tensor) -> Tensor:
-        self.calls.append((law, x.numel()))
-        return super().apply(law, x)
+    params = ps.shard({"w": drawn(5, 2), "v": drawn(3), "b": torch.ones(())}, Counting())
+    tree.global_norm(params)
+    assert calls == [("psum", 1)]
 
 
-@pytest.mark.parametrize("microbatches", [1, 5])
-def test_gathered_once_and_scattered_once(microbatches: int) -> None:
-    """Each leaf, however many microbatches there are; and a norm costs one number for all leaves."""
-    axis = Counting()
-    params = {"w": ps.shard(drawn(5, 2), axis), "v": ps.shard(drawn(3), axis), "b": torch.ones(())}
+def test_pieces_over_all_ranks_beside_a_single_replica() -> None:
+    """Sharded over one dimension of the step's axis, while the other has size 1."""
+    world = ps.testing.ThreadAxis(2)
+    optimizer = ps.optim.sgd(0.5)
     step = ps.make_update_step(
-        lambda p, x: (p["w"].sum() + p["v"].sum() + p["b"]) * x, CLIPPED,
-        weight_fn=torch.ones_like, axis=axis,
-    )  # fmt: skip
-    opt_state = CLIPPED.init(params)
-    axis.calls.clear()
-    step(params, opt_state, [torch.ones(2)] * microbatches)
-    gathers = [call for call in axis.calls if call[0] == "all_gather"]
-    scatters = [call for call in axis.calls if call[0] == "psum_scatter"]
-    sums = [call for call in axis.calls if call[0] == "psum"]
-    assert sorted(gathers) == [("all_gather", 3), ("all_gather", 10)]
-    assert sorted(scatters) == [("psum_scatter", 3), ("psum_scatter", 10)]
-    assert sums == [("psum", 1), ("psum", 1)]  # of grad_norm and of the clip
+        lambda w, x: x @ w, optimizer, weight_fn=lambda x: torch.ones(len(x)), axis=world
+    )
+
+    def rank(_: int) -> Any:
+        w = ps.shard(torch.zeros(3), world.split(1, 2)[1])
+        new, _, metrics = step(w, optimizer.init(w), [torch.ones(2, 3)])
+        return ps.unshard(new), metrics.grad_norm
+
+    for new, norm in world.map(rank)(range(2)):
+        assert torch.equal(new, torch.full((3,), -0.5))
+        assert torch.equal(norm, torch.ones(3).norm())
 
 
 @pytest.mark.parametrize("how", [{}, {"accum_dtype": torch.float64}, {"donate": True}], ids=str)

@@ -1,4 +1,4 @@
-"""``ThreadAxis``: what it hands over, worlds within worlds, axes of a grid, and errors where ranks cannot meet."""
+"""``ThreadAxis``: worlds within worlds, axes of a grid, and errors where ranks cannot meet."""
 
 from __future__ import annotations
 
@@ -13,14 +13,13 @@ from torch import Tensor
 import purestep as ps
 from proofs.strategies import assert_same
 from proofs.worlds import Ranks, on_threads
-from purestep.conversation import WIDTH
 from tests.uneven import SGD, Batch, alone, batch, cut, sound, step
 
 pytestmark = pytest.mark.timeout(60)
 
 
 def test_what_is_launched_is_handed_over_at_once() -> None:
-    """What is written to the buffer later is lost, as it may be between processes; ranks need not wait in step."""
+    """What is written to the buffer later is lost, as it may be between processes."""
 
     def program(axis: Any, rank: int) -> tuple[list[int], list[Any]]:
         flats = [torch.full((2,), 10.0**place * (rank + 1)) for place in range(3)]
@@ -85,7 +84,7 @@ def test_what_comes_out_is_each_ranks_own() -> None:
 def test_a_skipped_step_is_an_error() -> None:
     axis = ps.testing.ThreadAxis(2)
     heard = errors_of(axis, lambda: step(axis, sound(0)), lambda: None)
-    assert f"rank 0 calls psum of torch.float64 ({WIDTH},) over ThreadAxis(2)" in heard[0]
+    assert "rank 0 calls psum of torch.float64 (16,) over ThreadAxis(2)" in heard[0]
     assert "rank 1 has returned" in heard[0]
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -16,6 +16,7 @@ from proofs.strategies import assert_same
 from proofs.test_t06_purity import globals_of, storages
 from proofs.test_t08_optimizers import ALGORITHMS, random_grads, random_params, shapes_for
 from purestep import tree
+from tests.optimizers import updated
 
 PARAMS = {"w": torch.ones(2, 2), "b": torch.full((2, 2), -1.0)}
 GRADS = {"w": torch.full((2, 2), 3.0), "b": torch.full((2, 2), -2.0)}
@@ -108,7 +109,7 @@ def test_a_transform_is_refused(name: str, how: str, method: str) -> None:
     given = (GRADS, optimizer.init(PARAMS), PARAMS)
     before = tree.map(torch.clone, given)
     with pytest.raises(ValueError, match=refusal(name)):
-        TRANSFORMS[how](getattr(optimizer, method), *given)
+        TRANSFORMS[how](partial(updated, optimizer, method), *given)
     assert_same(given, before, "(grads, opt_state, params)")
 
 
@@ -121,7 +122,7 @@ def test_a_rate_that_requires_grad_is_refused(name: str, fused: bool, method: st
     state = ps.optim.from_torch(algorithm, lr=0.1).init(PARAMS)
     optimizer = ps.optim.from_torch(algorithm, lr=rate, fused=fused)
     with pytest.raises(ValueError, match=refusal(name)):
-        getattr(optimizer, method)(GRADS, state, PARAMS)
+        updated(optimizer, method, GRADS, state, PARAMS)
     assert rate.grad is None
 
 
@@ -130,7 +131,7 @@ def test_a_rate_that_requires_grad_is_refused(name: str, fused: bool, method: st
 def test_a_compiler_is_refused(name: str, method: str) -> None:
     torch.compiler.reset()
     optimizer = ps.optim.from_torch(getattr(torch.optim, name), lr=0.1)
-    compiled = torch.compile(getattr(optimizer, method), fullgraph=True, backend="eager")
+    compiled = torch.compile(partial(updated, optimizer, method), fullgraph=True, backend="eager")
     given = (GRADS, optimizer.init(PARAMS), PARAMS)
     before = tree.map(torch.clone, given)
     with pytest.raises(RuntimeError, match=refusal(name)):
@@ -275,7 +276,7 @@ def test_settings_that_torch_does_not_have() -> None:
 @pytest.mark.parametrize("method", UPDATES)
 def test_what_does_not_belong_together(method: str) -> None:
     optimizer = ps.optim.from_torch(torch.optim.Adam)
-    state, update = optimizer.init(PARAMS), getattr(optimizer, method)
+    state, update = optimizer.init(PARAMS), partial(updated, optimizer, method)
     with pytest.raises(
         ValueError, match=r"opt_state was not made by .* is \(\), and TorchState.* was expected"
     ):
@@ -294,7 +295,7 @@ def run(optimizer: ps.optim.Optimizer, state: Any, grads: list[Any], method: str
     history = []
     for one in grads:
         given = tree.map(torch.clone, (one, state[1], state[0])) if method == "update_" else None
-        state = getattr(optimizer, method)(*(given or (one, state[1], state[0])))
+        state = updated(optimizer, method, *(given or (one, state[1], state[0])))
         history.append(state)
     return history
 
@@ -339,7 +340,7 @@ def test_nothing_else_moves(name: str, method: str, enabled: bool) -> None:
         for leaf, mark in zip(tree.leaves_of(params), marks, strict=True):
             leaf.grad = mark
         rng, world = torch.get_rng_state(), globals_of()
-        result = getattr(optimizer, method)(*given)
+        result = updated(optimizer, method, *given)
         assert torch.equal(torch.get_rng_state(), rng)
         assert globals_of() == world
     assert all(
@@ -350,37 +351,6 @@ def test_nothing_else_moves(name: str, method: str, enabled: bool) -> None:
     others = [leaf for leaf in tree.leaves_of((given, result)) if id(leaf) not in mine]
     assert all(leaf.grad is None for leaf in others)
     assert not any(leaf.requires_grad for leaf in tree.leaves_of((given, result)))
-
-
-@pytest.mark.parametrize("method", UPDATES)
-@pytest.mark.parametrize("name", ALGORITHMS)
-def test_state_is_all_there_is(name: str, method: str) -> None:
-    """Taken apart, written to a file and put together, a state goes on to the same bits, in another optimizer."""
-    optimizer, params, grads = case(name)
-    through = run(optimizer, (params, optimizer.init(params)), grads, method)
-    for stop in (0, 1, 3):
-        saved = through[stop - 1] if stop else (params, optimizer.init(params))
-        leaves, structure = tree.flatten(saved)
-        file = io.BytesIO()
-        torch.save(leaves, file)
-        file.seek(0)
-        loaded = tree.unflatten(structure, torch.load(file, weights_only=True))
-        cloned = tree.map(torch.clone, saved)
-        for resumed in (loaded, cloned):
-            rest = run(case(name)[0], resumed, grads[stop:], method)
-            assert_same(rest[-1], through[-1])
-
-
-@pytest.mark.parametrize("name", ALGORITHMS)
-def test_nothing_is_kept_in_between(name: str) -> None:
-    """Two runs of one optimizer, a step of each in turn, are the two runs one after the other."""
-    optimizer, params, grads = case(name)
-    other = tree.map(torch.neg, params)
-    alone = [run(optimizer, (start, optimizer.init(start)), grads) for start in (params, other)]
-    states = [(start, optimizer.init(start)) for start in (params, other)]
-    for one in grads:
-        states = [optimizer.update(one, state, p) for p, state in states]
-    assert_same(states, [history[-1] for history in alone])
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

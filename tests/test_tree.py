@@ -11,6 +11,8 @@ import torch
 from torch.autograd import forward_ad
 
 from purestep import tree
+from purestep.tree.alike import kind
+from purestep.tree.leaves import SMALL, at_hand
 from tests.memory import LiveBytes
 
 register: Any = optree.dataclasses.dataclass
@@ -140,7 +142,7 @@ def test_floating_point_dtypes_are_alike() -> None:
     one = torch.ones(2)
     assert tree.difference(one, one.double(), "s") is None
     for other in (one.to(torch.float8_e4m3fn), one.long(), torch.ones(2, 1)):
-        kinds = f"s is {tree.kind(other)}, and {tree.kind(one)} was expected"
+        kinds = f"s is {kind(other)}, and {kind(one)} was expected"
         assert tree.difference(other, one, "s") == kinds
 
 
@@ -150,7 +152,7 @@ def test_what_the_host_can_read() -> None:
     seen: list[Any] = []
 
     def look(x: torch.Tensor) -> torch.Tensor:
-        seen.append(tree.at_hand(x))
+        seen.append(at_hand(x))
         return x.sum()
 
     look(x)
@@ -158,8 +160,8 @@ def test_what_the_host_can_read() -> None:
     torch.func.jvp(look, (x,), (x,))
     assert [list(values.flatten()) for values in seen] == [[1.0, 2.0]] * 3
     with LiveBytes():
-        assert tree.at_hand(torch.ones(2)) is None
-    assert tree.at_hand(torch.ones(2, device="meta")) is None
+        assert at_hand(torch.ones(2)) is None
+    assert at_hand(torch.ones(2, device="meta")) is None
 
 
 PAIRED: list[tuple[Any, Any, list[str]]] = [
@@ -201,7 +203,7 @@ def test_what_is_no_prefix_is_refused(prefix: Any, whole: Any, compiled: bool) -
 
 
 @pytest.mark.parametrize("mode", ["reverse", "forward"])
-@pytest.mark.parametrize("sizes", [(2,), (2, 0, 3), (tree.SMALL, 2)])
+@pytest.mark.parametrize("sizes", [(2,), (2, 0, 3), (SMALL, 2)])
 def test_all_derivatives_of_the_norm_at_zero(mode: str, sizes: tuple[int, ...]) -> None:
     """Zero, in whichever mode: what clips by it is differentiated twice, too."""
     slope = torch.func.grad(tree.global_norm)

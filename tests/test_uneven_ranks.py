@@ -1,10 +1,10 @@
-"""Ranks that hold different amounts of data, on threads and in processes, take the step of one rank that has it all."""
+"""Ranks that hold different amounts of data take the step of one rank that has it all."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +14,7 @@ import purestep as ps
 from proofs.ranks import Run
 from proofs.strategies import assert_same
 from purestep import tree
+from purestep.types import EvalMetrics
 from tests.uneven import (
     BAD,
     SGD,
@@ -22,7 +23,6 @@ from tests.uneven import (
     batch,
     cut,
     loss_fn,
-    loss_with_aux,
     ones,
     params,
     sound,
@@ -45,25 +45,11 @@ def test_uneven_ranks_take_the_step_of_one(ranks: Run, bucket_bytes: int, normal
         assert_same(result, alone())
 
 
-class Named(NamedTuple):
-    """A part of aux."""
-
-    total: Tensor
-    rest: list[Any]
-
-
 def on_few(axis: ps.Axis, rank: int, normalize: Any) -> Any:
-    """One rank has data; its loss and weights are of other dtypes than the params, and its aux is a tree."""
-
-    def loss(params: Any, microbatch: Batch) -> ps.LossTerms:
-        losses = loss_fn(params, microbatch).float()
-        flags = losses > 4
-        aux = {"b": Named(flags.sum(), [None, losses.bfloat16().sum()]), "a": flags}
-        return ps.LossTerms(losses, aux=aux)
-
+    """One rank has data; its loss and weights are of other dtypes than the params."""
     arguments = {
         **sound(rank),
-        "loss_fn": loss,
+        "loss_fn": lambda params, m: loss_fn(params, m).float(),
         "weight_fn": lambda m: m["y"].abs() + 0.5,
         "normalize": normalize,
         "microbatches": [batch(3)] if rank in (-1, BAD) else [],
@@ -80,9 +66,9 @@ def test_an_empty_rank_reports_what_the_others_do(ranks: Run, normalize: str) ->
         assert_same(result, expected)
 
 
-def evaluated(axis: ps.Axis, rank: int) -> ps.EvalMetrics:
+def evaluated(axis: ps.Axis, rank: int) -> EvalMetrics:
     """An evaluation, for which one rank has data."""
-    evaluate = ps.make_eval_step(loss_with_aux, weight_fn=ones, axis=axis)
+    evaluate = ps.make_eval_step(loss_fn, weight_fn=ones, axis=axis)
     return evaluate(params(), [batch(4)] if rank in (-1, BAD) else [])
 
 
@@ -176,7 +162,7 @@ def laid_out_params() -> dict[str, Tensor]:
 
 
 def laid_out_step(axis: ps.Axis, rank: int, name: str) -> tuple[Any, list[tuple[int, ...]]]:
-    """A step from the same values, in a rank's own order in memory; and the strides that copies of them have."""
+    """A step from values in a rank's own order in memory; and the strides of copies of them."""
     optimizer, theta = OPTIMIZERS[name], laid_out_params()
     if rank >= 0:
         theta |= {path: layouts(theta[path])[rank] for path in ("image", "w")}
@@ -196,8 +182,8 @@ def laid_out_step(axis: ps.Axis, rank: int, name: str) -> tuple[Any, list[tuple[
 
 @pytest.mark.parametrize("bucket_bytes", [8, 64, 1 << 20])
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_memory_order_is_nobodys_business(ranks: Run, name: str, bucket_bytes: int) -> None:
-    """The same values lie otherwise on each rank: transposed, in steps, as images, or on themselves.
+def test_any_memory_order(ranks: Run, name: str, bucket_bytes: int) -> None:
+    """The same values lie otherwise on each rank: transposed, in steps, as images, or expanded.
 
     All ranks have the state of one, and it lies as copies of it would.
     """
@@ -207,46 +193,3 @@ def test_memory_order_is_nobodys_business(ranks: Run, name: str, bucket_bytes: i
         assert_same(state, expected)
         for leaf, before in zip(tree.leaves_of(state), strides, strict=True):
             assert leaf.stride() == before
-
-
-def backward_through_two_steps(axis: ps.Axis, groups: Sequence[list[Batch]]) -> Any:
-    """θ.grad, where the loss is that of the parameters after two steps from θ."""
-    theta = tree.map(lambda leaf: leaf.requires_grad_(), params())
-    arguments = {**sound(0), "params": theta, "opt_state": SGD.init(params())}
-    for group in groups:
-        arguments["microbatches"] = group
-        arguments["params"], arguments["opt_state"], _ = step(axis, arguments)
-    end = arguments["params"]
-    ((end["w"] ** 2).sum() * 3 + end["b"]).backward()
-    return tree.map(lambda leaf: leaf.grad, theta)
-
-
-def groups_of_two_steps() -> list[list[list[Batch]]]:
-    """The microbatches of each of four ranks, in each of two steps: uneven."""
-    share = [[2, 1], [1], [2], [1, 1]]
-    return [list(rank) for rank in zip(cut(batch(8), share), cut(batch(8, 1), share), strict=True)]
-
-
-def test_backward_through_steps(ranks: Run) -> None:
-    """Where parameters require grad, every rank gets the whole derivative."""
-    expected = backward_through_two_steps(ps.LocalAxis(), [[batch(8)], [batch(8, 1)]])
-    assert expected["w"].all()
-    for result in ranks(backward_through_two_steps, groups_of_two_steps()):
-        assert_same(result, expected)
-
-
-def differentiated_by_data(axis: ps.Axis, group: list[Batch]) -> list[Tensor]:
-    """The derivative of the parameters after a step by each microbatch: dataset distillation, say."""
-    data = [{**m, "x": m["x"].clone().requires_grad_()} for m in group]
-    end, _, _ = step(axis, {**sound(0), "microbatches": data})
-    ((end["w"] ** 2).sum() * 3 + end["b"]).backward()
-    grads = [m["x"].grad for m in data]
-    return [grad for grad in grads if grad is not None]
-
-
-def test_derivatives_by_the_data(ranks: Run) -> None:
-    """Each rank has the derivative by its own data, of the step of one rank that holds them all."""
-    results = ranks(differentiated_by_data, cut(batch(8), [[2, 1], [1], [2], [1, 1]]))
-    (expected,) = differentiated_by_data(ps.LocalAxis(), [batch(8)])
-    assert expected.any()
-    assert torch.equal(torch.cat([grad for grads in results for grad in grads]), expected)

@@ -73,14 +73,14 @@ def test_what_a_step_closes_over_is_not_looked_at() -> None:
 
     step: Any = ps.make_update_step(loss_fn, PLAIN, weight_fn=weight_fn)
     looked_at = {
-        Guard("transit", step): False,
+        Guard("loss_fn", step): False,
         Guard("donate", False): False,
         Guard("params", (1,)): True,
-        Guard("transit.__closure__[0].cell_contents", loss_fn): False,
-        Guard("transit.__closure__[0].cell_contents.rate", 0.5): True,
-        Guard("transit.__closure__[0].cell_contents.__closure__[0].cell_contents", 0.5): True,
-        Guard("transit.__closure__[1].cell_contents", 0.5): False,
-        Guard("transit.__closure__[2].cell_contents", torch.ones(())): True,
+        Guard("loss_fn.__closure__[0].cell_contents", loss_fn): False,
+        Guard("loss_fn.__closure__[0].cell_contents.rate", 0.5): True,
+        Guard("loss_fn.__closure__[0].cell_contents.__closure__[0].cell_contents", 0.5): True,
+        Guard("loss_fn.__closure__[1].cell_contents", 0.5): False,
+        Guard("loss_fn.__closure__[2].cell_contents", torch.ones(())): True,
     }
     look = unwatched(step, ["purestep"])["guard_filter_fn"]
     assert look([*looked_at]) == [*looked_at.values()]

@@ -1,4 +1,4 @@
-"""A sound step of four ranks that hold different amounts of data, and that of one rank which holds it all.
+"""A sound step of four uneven ranks, and that of one rank which holds all their data.
 
 All numbers are integers in float64 and every N is a power of two, so nothing is ever rounded.
 """
@@ -65,7 +65,7 @@ def ones(microbatch: Batch) -> Tensor:
 def sound(rank: int) -> Arguments:
     """A step of four uneven ranks."""
     return {
-        "loss_fn": loss_with_aux,
+        "loss_fn": loss_fn,
         "optimizer": SGD,
         "weight_fn": ones,
         "params": params(),
@@ -77,12 +77,14 @@ def sound(rank: int) -> Arguments:
 def step(axis: ps.Axis, arguments: Arguments) -> Any:
     """One step with these arguments; with ``gather``, of the state in pieces."""
     settings = dict(arguments)
-    *state, group = [settings.pop(name) for name in ("params", "opt_state", "microbatches")]
+    theta, opt_state, group = [
+        settings.pop(name) for name in ("params", "opt_state", "microbatches")
+    ]
+    update_step = ps.make_update_step(**settings, axis=axis)
     if "gather" not in settings:
-        params, opt_state = state
-        return ps.make_update_step(**settings, axis=axis)(params, opt_state, group)
-    params, opt_state = ps.shard(state, axis)
-    *new, metrics = ps.make_update_step(**settings, axis=axis)(params, opt_state, group)
+        return update_step(theta, opt_state, group)
+    theta, opt_state = ps.shard((theta, opt_state), axis)
+    *new, metrics = update_step(theta, opt_state, group)
     return *ps.unshard(tuple(new)), metrics
 
 

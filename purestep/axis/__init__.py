@@ -1,7 +1,6 @@
-"""Where the tokens are spread: axes, and the sums over them."""
+"""Where the tokens are spread: axes, the sums over them, and the sessions of an update."""
 
 from purestep.axis.collectives import (
-    Axis,
     all_gather,
     check_axis,
     over_tree,
@@ -11,26 +10,15 @@ from purestep.axis.collectives import (
     psum_scatter,
     pvary,
     within,
-)
+)  # fmt: skip
 from purestep.axis.local import LocalAxis
 from purestep.axis.mesh import MeshAxis
-from purestep.axis.ranks import RankError, Ranks
+from purestep.axis.protocol import Axis, Gather, RankError, Session
+from purestep.axis.ranks import Ranks
 from purestep.axis.vmap import VmapAxis
 
 __all__ = [
-    "Axis",
-    "LocalAxis",
-    "VmapAxis",
-    "Ranks",
-    "MeshAxis",
-    "RankError",
-    "check_axis",
-    "over_tree",
-    "overlap",
-    "within",
-    "psum",
-    "pmean",
-    "pvary",
-    "all_gather",
-    "psum_scatter",
-]
+    "Axis", "Session", "Gather", "LocalAxis", "VmapAxis", "Ranks", "MeshAxis", "RankError",
+    "check_axis", "over_tree", "overlap", "within",
+    "psum", "pmean", "pvary", "all_gather", "psum_scatter",
+]  # fmt: skip

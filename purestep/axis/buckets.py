@@ -1,120 +1,122 @@
-"""Sums over ranks in buckets: leaves as one flat vector, cut into pieces of equal size.
+"""Sums over ranks in buckets: leaves as one flat vector for each dtype, cut into equal parts.
 
-The vector begins with the last leaf, whose gradient the backward pass finds first. Leaves lie in it row by
-row, however they lie in the memory of any rank; a sum that comes out lies as its leaf does.
+The vector begins with the last leaf, whose gradient the backward pass finds first. Leaves lie in it
+row by row, whatever their strides on any rank.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Hashable, Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from purestep import tree
-from purestep.axis.queue import Load
-from purestep.types import Tree
-
 if TYPE_CHECKING:
-    from purestep.axis.ranks import Ranks
+    from purestep.axis.ranks import Ranks, Wait
 
 FIRST_BYTES = 2**20
-"""The size of the first bucket."""
-
-
-class Packed(NamedTuple):
-    """A tree of tensors, and one vector for each dtype with what they hold, row by row.
-
-    Packing can go wrong on one rank alone, and is done before any other waits for it.
-    """
-
-    leaves: list[Tensor]
-    structure: tree.Structure
-    vectors: list[tuple[list[int], Tensor]]
-
-
-def packed(x: Tree) -> Packed:
-    """The tree, ready to be summed."""
-    leaves, structure = tree.flatten(x)
-    kinds = _alike({at: (leaf.dtype, leaf.device) for at, leaf in enumerate(leaves)})
-    vectors = [(members, torch.cat([leaves[i].reshape(-1) for i in members])) for members in kinds]
-    return Packed(leaves, structure, vectors)
-
-
-def summed(x: Packed, axis: Ranks) -> Any:
-    """The sum over ranks of every leaf, in ⌈bytes / bucket_bytes⌉ collectives for each dtype."""
-    sums = list(x.leaves)
-    eager = tree.eager(sums)
-    for members, flat in x.vectors:
-        if flat.numel():
-            pieces = [axis.apply("psum", piece) for piece in flat.split(_capacity(axis, flat))]
-            flat = torch.cat(pieces) if len(pieces) > 1 else pieces[0]
-        parts = flat.split([x.leaves[index].numel() for index in members])
-        for index, part in zip(members, parts, strict=True):
-            total = part.view(x.leaves[index].shape)
-            sums[index] = laid_out_like(x.leaves[index], total) if eager else total
-    return tree.unflatten(x.structure, sums)
+"""The size of the first bucket, so that it leaves early."""
 
 
 class Buckets:
-    """The same sums, of leaves that are still being added up: a bucket leaves as soon as it is complete.
+    """Flat buffers for the sums of these leaves, all-reduced while a backward pass runs.
 
-    ``sums`` are buffers for the leaves, by their positions: row-major views of flat vectors, to be written to before their
-    ``loads`` leave. The first bucket is small, so that this begins early. When all loads have been waited for, the sums
-    are those of all ranks; ``settle`` them.
+    Add gradients to the ``views``. ``ready(index)`` lets the full buckets leave, ``launch`` all
+    others; after ``wait`` the ``results`` are the sums over ranks. All ranks launch buckets in one
+    order. Where the loss itself runs collectives over the axis, no bucket leaves before ``launch``,
+    since ranks might mix them up.
     """
 
     def __init__(
         self, axis: Ranks, leaves: Mapping[int, Tensor], dtypes: Sequence[torch.dtype]
     ) -> None:
-        self.sums = dict(leaves)
-        self.loads: list[Load] = []
-        self._elsewhere: dict[int, Tensor] = {}
-        for members in _alike({at: (dtypes[at], leaf.device) for at, leaf in leaves.items()}):
-            like, dtype = leaves[members[0]], dtypes[members[0]]
-            offsets = [*accumulate((leaves[at].numel() for at in members), initial=0)]
-            flat = like.new_empty(offsets[-1], dtype=dtype)
-            capacity = _capacity(axis, flat)
-            first = capacity if self.loads else min(capacity, FIRST_BYTES // flat.element_size())
-            edges = [0, *range(first, len(flat), capacity), len(flat)]
-            within: list[list[int]] = [[] for _ in edges[1:]]
-            for at, (start, stop) in zip(members, pairwise(offsets), strict=True):
-                leaf = leaves[at]
-                self.sums[at] = flat[start:stop].view(leaf.shape)
-                if not leaf.is_contiguous():
-                    self._elsewhere[at] = leaf
-                if start < stop:
-                    for place in range(bisect_right(edges, start) - 1, bisect_left(edges, stop)):
-                        within[place].append(at)
-            for inside, (start, stop) in zip(within, pairwise(edges), strict=True):
-                if start < stop:
-                    launch = partial(axis.launch, "psum", flat[start:stop], flat[start:stop])
-                    self.loads.append(Load(inside, axis, launch))
+        self._axis, self._leaves = axis, leaves
+        self.views: dict[int, Tensor] = {}
+        self._waits: list[Wait] = []
+        alike: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+        for at, leaf in reversed([*leaves.items()]):
+            alike.setdefault((dtypes[at], leaf.device), []).append(at)
+        buckets: list[tuple[list[int], Tensor]] = []
+        for (dtype, device), group in alike.items():
+            sizes = [leaves[at].numel() for at in group]
+            offsets = [*accumulate(sizes, initial=0)]
+            vector = torch.zeros(offsets[-1], dtype=dtype, device=device)
+            for at, offset, size in zip(group, offsets, sizes, strict=False):
+                # Not split: its views of a lazy tensor cannot be added to.
+                self.views[at] = vector[offset : offset + size].view(leaves[at].shape)
+            most = max(1, axis.bucket_bytes // dtype.itemsize)
+            first = most if buckets else min(most, FIRST_BYTES // dtype.itemsize)
+            for start, stop in pairwise([0, *range(first, len(vector), most), len(vector)]):
+                inside = group[bisect_right(offsets, start) - 1 : bisect_left(offsets, stop)]
+                if inside:
+                    buckets.append((inside, vector[start:stop]))
+        # The leaf with the lowest position is the last to be ready.
+        buckets.sort(key=lambda bucket: -bucket[0][-1])
+        self._parts = [part for _, part in buckets]
+        self._left, self._missing = 0, [*(len(inside) for inside, _ in buckets), -1]
+        self._of: list[tuple[int, ...]] = [()] * len(dtypes)
+        for number, (inside, _) in enumerate(buckets):
+            for at in inside:
+                # What is added up elsewhere is copied when all is there.
+                self._of[at] += (number,) if leaves[at].is_contiguous() else ()
+        self.begin()
 
-    def settle(self) -> None:
-        """The sums as they are to be read: each in its leaf's order in memory."""
-        for at, leaf in self._elsewhere.items():
-            self.sums[at] = laid_out_like(leaf, self.sums[at])
+    def begin(self) -> None:
+        """From here on, no collective runs over the axis but the buckets and those of the loss."""
+        self._begun = self._axis.meetings
+
+    def ready(self, index: int) -> None:
+        """The sum of this leaf is final."""
+        missing = self._missing
+        for number in self._of[index]:
+            missing[number] -= 1
+        while not missing[self._left]:  # the last one is -1
+            if self._begun is None or self._axis.meetings != self._begun:
+                return
+            self._launch()
+            self.begin()
+
+    def fill(self, sums: Sequence[Tensor]) -> None:
+        """Copies the sums that are elsewhere into their views."""
+        for at, view in self.views.items():
+            if sums[at] is not view and not sums[at].is_set_to(view):
+                view.copy_(sums[at])
+
+    def launch(self) -> None:
+        """Starts all that is left."""
+        while self._left < len(self._parts):
+            self._launch()
+
+    def _launch(self) -> None:
+        part = self._parts[self._left]
+        self._waits.append(self._axis.launch("psum", part, part))
+        self._left += 1
+
+    def wait(self) -> None:
+        """Waits for all that has been started."""
+        for wait in self._waits:
+            wait()
+
+    def results(self) -> dict[int, Tensor]:
+        """The sums over ranks, by position, each with its leaf's strides."""
+        return {at: laid_out_like(self._leaves[at], view) for at, view in self.views.items()}
+
+
+def all_reduced(leaves: Sequence[Tensor], axis: Ranks) -> list[Tensor]:
+    """The sum over ranks of every leaf, in new memory."""
+    buckets = Buckets(axis, dict(enumerate(leaves)), [leaf.dtype for leaf in leaves])
+    buckets.fill(leaves)
+    buckets.launch()
+    buckets.wait()
+    sums = buckets.results()
+    return [sums[at] for at in range(len(leaves))]
 
 
 def laid_out_like(leaf: Tensor, total: Tensor) -> Tensor:
-    """The total in the leaf's order in memory: kernels that take both read them side by side as they lie."""
+    """The total with the leaf's strides: kernels read both side by side."""
     if total.stride() == leaf.stride():
         return total
     return torch.empty_like(leaf, dtype=total.dtype).copy_(total)
-
-
-def _alike(kinds: Mapping[int, Hashable]) -> list[list[int]]:
-    """The positions of each kind, last first."""
-    groups: dict[Hashable, list[int]] = {}
-    for index, kind in reversed([*kinds.items()]):
-        groups.setdefault(kind, []).append(index)
-    return list(groups.values())
-
-
-def _capacity(axis: Ranks, flat: Tensor) -> int:
-    return max(1, axis.bucket_bytes // flat.element_size())

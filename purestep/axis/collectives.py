@@ -7,49 +7,25 @@ An axis is an object that you hold, never a global name. Four linear laws and th
     all_gather    yᵣ = (x₀, x₁, ...)                          transpose: psum_scatter
     psum_scatter  yᵣ = Σₛ xₛ[r]                               transpose: all_gather
 
-Differentiate what each rank computes alone, and sum outside: ``psum`` of the gradients of local sums.
-Where a value that all ranks share (parameters, say) enters such a program, ``pvary`` marks the place;
-its transpose is the sum that an outer derivative needs.
+Differentiate what each rank computes alone, and sum outside: ``psum`` of the gradients of local
+sums. Where a value that all ranks share (parameters, say) enters such a program, ``pvary`` marks
+the place; its transpose is the sum that an outer derivative needs.
 """
 
 from __future__ import annotations
 
-from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from einops import rearrange
 from torch import Tensor
 
 from purestep import tree
+from purestep.axis.protocol import Axis
 from purestep.types import Tree
 
 SUMMED = {torch.int64, *tree.SUM_DTYPES}
 """Leaves of these dtypes are summed as they are."""
-
-
-class Axis(Protocol):
-    """The dimension, or dimensions, that split a batch's tokens.
-
-    An axis may also have ``apply_tree(law, x)``, for psum and pvary of all leaves at once, and say by ``own_programs`` that it
-    is one of the ``Ranks`` that run programs of their own.
-
-    >>> from purestep import LocalAxis
-    >>> axis: Axis = LocalAxis()
-    >>> axis.size, axis.index
-    (1, tensor(0))
-    """
-
-    @property
-    def size(self) -> int:
-        """How many ranks there are."""
-
-    @property
-    def index(self) -> Tensor:
-        """Which of them this is, as a scalar tensor."""
-
-    def apply(self, law: str, x: Tensor) -> Tensor:
-        """One of the four laws, of one tensor."""
 
 
 def check_axis(axis: Axis) -> None:
@@ -58,7 +34,7 @@ def check_axis(axis: Axis) -> None:
     >>> check_axis("dp")
     Traceback (most recent call last):
     ...
-    TypeError: axis must be an axis object, got 'dp': make it of a DeviceMesh, as in ps.MeshAxis(mesh, "dp")
+    TypeError: axis must be an axis object, got 'dp': make it of a DeviceMesh, as in ...
     """
     if hasattr(axis, "apply") and not isinstance(axis, type):
         return
@@ -74,27 +50,25 @@ def check_axis(axis: Axis) -> None:
 
 
 def overlap(one: Axis, other: Axis) -> bool:
-    """Whether two axes join some of the same ranks, so that what is spread over one differs along the other.
+    """Whether two axes share ranks, so that what is sharded over one differs along the other.
 
     >>> from purestep import VmapAxis
     >>> dp, tp = VmapAxis(2), VmapAxis(2)
     >>> overlap(dp, dp), overlap(dp, tp)
     (True, False)
     """
-    members: list[frozenset[Any]] = [getattr(axis, "members", frozenset()) for axis in (one, other)]
-    return one == other or len(members[0] & members[1]) > 1
+    return one == other or len(one.members & other.members) > 1
 
 
 def within(inner: Axis, axis: Axis) -> bool:
-    """Whether an axis is the other one, or joins a part of its ranks.
+    """Whether an axis is the other one, or joins a part of its ranks; all, beside one of size 1.
 
     >>> from purestep import VmapAxis
     >>> dp, tp = VmapAxis(2), VmapAxis(2)
     >>> within(dp, dp), within(tp, dp)
     (True, False)
     """
-    parts: list[frozenset[Any]] = [getattr(each, "members", frozenset()) for each in (inner, axis)]
-    return inner == axis or (len(parts[0]) > 1 and parts[0] < parts[1])
+    return inner == axis or (len(inner.members) > 1 and inner.members <= axis.members)
 
 
 def psum(x: Tree, axis: Axis) -> Tree:
@@ -107,13 +81,13 @@ def psum(x: Tree, axis: Axis) -> Tree:
     tensor(6.)
     """
     check_axis(axis)
-    return over_tree("psum", _summable(x), axis)
+    return axis.apply_tree("psum", _summable(x))
 
 
-def over_tree(law: str, x: Tree, axis: Axis) -> Tree:
-    """The law of every leaf, all at once where the axis has a way to do that. psum: of floats and int64 alone."""
+def over_tree(law: str, x: Tree, axis: Any) -> Tree:
+    """``apply_tree``, for ``conversation.py`` alone: goes with it."""
     at_once = getattr(axis, "apply_tree", None)
-    return at_once(law, x) if at_once else tree.map(partial(axis.apply, law), x)
+    return at_once(law, x) if at_once else tree.map(lambda leaf: axis.apply(law, leaf), x)
 
 
 def _summable(x: Tree) -> Tree:
@@ -126,7 +100,9 @@ def _summable(x: Tree) -> Tree:
 
 
 def pmean(x: Tree, axis: Axis) -> Tree:
-    """The mean over all ranks of every leaf. Means of means are not means: for tokens, ``psum`` and divide.
+    """The mean over all ranks of every leaf.
+
+    A mean of means is no mean: for tokens, ``psum`` and divide.
 
     >>> import torch
     >>> from purestep import VmapAxis
@@ -138,7 +114,7 @@ def pmean(x: Tree, axis: Axis) -> Tree:
 
 
 def pvary(x: Tree, axis: Axis) -> Tree:
-    """Every leaf as it is, marked as used by each rank for itself: derivatives through it are summed.
+    """Every leaf as it is, marked as used by each rank alone: its derivatives are summed.
 
     >>> import torch
     >>> from purestep import VmapAxis
@@ -148,11 +124,11 @@ def pvary(x: Tree, axis: Axis) -> Tree:
     tensor(6.)
     """
     check_axis(axis)
-    return over_tree("pvary", x, axis)
+    return axis.apply_tree("pvary", x)
 
 
 def all_gather(x: Tree, axis: Axis, dim: int = 0, *, tiled: bool = False) -> Tree:
-    """All ranks' leaves, in order of rank, stacked along a new ``dim``; ``tiled`` joins them along it.
+    """All ranks' leaves, in order of rank, stacked along a new ``dim``; ``tiled`` joins them.
 
     >>> import torch
     >>> from purestep import VmapAxis
@@ -192,8 +168,8 @@ def psum_scatter(x: Tree, axis: Axis, dim: int = 0, *, tiled: bool = False) -> T
         if (length % axis.size != 0) if tiled else (length != axis.size):
             wanted = "a multiple of" if tiled else "exactly"
             raise ValueError(
-                f"psum_scatter over {axis} along dim={dim} needs {wanted} {axis.size} entries there, "
-                f"one for each rank, but the shape is {tuple(leaf.shape)}"
+                f"psum_scatter over {axis} along dim={dim} needs {wanted} {axis.size} entries "
+                f"there, one for each rank, but the shape is {tuple(leaf.shape)}"
             )
         blocks = _summable(leaf).movedim(dim, 0)
         if not tiled:

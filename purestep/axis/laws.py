@@ -1,4 +1,4 @@
-"""The laws of the collectives: each one's sum, its transpose, its tangent and its batching, written once.
+"""The laws of the collectives: each one's sum, transpose, tangent and batching, written once.
 
 The axes differ only in where the ranks are: a dimension of ``torch.vmap``, threads, processes.
 """
@@ -16,8 +16,8 @@ from torch.autograd import Function
 class Law(NamedTuple):
     """One collective, as it is over a single rank and over a dimension that holds all of them.
 
-    ``across(x, dim, size)`` returns the result and its dimension over ranks. ``dim`` is None where x is
-    the same on every rank, and None is returned where the result is.
+    ``across(x, dim, size)`` returns the result and its dimension over ranks. ``dim`` is None where
+    x is the same on every rank, and None is returned where the result is.
     """
 
     transpose: str
@@ -28,8 +28,8 @@ class Law(NamedTuple):
 def _invariant_across(x: Tensor, dim: int | None, size: int) -> tuple[Tensor, None]:
     if dim is not None:
         raise ValueError(
-            f"an output of out_dims=None is not the same on all {size} ranks: psum it, or give it a "
-            "dimension in out_dims"
+            f"an output of out_dims=None is not the same on all {size} ranks: psum it, or give it "
+            "a dimension in out_dims"
         )
     return x, None
 
@@ -63,7 +63,7 @@ LAWS = {
 
 
 class Where(Protocol):
-    """Ranks that run programs of their own: they meet to carry out a law on one plain tensor each."""
+    """Ranks that run their own programs: they meet for a law on one plain tensor each."""
 
     def meet(self, law: str, x: Tensor) -> Tensor: ...
 
@@ -71,9 +71,9 @@ class Where(Protocol):
 class _Collective(Function):
     """A law on one tensor, with its transpose, its tangent and its batching.
 
-    Ranks that run programs of their own meet in ``where``. Ranks of one program are a dimension of
-    ``torch.vmap``: ``token`` is batched by the axis's own vmap and by no other. Any other vmap that comes by
-    is an ensemble, whose dimension is carried along behind the law's own.
+    Ranks that run their own programs meet in ``where``. Ranks of one program are a dimension of
+    ``torch.vmap``: ``token`` is batched by the axis's own vmap and by no other. Any other vmap is
+    an ensemble, whose dimension is carried along behind the law's own.
     """
 
     @staticmethod
@@ -119,7 +119,7 @@ def apply_collective(x: Tensor, token: Tensor | None, law: str, where: Where | N
 def collective(x: Tensor, token: Tensor | None, law: str, where: Where | None = None) -> Tensor:
     """The law on one tensor, as a compiler sees it too."""
     if torch.compiler.is_dynamo_compiling():
-        # Marks ``apply_collective`` for the compiler on import, which only a compiler needs to pay for.
+        # Marks ``apply_collective`` for the compiler on import, which takes time.
         from purestep.axis import opaque
 
         return opaque.apply_collective(x, token, law, where)

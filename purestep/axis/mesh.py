@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -15,15 +14,7 @@ from purestep import torch_internals
 from purestep.axis.ranks import BUCKET_BYTES, RankError, Ranks, Wait
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from torch.distributed.device_mesh import DeviceMesh
-
-FEW = 8
-"""Among how many ranks each sends to each: what the host does for it grows with them."""
-
-TAG = 0x7075
-"""Of these sends, apart from those of a loss."""
 
 
 class MeshAxis(Ranks):
@@ -32,18 +23,18 @@ class MeshAxis(Ranks):
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
         update_step = ps.make_update_step(loss_fn, optimizer, axis=ps.MeshAxis(mesh, "dp"))
 
-    An axis names the dimensions that split tokens, and no others: ``("dp", "cp")`` where sequences are split
-    too, ``"dp"`` alone beside tensor parallelism, whose ranks hold the same tokens. Make it on every rank of
-    the mesh, at the same place of the program: several dimensions become one process group. Start them from
-    the same parameters: structures and settings are compared, values are not. Ranks may hold no
-    microbatch at all (with ``compile=True`` too); but under a transform, or where ``torch.compile`` takes the
-    whole step, give each at least one, of weight 0.
+    An axis names the dimensions that split tokens, and no others: ``("dp", "cp")`` where sequences
+    are split too, ``"dp"`` alone beside tensor parallelism, whose ranks hold the same tokens. Make
+    it on every rank of the mesh, at the same place of the program: several dimensions become one
+    process group. Start all ranks from the same parameters: structures and settings are compared,
+    values are not. Ranks may hold no microbatch at all (with ``compile=True`` too); but where
+    ``torch.compile`` takes the whole step, give each at least one, of weight 0.
 
     Args:
         mesh: from ``torch.distributed.device_mesh.init_device_mesh``, with ``mesh_dim_names``.
         dims: the name of a dimension, or several names in the order of the mesh.
-        bucket_bytes: how many bytes of gradients travel in one collective, at most a megabyte in the first. Smaller
-            ones start earlier during the backward pass, larger ones waste less.
+        bucket_bytes: how many bytes of gradients travel in one collective, at most a megabyte in
+            the first. Smaller ones start earlier in the backward pass, larger ones waste less.
 
     >>> from torch.distributed.device_mesh import init_device_mesh
     >>> store = torch.distributed.HashStore()
@@ -68,12 +59,12 @@ class MeshAxis(Ranks):
         places = [names.index(dim) if dim in names else -1 for dim in self.dims]
         if not places or -1 in places or places != sorted(set(places)):
             raise ValueError(
-                f"MeshAxis(dims={self.dims}) must name one or several different dimensions of the mesh, "
-                f"in its order: {tuple(names)}"
+                f"MeshAxis(dims={self.dims}) must name one or several different dimensions of the "
+                f"mesh, in its order: {tuple(names)}"
             )
         if mesh.get_coordinate() is None:
             raise ValueError(
-                f"this process is not in the mesh {mesh}: make the axis on the ranks of the mesh alone"
+                f"this process is not in the mesh {mesh}: make the axis on its ranks alone"
             )
         part = mesh[self.dims]
         flat = part if len(self.dims) == 1 else torch_internals.flattened(part)
@@ -93,7 +84,7 @@ class MeshAxis(Ranks):
 
     @property
     def meetings(self) -> int | None:
-        """How many collectives the process group has begun; None where its backend does not count."""
+        """How many collectives its group has begun; None where the backend does not count."""
         return torch_internals.collectives_begun(self._group)
 
     @property
@@ -113,58 +104,38 @@ class MeshAxis(Ranks):
         return hash(self._where)
 
     def launch(self, law: str, x: Tensor, out: Tensor) -> Wait:
-        """Starts a law on contiguous memory, whose result is in ``out`` when it has been waited for; psum: in ``x`` itself."""
+        """Starts a law on contiguous memory; ``out`` is the result after the wait. psum: ``x``."""
         how: Any = {"group": self._group, "async_op": True}
-        with _explained(self.where):
+        try:
             if law == "psum":
                 work = dist.all_reduce(out, **how)
-            elif self.on_host and 1 < self.size <= FEW:
-                return self._exchange(law, x.view(-1), out.view(-1))
             elif law == "all_gather":
                 work = dist.all_gather_single(out.view(-1), x.view(-1), **how)
             else:
                 work = dist.reduce_scatter_single(out.view(-1), x.view(-1), **how)
+        except RuntimeError as error:
+            raise _lost(self.where, error) from error
         return partial(_wait, work, self.where)
 
-    def _exchange(self, law: str, x: Tensor, out: Tensor) -> Wait:
-        """A gather or a scatter by sends from each rank to each: gloo's own copy all of it, and its scatter sums all of it."""
-        me = self._rank
-        targets = [(me + distance) % self.size for distance in range(1, self.size)]
-        sources = targets[::-1]
-        if law == "all_gather":
-            rows = out.view(self.size, -1)
-            rows[me] = x
-            sent, received = [x for _ in targets], [rows[rank] for rank in sources]
-            terms = []
-        else:
-            rows = x.view(self.size, -1)
-            sent = [rows[rank] for rank in targets]
-            received = [out, *[torch.empty_like(out) for _ in sources[1:]]]
-            terms = [rows[me], *received[1:]]
-        how: Any = {"group": self._group, "tag": TAG}
-        works: list[Any] = []
-        for row, rank in zip(sent, targets, strict=True):
-            works.append(dist.isend(row, group_dst=rank, **how))
-        for row, rank in zip(received, sources, strict=True):
-            works.append(dist.irecv(row, group_src=rank, **how))
-
-        def wait() -> None:
-            for work in works:
-                _wait(work, self.where)
-            for term in terms:
-                out.add_(term)
-
-        return wait
+    def gather_object(self, value: Any) -> list[Any]:
+        """All processes' values, in order of rank."""
+        values: list[Any] = [None] * self.size
+        try:
+            dist.all_gather_object(values, value, group=self._group)
+        except RuntimeError as error:
+            raise _lost(self.where, error) from error
+        return values
 
     def across(self, inner: Ranks) -> MeshAxis:
-        """The axis over those of these ranks that hold the same of what is spread over ``inner``, a part of this axis."""
+        """The axis over those of its ranks that hold the same piece over ``inner``, its part."""
         dims = getattr(inner, "dims", None)
         if dims not in self._across:
             others = [dim for dim in self.dims if dim not in (dims or self.dims)]
-            if dims is None or len(others) + len(dims) != len(self.dims):
+            if not (dims and others) or len(others) + len(dims) != len(self.dims):
                 raise ValueError(
-                    f"something is spread over {inner}, which is a part of {self}, but not one or several of its dimensions "
-                    f"{self.dims}: make both axes of one mesh, by the names of its dimensions"
+                    f"a tensor is sharded over {inner}, a part of {self} but not one or several of "
+                    f"its dimensions {self.dims}: make both axes of one mesh, by the names of its "
+                    "dimensions"
                 )
             self._across[dims] = MeshAxis(self._whole, others, bucket_bytes=self.bucket_bytes)
         return self._across[dims]
@@ -182,8 +153,10 @@ class Group(NamedTuple):
 
     def meet(self, law: str, x: Tensor) -> Tensor:
         """The law on a plain tensor, by the functional collectives, which compile."""
-        with _explained(self):
+        try:
             return _MEET[law](x, self)
+        except RuntimeError as error:
+            raise _lost(self, error) from error
 
     def __str__(self) -> str:
         dims = self.dims.removesuffix(",)").strip("()")
@@ -191,8 +164,10 @@ class Group(NamedTuple):
 
 
 def _wait(work: Any, group: Group) -> None:
-    with _explained(group):
+    try:
         work.wait()
+    except RuntimeError as error:
+        raise _lost(group, error) from error
 
 
 def _psum(x: Tensor, group: Group) -> Tensor:
@@ -219,15 +194,12 @@ _MEET: dict[str, Callable[[Tensor, Group], Tensor]] = {
 }
 
 
-@contextmanager
-def _explained(group: Any) -> Iterator[None]:
+def _lost(group: Any, error: RuntimeError) -> RankError:
     """A broken connection, in words that say what to look for."""
-    try:
-        yield
-    except RuntimeError as error:
-        what, *_ = str(error).split("\n")
-        raise RankError(
-            f"a collective over {group} failed: most likely another rank has died, and its own output tells "
-            "why. This process group is lost: end the process, so that others do not wait for it, and start again "
-            f"from the last checkpoint, as torchrun --max-restarts does. What the backend says: {what}"
-        ) from error
+    what, *_ = str(error).split("\n")
+    return RankError(
+        f"a collective over {group} failed: most likely another rank has died, and its own output "
+        "says why. This process group is lost: end the process, so that others do not wait for "
+        "it, and start again from the last checkpoint, as torchrun --max-restarts does. The "
+        f"backend's message: {what}"
+    )

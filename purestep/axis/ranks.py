@@ -3,44 +3,32 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
 from purestep import tree
-from purestep.axis.buckets import packed, summed
+from purestep.axis.buckets import all_reduced
 from purestep.axis.laws import Where, collective
+from purestep.axis.protocol import Gather, RankError
+from purestep.axis.session import OneProgram, OwnPrograms
 from purestep.types import Tree
 
 Wait: TypeAlias = Callable[[], None]
 """Waits for what was launched, as long as the axis itself allows."""
 
+__all__ = ["BUCKET_BYTES", "RankError", "Ranks", "Wait"]
+
 BUCKET_BYTES = 25 * 2**20
-
-
-class RankError(RuntimeError):
-    """This rank cannot go on because of another, which has failed, died or gone elsewhere.
-
-    >>> from purestep import psum
-    >>> from purestep.testing import ThreadAxis
-    >>> axis = ThreadAxis(2)
-    >>> def program(x):
-    ...     try:
-    ...         return psum(x, axis) if x > 1 else x
-    ...     except RankError:
-    ...         return "alone"
-    >>> axis.map(program)([torch.tensor(1.0), torch.tensor(2.0)])
-    [tensor(1.), 'alone']
-    """
 
 
 class Ranks(ABC):
     """Ranks that run programs of their own, and may therefore disagree.
 
-    They meet in ``where`` for one law on one plain tensor each; ``device`` is where such tensors live.
+    They meet in ``where`` for one law on one plain tensor each, which lies on ``device``.
     """
 
     own_programs = True
@@ -62,7 +50,7 @@ class Ranks(ABC):
     @property
     @abstractmethod
     def meetings(self) -> int | None:
-        """How many of the ranks' collectives have begun, whoever called them; None where nobody counts."""
+        """How many collectives of the ranks have begun; None where the backend does not count."""
 
     @property
     @abstractmethod
@@ -71,7 +59,7 @@ class Ranks(ABC):
 
     @property
     def members(self) -> frozenset[int]:
-        """All ranks that it joins, this one included, by numbers that all axes of a world share; empty where nobody knows."""
+        """The ranks it joins, this one included, numbered as in its world; empty if unknown."""
         return frozenset()
 
     @property
@@ -87,19 +75,32 @@ class Ranks(ABC):
     def apply(self, law: str, x: Tensor) -> Tensor:
         """The law over the ranks, with its transpose, under any transform."""
         if tree.eager(x):
-            return self.where.meet(law, x)  # nobody asks for the transpose, whose record takes time
+            return self.where.meet(law, x)  # without the record of a transpose
         return collective(x, None, law, self.where)
 
     def apply_tree(self, law: str, x: Tree) -> Tree:
-        """psum or pvary of every leaf: sums in ⌈bytes / bucket_bytes⌉ collectives for each dtype."""
-        if law == "psum":
-            return summed(packed(x), self)
-        return x if tree.eager(x) else tree.map(partial(self.apply, law), x)
+        """psum or pvary of every leaf: sums in buckets for each dtype."""
+        leaves, structure = tree.flatten(x)
+        if not tree.eager(leaves):
+            return tree.map(partial(self.apply, law), x)
+        if law != "psum" or not leaves:
+            return x
+        return tree.unflatten(structure, all_reduced(leaves, self))
 
     @abstractmethod
     def launch(self, law: str, x: Tensor, out: Tensor) -> Wait:
-        """Starts a law on contiguous memory, whose result is in ``out`` when it has been waited for; psum: in ``x`` itself."""
+        """Starts a law on contiguous memory; ``out`` is the result after the wait. psum: ``x``."""
 
     @abstractmethod
     def across(self, inner: Ranks) -> Ranks:
-        """The axis over those of these ranks that hold the same of what is spread over ``inner``, a part of this axis."""
+        """The axis over those of its ranks that hold the same piece over ``inner``, its part."""
+
+    def gather_object(self, value: Any) -> list[Any]:
+        """All ranks' values, in order of rank, to explain an error."""
+        raise NotImplementedError(f"{self} has no gather_object")
+
+    def session(self, gather: Gather, settings: Mapping[str, str]) -> OneProgram | OwnPrograms:
+        """A session of messages and buckets; while a compiler traces, of ``psum``."""
+        if torch.compiler.is_dynamo_compiling():
+            return OneProgram(self, gather)
+        return OwnPrograms(self, gather, settings)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Literal, TypeAlias
 
 import optree
@@ -13,6 +14,8 @@ from torch import Tensor
 
 from purestep import tree
 from purestep.axis.laws import collective
+from purestep.axis.protocol import Gather
+from purestep.axis.session import OneProgram
 from purestep.types import Tree
 
 InDims: TypeAlias = Any
@@ -27,10 +30,13 @@ class VmapAxis:
     >>> axis.map(lambda x: x / psum(x, axis))(torch.tensor([1.0, 3.0]))
     tensor([0.2500, 0.7500])
 
-    It nests, in other axes and in ensembles (``torch.vmap`` around or inside), under ``grad``, ``jvp`` and
-    ``torch.compile``. Ranks run one and the same program: a rank with less data has microbatches whose
-    weights are zero.
+    It nests, in other axes and in ensembles (``torch.vmap`` around or inside), under ``grad``,
+    ``jvp`` and ``torch.compile``. Ranks run one and the same program: a rank with less data has
+    microbatches whose weights are zero.
     """
+
+    own_programs = False
+    members: frozenset[int] = frozenset()
 
     def __init__(self, size: int) -> None:
         if not isinstance(size, int) or size < 1:
@@ -49,10 +55,11 @@ class VmapAxis:
     ) -> Callable[..., Any]:
         """``fn`` run by every rank.
 
-        ``in_dims`` and ``out_dims`` are as in ``torch.vmap``, for trees: an integer says which dimension of
-        the leaves runs over ranks, None that every rank has the same. An output of ``out_dims=None`` must
-        really be the same, which is checked: it comes from ``psum`` or from shared inputs. ``randomness`` is
-        that of ``torch.vmap`` as well, for functions that draw from the global generator.
+        ``in_dims`` and ``out_dims`` are as in ``torch.vmap``, for trees: an integer says which
+        dimension of the leaves runs over ranks, None that every rank has the same. An output of
+        ``out_dims=None`` must really be the same, which is checked: it comes from ``psum`` or from
+        shared inputs. ``randomness`` is that of ``torch.vmap`` as well, for functions that draw
+        from the global generator.
         """
 
         def mapped(*args: Any) -> Any:
@@ -101,6 +108,14 @@ class VmapAxis:
         """The law over the vmap dimension of ``map``."""
         return collective(x, self.index, law)
 
+    def apply_tree(self, law: str, x: Tree) -> Tree:
+        """psum or pvary of every leaf."""
+        return tree.map(partial(self.apply, law), x)
+
+    def session(self, gather: Gather, settings: Mapping[str, str]) -> OneProgram:
+        """A session that sums by ``psum``."""
+        return OneProgram(self, gather)
+
     def __repr__(self) -> str:
         return f"VmapAxis({self.size})"
 
@@ -121,7 +136,7 @@ def mapping() -> list[VmapAxis]:
 
 @contextmanager
 def bound_as(axes: Sequence[VmapAxis], tokens: Sequence[Tensor]) -> Iterator[None]:
-    """Within it, these say of each axis which rank this is: of one that maps, or that is to do again what it did."""
+    """Within it, these tokens are the axes' indices: while an axis maps, or is recomputed."""
     outer = _tokens()
     _here.tokens = outer | dict(zip(axes, tokens, strict=True))
     try:
@@ -131,7 +146,7 @@ def bound_as(axes: Sequence[VmapAxis], tokens: Sequence[Tensor]) -> Iterator[Non
 
 
 def _spread(dims: Any, args: Tree, name: str) -> list[int | None]:
-    """The dimension of every leaf of ``args``, from a tree of dimensions that may end above the leaves."""
+    """The dimension of every leaf of ``args``, from a tree of dimensions that may be a prefix."""
     structure = optree.tree_structure(dims, none_is_leaf=True, namespace=tree.NAMESPACE)
     try:
         subtrees = structure.flatten_up_to(args)

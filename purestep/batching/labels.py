@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from purestep.tokens import IGNORE_INDEX
+from purestep.weights import IGNORE_INDEX
 
 
 def shift_labels(input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:

@@ -15,8 +15,8 @@ from torch.nn.utils.rnn import pad_sequence
 
 from purestep import tree
 from purestep.batching.cut import alike, common_length, is_called, whole_leaves
-from purestep.tokens import IGNORE_INDEX
 from purestep.types import Microbatch, Tree
+from purestep.weights import IGNORE_INDEX
 
 Example: TypeAlias = Tree
 """A tree of tensors whose first dimension is the example's length.

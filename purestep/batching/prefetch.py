@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from purestep import tree
-from purestep.tokens import WeighedGroup, label_weights, weigh
 from purestep.types import Microbatch, WeightFn
+from purestep.weights import WeighedGroup, label_weights, weights_of
 
 
 class prefetch(Iterator["PrefetchedGroup"]):  # noqa: N801
@@ -98,9 +98,9 @@ class PrefetchedGroup(WeighedGroup):
 
     def weights(self, weight_fn: WeightFn) -> Sequence[Tensor]:
         """Those of each microbatch, on the host: asked for beforehand, where this is ``prefetch``'s ``weight_fn``."""
-        return (
-            self._weights if weight_fn == self._lane.weight_fn else weigh(self._on_host, weight_fn)
-        )
+        if weight_fn == self._lane.weight_fn:
+            return self._weights
+        return [weights_of(weight_fn, microbatch) for microbatch in self._on_host]
 
     def __len__(self) -> int:
         return len(self._on_host)
@@ -199,7 +199,7 @@ class _Lane:
     def _send(self, microbatches: Sequence[Microbatch], position: int | None) -> bool:
         """Announces a group and brings its microbatches; False when the stream is closed."""
         on_host = [self._pin(tree.plain(microbatch)) for microbatch in microbatches]
-        weights = [self._pin(each) for each in weigh(on_host, self.weight_fn)]
+        weights = [self._pin(weights_of(self.weight_fn, each)) for each in on_host]
         group = PrefetchedGroup(on_host, weights, self)
         group.position = position
         with self.changed:

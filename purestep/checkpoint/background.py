@@ -17,8 +17,8 @@ from purestep.checkpoint.ranks import Group, LostError, world
 from purestep.checkpoint.series import check_step, write_step
 from purestep.checkpoint.trees import slots_of, write
 from purestep.checkpoint.whole import File
-from purestep.pieces import Shard
 from purestep.state import Slot
+from purestep.tree.shard import Shard
 from purestep.types import Tree
 
 Slots: TypeAlias = Mapping[str, Slot]

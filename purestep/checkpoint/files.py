@@ -21,8 +21,8 @@ from torch import Tensor
 
 from purestep import state
 from purestep.checkpoint.whole import File, replaced
-from purestep.pieces import Shard
 from purestep.state import Slot
+from purestep.tree.shard import Shard
 
 DTYPES = {
     torch.float64: "F64",

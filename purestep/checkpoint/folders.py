@@ -39,7 +39,7 @@ from purestep.checkpoint.ranks import (
     words,
 )
 from purestep.checkpoint.whole import SUMS, File, naming, replaced_folder
-from purestep.shard import to_dtensor
+from purestep.sharding import to_dtensor
 from purestep.state import Slot
 
 METADATA = ".metadata"

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from purestep import tree as trees
 from purestep.axis import MeshAxis, RankError
 from purestep.checkpoint.whole import File
-from purestep.pieces import is_shard
 from purestep.state import Slot, kind
+from purestep.tree.shard import is_shard
 from purestep.types import Tree
 
 T = TypeVar("T")

@@ -10,9 +10,9 @@ from purestep import state, tree as trees
 from purestep.checkpoint import files
 from purestep.checkpoint.ranks import Group, agreed, check_same, is_first, together, world
 from purestep.checkpoint.whole import File, naming
-from purestep.pieces import is_shard
-from purestep.shard import unshard
+from purestep.sharding import unshard
 from purestep.state import Slot
+from purestep.tree.shard import is_shard
 from purestep.types import Tree
 
 

@@ -9,8 +9,8 @@ from torch import Tensor
 from purestep.losses import vocabulary
 from purestep.losses.logits import check_temperature
 from purestep.rematerialisation import remat
-from purestep.tokens import IGNORE_INDEX
 from purestep.tree import accumulation_dtype, at_hand
+from purestep.weights import IGNORE_INDEX
 
 
 def linear_cross_entropy(

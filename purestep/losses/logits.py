@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from purestep.losses.shapes import check_same_shape
-from purestep.tokens import IGNORE_INDEX
 from purestep.tree import accumulation_dtype
+from purestep.weights import IGNORE_INDEX
 
 
 def cross_entropy(

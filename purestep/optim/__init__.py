@@ -1,11 +1,10 @@
 """Optimizers as pure functions: what they are, transforms, schedules, recipes."""
 
-from purestep.optim.adam import AdamWState, adamw
 from purestep.optim.base import Optimizer, Transform, chain
 from purestep.optim.ema import EmaState, ema
 from purestep.optim.master import MasterState, master_weights
 from purestep.optim.partition import Mask, partition
-from purestep.optim.recipes import DescentState, LionState, descend, lion, sgd
+from purestep.optim.recipes import AdamWState, DescentState, LionState, adamw, descend, lion, sgd
 from purestep.optim.schedules import (
     LearningRate,
     Schedule,
@@ -24,35 +23,10 @@ from purestep.optim.transforms import (
     scale_by_adam,
 )
 
-__all__ = [
-    "Optimizer",
-    "Transform",
-    "chain",
-    "clip_by_global_norm",
-    "momentum",
-    "MomentumState",
-    "scale_by_adam",
-    "AdamState",
-    "add_decayed_weights",
-    "Mask",
-    "descend",
-    "DescentState",
-    "sgd",
-    "adamw",
-    "AdamWState",
-    "lion",
-    "LionState",
-    "from_torch",
-    "TorchState",
-    "partition",
-    "master_weights",
-    "MasterState",
-    "ema",
-    "EmaState",
-    "LearningRate",
-    "Schedule",
-    "linear_schedule",
-    "cosine_decay_schedule",
-    "warmup_cosine_decay_schedule",
-    "join_schedules",
-]
+__all__ = ["Optimizer", "Transform", "chain"]
+__all__ += ["clip_by_global_norm", "momentum", "MomentumState", "scale_by_adam", "AdamState"]
+__all__ += ["add_decayed_weights", "Mask", "descend", "DescentState", "sgd", "adamw", "AdamWState"]
+__all__ += ["lion", "LionState", "from_torch", "TorchState", "partition"]
+__all__ += ["master_weights", "MasterState", "ema", "EmaState", "LearningRate", "Schedule"]
+__all__ += ["linear_schedule", "cosine_decay_schedule", "warmup_cosine_decay_schedule"]
+__all__ += ["join_schedules"]

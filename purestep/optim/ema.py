@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple, cast
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from purestep import tree
-from purestep.optim.base import Optimizer, Update, check_optimizer, composed, refuse, written
-from purestep.optim.leafwise import belongs
+from purestep.optim.base import Optimizer, check_optimizer, in_place, refuse, written
+from purestep.optim.leafwise import alike, number
 from purestep.optim.master import wide_copy
-from purestep.optim.transforms import number
 from purestep.types import OptState, Params, Tree
 
 
@@ -29,15 +28,16 @@ class EmaState(NamedTuple):
 
 
 def ema(optimizer: Optimizer, decay: float | Tensor) -> Optimizer:
-    """The same optimizer, which keeps a decaying mean of the params in its state [Polyak and Juditsky, 1992].
+    """The optimizer, with a decaying mean of the params in its state [Polyak and Juditsky, 1992].
 
         θ ← optimizer(g, θ),    a ← decay · a + (1 − decay) · θ
 
-    The mean starts at the params. It is moved when they are, so never by a step that is skipped or has no tokens; it has memory of
-    its own, also where the state is donated, and goes into a checkpoint with the rest. ``opt_state.average`` is
-    what to evaluate, cast to the params' dtype where that is half precision.
+    The mean starts at the params. It moves when they move, so never by a step that is skipped or
+    has no tokens. It shares no memory with them, also where the state is donated, and goes into a
+    checkpoint with the rest. ``opt_state.average`` is what to evaluate, cast to the params' dtype
+    where that is half precision.
 
-    Around ``master_weights`` it is the mean of the rounded params; inside of it, that of the float32 ones.
+    Around ``master_weights`` it is the mean of the rounded params; inside, of the float32 ones.
 
     >>> from purestep.optim import sgd
     >>> optimizer = ema(sgd(1.0), 0.5)
@@ -53,23 +53,17 @@ def ema(optimizer: Optimizer, decay: float | Tensor) -> Optimizer:
     def init(params: Params) -> EmaState:
         return EmaState(wide_copy(params), optimizer.init(params))
 
-    def averaging(updates: Sequence[Update], in_place: bool) -> Update:
-        (inner_update,) = updates
+    def averaged(update: Any, grads: Tree, opt_state: Any, params: Params, *applied: Any) -> Any:
+        if not isinstance(opt_state, EmaState) or not alike(grads, params, opt_state.average):
+            refuse(init, grads, opt_state, params)
+        moved, inner = update(grads, opt_state.inner, params, *applied)
 
-        def update(
-            grads: Tree, opt_state: OptState, params: Params, **how: Any
-        ) -> tuple[Params, OptState]:
-            if not belongs(EmaState, ["average"], grads, opt_state, params):
-                refuse(init, grads, opt_state, params)
-            average, inner = cast("EmaState", opt_state)
-            moved, inner = inner_update(grads, inner, params, **how)
+        def nearer(mean: Tensor, param: Tensor) -> Tensor:
+            new = torch.lerp(mean, param.to(mean.dtype), number(1 - decay, mean))
+            return written(mean, new, *applied) if applied else new
 
-            def nearer(mean: Tensor, param: Tensor) -> Tensor:
-                new = torch.lerp(mean, param.to(mean.dtype), number(1 - decay, mean))
-                return written(mean, new, how.get("applied")) if in_place else new
+        return moved, EmaState(tree.map(nearer, opt_state.average, moved), inner)
 
-            return moved, EmaState(tree.map(nearer, average, moved), inner)
-
-        return update
-
-    return composed(Optimizer, init, [optimizer], averaging)
+    return Optimizer(
+        init, partial(averaged, optimizer.update), partial(averaged, in_place(optimizer))
+    )

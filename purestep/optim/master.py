@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple, cast
+from functools import partial
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from purestep import tree
-from purestep.optim.base import Optimizer, Update, check_optimizer, composed, refuse, written
-from purestep.optim.leafwise import belongs
-from purestep.tree import accumulation_dtype
+from purestep.optim.base import (
+    Optimizer,
+    check_optimizer,
+    check_params,
+    in_place,
+    refuse,
+    written,
+)
+from purestep.optim.leafwise import alike
 from purestep.types import OptState, Params, Tree
 
 
@@ -32,11 +38,11 @@ def master_weights(optimizer: Optimizer) -> Optimizer:
 
         m ← optimizer(g, m),    θ ← m rounded to the dtype of θ
 
-    bfloat16 has eight bits: a step of less than 1/256 of a parameter is lost in it, however often it comes.
+    bfloat16 has eight bits: a step of less than 1/256 of a parameter is lost in it, however often.
 
-    The copy is what moves, and θ only what the gradient is taken at. So a derivative with respect to the params
-    at the start goes by way of ``init``, which keeps it under the transforms of ``torch.func``, but cuts it off
-    from params that merely require grad, as all optimizers do: differentiate ``opt_state.master`` there.
+    The copy is what moves, and θ only what the gradient is taken at. So a derivative by the params
+    at the start goes by way of ``init``. It passes under the transforms of ``torch.func``, and is
+    cut off from params that merely require grad: differentiate ``opt_state.master`` there.
 
     >>> import torch
     >>> from purestep.optim import sgd
@@ -55,36 +61,29 @@ def master_weights(optimizer: Optimizer) -> Optimizer:
         master = wide_copy(params)
         return MasterState(master, optimizer.init(master))
 
-    def rounding(updates: Sequence[Update], in_place: bool) -> Update:
-        (inner_update,) = updates
+    def rounding(update: Any, grads: Tree, opt_state: Any, params: Params, *applied: Any) -> Any:
+        if not isinstance(opt_state, MasterState) or not alike(grads, params, opt_state.master):
+            refuse(init, grads, opt_state, params)
+        wide = tree.map(lambda grad, m: grad.to(m.dtype), grads, opt_state.master)
+        moved, inner = update(wide, opt_state.inner, opt_state.master, *applied)
 
-        def update(
-            grads: Tree, opt_state: OptState, params: Params, **how: Any
-        ) -> tuple[Params, OptState]:
-            if not belongs(MasterState, ["master"], grads, opt_state, params):
-                refuse(init, grads, opt_state, params)
-            master, inner = cast("MasterState", opt_state)
-            wide = tree.map(lambda grad, m: grad.to(m.dtype), grads, master)
-            moved, inner = inner_update(wide, inner, master, **how)
+        def rounded(param: Tensor, m: Tensor) -> Tensor:
+            return written(param, m, *applied) if applied else m.to(param.dtype, copy=True)
 
-            def rounded(param: Tensor, m: Tensor) -> Tensor:
-                if in_place:
-                    return written(param, m, how.get("applied"))
-                return m.to(param.dtype, copy=True)
+        return tree.map(rounded, params, moved), MasterState(moved, inner)
 
-            return tree.map(rounded, params, moved), MasterState(moved, inner)
-
-        return update
-
-    return composed(Optimizer, init, [optimizer], rounding)
+    return Optimizer(
+        init, partial(rounding, optimizer.update), partial(rounding, in_place(optimizer))
+    )
 
 
 def wide_copy(params: Params) -> Params:
-    """The params in float32 at least, in memory of their own; cut off from params that merely require grad."""
+    """The params in float32 at least, in other memory; detached where only autograd looks on."""
+    check_params(params)
     differentiable = not tree.untransformed()
 
     def copied(param: Tensor) -> Tensor:
         param = param if differentiable else param.detach()
-        return param.to(accumulation_dtype(param.dtype), copy=True)
+        return param.to(tree.accumulation_dtype(param.dtype), copy=True)
 
     return tree.map(copied, params)

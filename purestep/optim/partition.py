@@ -2,51 +2,54 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
 from purestep import tree
-from purestep.form import Form, flat
 from purestep.optim.base import (
-    Last,
     Optimizer,
+    Part,
     Transform,
-    Update,
     check_optimizer,
-    composed,
+    check_params,
+    in_place,
     refuse,
 )
-from purestep.torch_internals import is_watched
 from purestep.types import OptState, Params, Tree
 
 Mask: TypeAlias = Tree | Callable[[Params], Tree]
 """A tree of bools like the params, or a function that makes one from them."""
 
 MOST = 8
-"""Forms of params of which a partition remembers the parts."""
+"""Kinds of params of which a partition remembers the shares."""
 
 
-class Part(NamedTuple):
-    """The label of an optimizer, the positions of its leaves, and the structure of the tree of them, where remembered."""
+class Share(NamedTuple):
+    """What falls to one optimizer: its label, the positions of its leaves, and the tree of them."""
 
     label: str
     where: list[int]
-    structure: tree.Structure = None
+    structure: tree.Structure
+
+    def of(self, leaves: Sequence[Any]) -> Tree:
+        """The tree of its leaves, among all of them."""
+        return tree.unflatten(self.structure, [leaves[position] for position in self.where])
 
 
-def partition(label_fn: Callable[[Params], Tree] | Tree, optimizers: Mapping[str, Last]) -> Last:
-    """Each parameter to the optimizer that its label names. Or each gradient to a Transform, where all are Transforms.
+def partition(label_fn: Callable[[Params], Tree] | Tree, optimizers: Mapping[str, Part]) -> Part:
+    """Each parameter to the optimizer that its label names. Or each gradient to a Transform.
 
-    Each optimizer sees the tree of its own parameters, with an empty tuple where others, or containers of others,
-    are: a norm taken there (``clip_by_global_norm``) is that of its own gradients. The state is a dict of their states,
-    and a tuple of those of Transforms.
-    (Not None, which is a leaf to ``torch.vmap``.)
+    Each optimizer sees the tree of its parameters alone, with an empty tuple in the place of others
+    and of containers of others (None is a leaf to ``torch.vmap``). So a norm taken there is that of
+    its gradients. The state is a dict of their states, and of Transforms a tuple.
 
     Args:
-        label_fn: ``label_fn(params)`` gives a tree of labels like the params, or a prefix of it, where a label
-            stands for a whole subtree; or such a tree. It may look at names, shapes and dtypes, not at values, since it
-            is asked once for params that agree in these. A compiler of the whole step traces it: ``tree.map`` and
-            plain Python are followed, optree's own functions of paths are not.
+        label_fn: ``label_fn(params)`` gives a tree of labels like the params, or a prefix of it,
+            where a label stands for a whole subtree; or such a tree. It may look at names, shapes
+            and dtypes, not at values: it is asked once for params that agree in these. A compiler
+            of the whole step traces it, through ``tree.map`` and plain Python, not through
+            optree's own functions of paths.
         optimizers: by label.
 
     >>> import torch
@@ -64,24 +67,20 @@ def partition(label_fn: Callable[[Params], Tree] | Tree, optimizers: Mapping[str
     kind: Any = Transform if kinds == {Transform} else Optimizer
     for label, part in optimizers.items() if kind is Optimizer else ():
         check_optimizer(f"partition: {label!r} must be an Optimizer", part)
-    remembered: dict[Form, list[Part]] = {}
+    remembered: list[tuple[Any, list[Share]]] = []
 
-    def parts_of(params: Params) -> list[Part]:
-        leaves, structure, form = flat(params)
-        if not (isinstance(form, Hashable) and tree.eager()) or is_watched():
-            return labelled(params)
-        parts = remembered.get(form)
-        if parts is None:
-            parts = [
-                part._replace(structure=tree.flatten(only(part, leaves, structure))[1])
-                for part in labelled(params)
-            ]
-            if len(remembered) >= MOST:
-                remembered.clear()
-            remembered[form] = parts
-        return parts
+    def shares_of(params: Params, leaves: list[Any], structure: tree.Structure) -> list[Share]:
+        if not tree.eager():
+            return labelled(params, leaves, structure)
+        asked = structure, [(leaf.shape, leaf.dtype) for leaf in leaves]
+        for before, shares in remembered:
+            if before == asked:
+                return shares
+        shares = labelled(params, leaves, structure)
+        remembered[:] = [(asked, shares), *remembered[: MOST - 1]]
+        return shares
 
-    def labelled(params: Params) -> list[Part]:
+    def labelled(params: Params, leaves: list[Any], structure: tree.Structure) -> list[Share]:
         each = tree.broadcast_prefix(label_fn(params) if callable(label_fn) else label_fn, params)
         for position, label in enumerate(each):
             if label not in optimizers:
@@ -89,69 +88,56 @@ def partition(label_fn: Callable[[Params], Tree] | Tree, optimizers: Mapping[str
                     f"partition labels {tree.paths(params, 'params')[position]} {label!r}, but its "
                     f"optimizers are {', '.join(map(repr, optimizers))}"
                 )
-        wheres = {
-            label: [position for position, other in enumerate(each) if other == label]
-            for label in optimizers
-        }
-        return [Part(label, where) for label, where in wheres.items() if where]
+        found = []
+        for label in optimizers:
+            where = [position for position, other in enumerate(each) if other == label]
+            if where:
+                part = tree.part(structure, leaves, where)
+                found.append(Share(label, where, tree.flatten(part)[1]))
+        return found
 
-    def only(part: Part, leaves: Sequence[Any], structure: tree.Structure) -> Tree:
-        if part.structure is None:
-            return tree.part(structure, leaves, part.where)
-        return tree.unflatten(part.structure, [leaves[position] for position in part.where])
-
-    def init(params: Params) -> OptState:
-        leaves, structure = tree.flatten(params)
-        parts = parts_of(params)
-        return joined(
-            parts,
-            [optimizers[part.label].init(only(part, leaves, structure)) for part in parts],
-        )
-
-    def joined(parts: list[Part], states: list[OptState]) -> OptState:
+    def joined(shares: list[Share], states: list[OptState]) -> OptState:
         # States of Transforms may hold no tensors, and no compiler follows a dict without any.
         if kind is Transform:
             return tuple(states)
-        return {part.label: state for part, state in zip(parts, states, strict=True)}
+        return {share.label: state for share, state in zip(shares, states, strict=True)}
 
-    def states_of(parts: list[Part], state: OptState) -> list[OptState] | None:
+    def init(params: Params) -> OptState:
+        check_params(params)
+        leaves, structure = tree.flatten(params)
+        shares = shares_of(params, leaves, structure)
+        return joined(shares, [optimizers[share.label].init(share.of(leaves)) for share in shares])
+
+    def states_of(shares: list[Share], state: OptState) -> list[OptState] | None:
         if kind is Transform:
-            fits = isinstance(state, tuple) and len(state) == len(parts)
-            return [*state] if fits else None
-        fits = isinstance(state, dict) and state.keys() == {part.label for part in parts}
-        return [state[part.label] for part in parts] if fits else None
+            return [*state] if isinstance(state, tuple) and len(state) == len(shares) else None
+        fits = isinstance(state, dict) and state.keys() == {share.label for share in shares}
+        return [state[share.label] for share in shares] if fits else None
 
-    def apart(updates: Sequence[Update], in_place: bool) -> Update:
-        update_of = dict(zip(optimizers, updates, strict=True))
+    def apart(update_of: Any, grads: Tree, state: Any, params: Params, *applied: Any) -> Any:
+        ours, structure = tree.flatten(params)
+        shares = shares_of(params, ours, structure)
+        theirs, other = tree.flatten(grads)
+        olds = states_of(shares, state)
+        if olds is None or other != structure:
+            refuse(init, grads, state, params)
+        new, states = [*ours], []
+        for share, old in zip(shares, olds, strict=True):
+            update = update_of[share.label]
+            moved, after = update(share.of(theirs), old, share.of(ours), *applied)
+            states.append(after)
+            for position, leaf in zip(share.where, tree.leaves_of(moved), strict=True):
+                new[position] = leaf
+        return tree.unflatten(structure, new), joined(shares, states)
 
-        def update(
-            grads: Tree, state: OptState, params: Params, **how: Any
-        ) -> tuple[Tree, OptState]:
-            parts = parts_of(params)
-            olds = states_of(parts, state)
-            theirs, other = tree.flatten(grads)
-            ours, structure = tree.flatten(params)
-            if olds is None or other != structure:
-                refuse(init, grads, state, params)
-            new, states = [*ours], []
-            for part, old in zip(parts, olds, strict=True):
-                gradient, own = (only(part, leaves, structure) for leaves in (theirs, ours))
-                moved, after = update_of[part.label](gradient, old, own, **how)
-                states.append(after)
-                for position, leaf in zip(part.where, tree.leaves_of(moved), strict=True):
-                    new[position] = leaf
-            return tree.unflatten(structure, new), joined(parts, states)
-
-        return update
-
-    made: Last = composed(kind, init, [*optimizers.values()], apart)
+    pure = {label: part.update for label, part in optimizers.items()}
+    writing = {label: in_place(part) for label, part in optimizers.items()}
+    made: Part = kind(init, partial(apart, pure), partial(apart, writing))
     return made
 
 
-def masked(mask: Mask | None, decayed: Last, others: Last) -> Last:
-    """The first where the mask says so, and the other elsewhere; without a mask, the first alone."""
-    if mask is None:
-        return decayed
+def masked(mask: Mask, decayed: Part, others: Part) -> Part:
+    """The first where the mask says so, and the other elsewhere."""
 
     def labels(params: Params) -> Tree:
         flags, structure = mask(params) if callable(mask) else mask, tree.flatten(params)[1]

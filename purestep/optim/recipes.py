@@ -1,28 +1,20 @@
-"""Whole optimizers: the last step of a chain, and the chains that everyone uses."""
+"""Whole optimizers: the last step of a chain, and the recipes that everyone uses."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from purestep import tree
 from purestep.optim.base import Optimizer, Transform, chain
-from purestep.optim.leafwise import Norm, leafwise
+from purestep.optim.leafwise import Columns, OfLeaf, leafwise, multiply_add, number, root
 from purestep.optim.partition import Mask, masked
-from purestep.optim.schedules import LearningRate, check_rate, rate_at
-from purestep.optim.transforms import (
-    add_decayed_weights,
-    is_zero,
-    momentum as momentum_transform,
-    multiply_add,
-    number,
-    zero_step,
-)
-from purestep.torch_internals import foreach_add_
-from purestep.types import Params, Tree
+from purestep.optim.schedules import LearningRate, check_rate
+from purestep.optim.transforms import add_decayed_weights, momentum as momentum_transform
+from purestep.torch_internals import foreach_add_, fused_adamw_
+from purestep.types import Tree
 
 
 class DescentState(NamedTuple):
@@ -44,27 +36,17 @@ def descend(learning_rate: LearningRate) -> Optimizer:
     >>> optimizer.update({"w": torch.tensor(7.0)}, optimizer.init(params), params)[0]
     {'w': tensor(0.9000)}
     """
-
     check_rate(learning_rate)
 
-    def init(params: Params) -> DescentState:
-        return DescentState(zero_step(params))
-
-    def numbers(step: Tensor, _: Norm, grad_scale: Tensor | None) -> tuple[float | Tensor]:
-        rate = rate_at(learning_rate, step)
-        return (rate if grad_scale is None else rate / grad_scale.to(torch.float64),)
-
-    def formula(numbers: tuple[float | Tensor], _: Tensor) -> Callable[..., tuple[Tensor]]:
-        (rate,) = numbers
+    def rule(step: Tensor, rate: float | Tensor) -> OfLeaf:
         return lambda u, param: (multiply_add(param, -rate, u),)
 
-    def kernel(
-        numbers: tuple[float | Tensor], _: Tensor, updates: list[Tensor], params: list[Tensor]
-    ) -> list[Tensor]:
+    def kernel(step: Tensor, numbers: Any, applied: None, columns: Columns) -> Sequence[Tensor]:
+        updates, params = columns
         foreach_add_(params, updates, alpha=-float(numbers[0]))
         return params
 
-    return leafwise(Optimizer, init, DescentState, (), numbers, formula, kernel)
+    return leafwise(Optimizer, DescentState, [learning_rate], rule, kernel)
 
 
 def sgd(
@@ -84,10 +66,9 @@ def sgd(
         momentum: the decay of the trace t.
         nesterov: look ahead, with g + momentum · t.
         weight_decay: added to the gradient, so that it takes part in the momentum.
-        mask: which leaves decay: a tree of bools like the params, a prefix of it, or a function from params to
-            one; None: all. With a mask, the decay is a ``partition``.
+        mask: which leaves decay: a tree of bools like the params, a prefix of it, or a function
+            from params to one; None: all. With a mask, the decay is a ``partition``.
 
-    >>> import torch
     >>> optimizer = sgd(0.1, momentum=0.9)
     >>> params = {"w": torch.tensor(1.0)}
     >>> optimizer.update({"w": torch.tensor(2.0)}, optimizer.init(params), params)[0]
@@ -96,11 +77,105 @@ def sgd(
     if nesterov and momentum == 0:
         raise ValueError("sgd: nesterov=True looks ahead along the momentum, but momentum=0")
     transforms: list[Transform] = []
-    if not is_zero(weight_decay):
+    if isinstance(weight_decay, Tensor) or weight_decay != 0:
         transforms.append(add_decayed_weights(weight_decay, mask))
     if momentum != 0:
         transforms.append(momentum_transform(momentum, nesterov=nesterov))
     return chain(*transforms, descend(learning_rate))
+
+
+class AdamWState(NamedTuple):
+    """Steps taken, and the decaying means of gradients and of their squares.
+
+    >>> adamw(0.1).init(torch.tensor(1.0))
+    AdamWState(step=tensor(0), mu=tensor(0.), nu=tensor(0.))
+    """
+
+    step: Tensor
+    mu: Tree
+    nu: Tree
+
+
+def adamw(
+    learning_rate: LearningRate,
+    b1: float = 0.9,
+    b2: float = 0.999,
+    eps: float = 1e-8,
+    weight_decay: float | Tensor = 1e-2,
+    mask: Mask | None = None,
+) -> Optimizer:
+    """Adam with decoupled weight decay [Loshchilov and Hutter, 2019], as ``torch.optim.AdamW``.
+
+        t ← t + 1
+        μ ← b₁ μ + (1 − b₁) g
+        ν ← b₂ ν + (1 − b₂) g²
+        θ ← θ − lr · (μ̂ / (√ν̂ + ε) + weight_decay · θ)
+
+    where μ̂ = μ / (1 − b₁ᵗ) and ν̂ = ν / (1 − b₂ᵗ).
+
+    Float32 leaves go through torch's fused kernel in place. The formula, for every transform, gives
+    the same bits on the host in whole vectors of sixteen elements; the kernel rounds the rest of a
+    leaf as its scalar code does. On CUDA the kernel takes the rate of a schedule in float32.
+
+    Args:
+        learning_rate: a number, a scalar tensor or a schedule.
+        b1, b2: the decay of the means of gradients and squares.
+        eps: added outside the root.
+        weight_decay: decoupled from the gradient.
+        mask: which leaves decay: a tree of bools like the params, a prefix of it, or a function
+            from params to one; None: all. With a mask it is a ``partition`` into ``"decay"`` and
+            ``"rest"``, and so is its state.
+
+    >>> from purestep import tree
+    >>> optimizer = adamw(0.1, mask=lambda params: tree.map(lambda p: p.ndim > 1, params))
+    >>> params = {"w": torch.tensor(1.0)}
+    >>> optimizer.update({"w": torch.tensor(7.0)}, optimizer.init(params), params)[0]
+    {'w': tensor(0.9000)}
+    """
+    check_rate(learning_rate)
+    if mask is not None:
+        plain = adamw(learning_rate, b1, b2, eps, 0.0)
+        return masked(mask, adamw(learning_rate, b1, b2, eps, weight_decay), plain)
+
+    def rule(step: Tensor, rate: float | Tensor, decay: float | Tensor) -> OfLeaf:
+        rate = rate.to(torch.float64) if isinstance(rate, Tensor) else rate
+        mu_correction = 1 - b1 ** step.to(torch.float64)
+        nu_root = (1 - b2 ** step.to(torch.float64)).sqrt()
+        kept, moving = 1 - rate * decay, -(rate / mu_correction)
+
+        def of_leaf(grad: Tensor, param: Tensor, mu: Tensor, nu: Tensor) -> tuple[Tensor, ...]:
+            grad = grad.to(mu.dtype)
+            mu = torch.lerp(mu, grad, 1 - b1)
+            nu = torch.addcmul(nu * b2, grad, grad, value=1 - b2)
+            shrunk = param.to(mu.dtype) * number(kept, mu)
+            deviation = root(nu) / number(nu_root, nu) + eps
+            moved = shrunk + number(moving, mu) * mu / deviation
+            return moved.to(param.dtype), mu, nu
+
+        return of_leaf
+
+    constants: Any = {"beta1": b1, "beta2": b2, "eps": eps, "amsgrad": False, "maximize": False}
+
+    def kernel(step: Tensor, numbers: Any, applied: Any, columns: Columns) -> Sequence[Tensor]:
+        rate, decay = numbers
+        grads, params, mu, nu = columns
+        if not step.is_cpu:
+            # On the host the kernel reads both as numbers; elsewhere it takes float32 alone.
+            step = step.to(torch.float32)
+            rate = rate.to(torch.float32) if isinstance(rate, Tensor) else rate
+        fused_adamw_(
+            *(params, grads, mu, nu, [], [step] * len(params)),
+            **constants,
+            lr=float(rate) if step.is_cpu else rate,
+            weight_decay=float(decay),
+            found_inf=None if applied is None else (~applied).to(torch.float32),
+        )
+        return params
+
+    # To read a decay that lies on a device would wait for it: the formula does without.
+    readable = not isinstance(weight_decay, Tensor) or weight_decay.is_cpu
+    numbers, home = [learning_rate, weight_decay], {(torch.float32, "cpu"), (torch.float32, "cuda")}
+    return leafwise(Optimizer, AdamWState, numbers, rule, kernel if readable else None, home=home)
 
 
 class LionState(NamedTuple):
@@ -121,7 +196,7 @@ def lion(
     weight_decay: float | Tensor = 0.0,
     mask: Mask | None = None,
 ) -> Optimizer:
-    """The sign of a momentum [Chen et al., 2023]: half of Adam's state, and a smaller learning rate.
+    """The sign of a momentum [Chen et al., 2023]: half of Adam's state, a smaller learning rate.
 
         θ ← θ − lr · (sign(b₁ μ + (1 − b₁) g) + weight_decay · θ)
         μ ← b₂ μ + (1 − b₂) g
@@ -131,41 +206,29 @@ def lion(
         b1: how much the mean weighs against the gradient in the sign.
         b2: the decay of the mean.
         weight_decay: decoupled from the gradient.
-        mask: which leaves decay: a tree of bools like the params, a prefix of it, or a function from params to
-            one; None: all. With a mask it is a ``partition`` into ``"decay"`` and ``"rest"``, and so is its state.
+        mask: which leaves decay: a tree of bools like the params, a prefix of it, or a function
+            from params to one; None: all. With a mask it is a ``partition`` into ``"decay"`` and
+            ``"rest"``, and so is its state.
 
-    >>> import torch
     >>> optimizer = lion(0.1)
     >>> params = {"w": torch.tensor([1.0, 1.0])}
     >>> optimizer.update({"w": torch.tensor([7.0, -0.1])}, optimizer.init(params), params)[0]
     {'w': tensor([0.9000, 1.1000])}
     """
-
     check_rate(learning_rate)
     if mask is not None:
         plain = lion(learning_rate, b1, b2, 0.0)
         return masked(mask, lion(learning_rate, b1, b2, weight_decay), plain)
 
-    def init(params: Params) -> LionState:
-        return LionState(zero_step(params), tree.zeros_like(params))
-
-    def numbers(
-        step: Tensor, _: Norm, grad_scale: Tensor | None
-    ) -> tuple[float | Tensor | None, ...]:
-        return rate_at(learning_rate, step), weight_decay, grad_scale
-
-    def formula(numbers: tuple[Any, ...], _: Tensor) -> Callable[..., tuple[Tensor, Tensor]]:
-        rate, decay, grad_scale = numbers
-
+    def rule(step: Tensor, rate: float | Tensor, decay: float | Tensor) -> OfLeaf:
         def of_leaf(grad: Tensor, param: Tensor, mu: Tensor) -> tuple[Tensor, Tensor]:
             grad = grad.to(mu.dtype)
-            grad = grad if grad_scale is None else grad / number(grad_scale, grad)
             direction = torch.lerp(mu, grad, 1 - b1)
-            # torch's sign of NaN is 0: training would stand still, and nobody would see why. So 0 times it is added.
+            # torch's sign of NaN is 0, which would hide it. So 0 times the direction is added.
             sign = torch.add(direction.sign(), direction, alpha=0)
             moved = multiply_add(param.to(mu.dtype) * number(1 - rate * decay, mu), -rate, sign)
             return moved.to(param.dtype), torch.lerp(mu, grad, 1 - b2)
 
         return of_leaf
 
-    return leafwise(Optimizer, init, LionState, ["mu"], numbers, formula)
+    return leafwise(Optimizer, LionState, [learning_rate, weight_decay], rule)

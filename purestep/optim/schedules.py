@@ -15,11 +15,11 @@ Schedule: TypeAlias = Callable[[Tensor], Tensor]
 """``schedule(step) -> learning_rate``; ``step`` is a scalar int64 tensor that counts from 0."""
 
 LearningRate: TypeAlias = float | Tensor | Schedule
-"""A number, a scalar tensor (which may be differentiated, or batched over an ensemble), or a schedule."""
+"""A number, a scalar tensor (differentiated, or batched over an ensemble), or a schedule."""
 
 
 def rate_at(learning_rate: LearningRate, step: Tensor) -> float | Tensor:
-    """The learning rate of this step; a schedule's in float64, in memory of its own."""
+    """The learning rate of this step; that of a schedule in float64."""
     if not callable(learning_rate):
         return learning_rate
     rate: Any = learning_rate(step)
@@ -33,8 +33,8 @@ def check_rate(learning_rate: object) -> None:
     plain = callable(learning_rate) or isinstance(learning_rate, Real | Tensor)
     if isinstance(learning_rate, type) or not plain:
         raise TypeError(
-            "learning_rate must be a number, a scalar tensor or a schedule, which is a function of the step, "
-            f"got {type(learning_rate).__name__}"
+            "learning_rate must be a number, a scalar tensor or a schedule, which is a function of "
+            f"the step, got {type(learning_rate).__name__}"
         )
 
 
@@ -45,8 +45,9 @@ def is_scheduler(value: object) -> bool:
 
 
 SCHEDULER_HINT = (
-    "writes into an optimizer object. Pass a schedule as the learning rate, a function of the step: "
-    "ps.optim.adamw(ps.optim.linear_schedule(1e-3, 0.0, 1000)), or lambda step: 1e-3 * 0.9**step"
+    "writes into an optimizer object. Pass a schedule as the learning rate, a function of the "
+    "step: ps.optim.adamw(ps.optim.linear_schedule(1e-3, 0.0, 1000)), "
+    "or lambda step: 1e-3 * 0.9**step"
 )
 
 
@@ -96,8 +97,8 @@ def warmup_cosine_decay_schedule(
     """
     if not 0 < warmup_steps < decay_steps:
         raise ValueError(
-            f"{decay_steps=} is the whole length and must be larger than {warmup_steps=}, which must be "
-            "positive"
+            f"{decay_steps=} is the whole length and must be larger than {warmup_steps=}, which "
+            "must be positive"
         )
     up = linear_schedule(init_value, peak_value, warmup_steps)
     down = cosine_decay_schedule(peak_value, decay_steps - warmup_steps, end_value / peak_value)
@@ -107,7 +108,8 @@ def warmup_cosine_decay_schedule(
 def join_schedules(schedules: Sequence[Schedule], boundaries: Sequence[int]) -> Schedule:
     """Each schedule until its boundary, the next one from there on, counting from 0 again.
 
-    >>> join_schedules([lambda step: 0.0 * step, lambda step: 1.0 * step], [2])(torch.arange(4)).tolist()
+    >>> halves = [lambda step: 0.0 * step, lambda step: 1.0 * step]
+    >>> join_schedules(halves, [2])(torch.arange(4)).tolist()
     [0.0, 0.0, 0.0, 1.0]
     """
     if len(boundaries) != len(schedules) - 1:
@@ -117,8 +119,8 @@ def join_schedules(schedules: Sequence[Schedule], boundaries: Sequence[int]) -> 
         )
 
     begins = [0, *boundaries]
-    # The last step that each is asked for: also where it is not chosen, one of its own. Its value is finite
-    # there, and so is its derivative, which a selection multiplies by zero.
+    # The last step that each is asked for, also where it is not chosen: its value is finite there,
+    # and so is its derivative, which a selection multiplies by zero.
     lasts = [max(0, end - begin - 1) for begin, end in itertools.pairwise(begins)]
 
     def schedule(step: Tensor) -> Tensor:

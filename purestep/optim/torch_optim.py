@@ -8,27 +8,17 @@ import torch
 from torch import Tensor
 
 from purestep import tree
-from purestep.optim.base import Optimizer, foreign, refuse
+from purestep.optim.base import Optimizer, check_params, explain, refuse
 from purestep.optim.schedules import LearningRate, check_rate, rate_at
-from purestep.pieces import Spread, spread
 from purestep.types import OptState, Params, Tree
 
 PURE = {"AdamW": "adamw(lr)", "Adam": "adamw(lr, weight_decay=0)", "SGD": "sgd(lr)"}
 """Namesakes whose arithmetic is plain."""
 
-ELEMENTWISE = [
-    "Adadelta",
-    "Adagrad",
-    "Adam",
-    "AdamW",
-    "Adamax",
-    "ASGD",
-    "NAdam",
-    "RAdam",
-    "RMSprop",
-    "Rprop",
-    "SGD",
-]
+ANY = "ps.optim.sgd, adamw or lion, a chain of transforms, or an ps.optim.Optimizer of your own"
+"""What is always plain arithmetic."""
+
+ELEMENTWISE = "Adadelta, Adagrad, Adam, AdamW, Adamax, ASGD, NAdam, RAdam, RMSprop, Rprop, SGD"
 """Those of ``torch.optim`` that look at no more of a parameter than one element."""
 
 
@@ -46,11 +36,11 @@ class TorchState(NamedTuple):
 def from_torch(
     algorithm: type[torch.optim.Optimizer], lr: LearningRate | None = None, **settings: Any
 ) -> Optimizer:
-    """Any ``torch.optim`` algorithm that steps without a closure, with its own bits and kernels.
+    """Any ``torch.optim`` algorithm that steps without a closure, with its bits and kernels.
 
-    Each update hands torch the state, and takes it back: nothing is kept in between. The gradients are
-    cast to the parameters' dtype, as torch wants them. Under ``vmap``, ``grad``, ``jvp`` or ``torch.compile`` an
-    update is refused, since torch's in-place steps give wrong derivatives there without a word.
+    Each update hands torch the state, and takes it back: nothing is kept in between. The gradients
+    are cast to the parameters' dtype, as torch wants them. Under ``vmap``, ``grad``, ``jvp`` or
+    ``torch.compile`` an update is refused: torch's in-place steps give wrong derivatives there.
 
     Args:
         algorithm: the class, such as ``torch.optim.RMSprop``.
@@ -70,128 +60,98 @@ def from_torch(
         )
     if lr is not None:
         check_rate(lr)
+    name = algorithm.__name__
+    plain = f"ps.optim.{PURE[name]}, which is plain arithmetic" if name in PURE else ANY
     if settings.get("differentiable"):
         raise ValueError(
             "from_torch(differentiable=True): torch's in-place steps are not differentiated here; "
-            + _way_out(algorithm)
+            f"Take {plain}"
         )
-    name = algorithm.__name__
+    as_tensor = settings.get("fused") or settings.get("capturable")
+    elementwise = algorithm.__module__.startswith("torch.optim.") and name in ELEMENTWISE.split(
+        ", "
+    )
 
-    def built(leaves: list[Tensor], rate: float | Tensor | None) -> torch.optim.Optimizer:
-        rates = {} if rate is None else {"lr": rate}
+    def built(leaves: list[Tensor], step: Tensor) -> torch.optim.Optimizer:
+        rate = None if lr is None else rate_at(lr, step)
+        rates = {} if rate is None else {"lr": rate if as_tensor else float(rate)}
         make: Any = algorithm
         try:
             made: torch.optim.Optimizer = make(leaves, **rates, **settings)
         except ValueError as error:
             raise ValueError(
-                f"torch.optim.{name}: {error} (parameters of different kinds go to different optimizers "
-                "through ps.optim.partition)"
+                f"torch.optim.{name}: {error} (parameters of different kinds go to different "
+                "optimizers through ps.optim.partition)"
             ) from error
         return made
 
-    def rate_of(step: Tensor) -> float | Tensor | None:
-        rate = None if lr is None else rate_at(lr, step)
-        as_tensor = settings.get("fused") or settings.get("capturable")
-        return rate if rate is None or as_tensor else float(rate)
-
-    def check_whole(spread: Spread) -> None:
-        known = algorithm.__module__.startswith("torch.optim.") and name in ELEMENTWISE
-        if spread and not known:
-            axis = next(place.axis for place in spread if place)
-            raise ValueError(
-                f"{name} may look at all of a parameter, and a Shard over {axis} holds a piece of it: give it whole "
-                "parameters, and the others by ps.optim.partition to an algorithm that works on each element, such as "
-                + ", ".join(ELEMENTWISE)
-            )
-
     def init(params: Params) -> TorchState:
+        check_params(params)
         # torch makes its state at the first step: one with zeros tells what there is to keep.
         leaves, structure = tree.flatten(params)
-        check_whole(spread(structure))
+        axes = [] if elementwise else [place.axis for place in tree.spread(structure) if place]
+        if axes:
+            raise ValueError(
+                f"{name} may look at all of a parameter, and a Shard over {axes[0]} holds a piece "
+                "of it: give it whole parameters, and the others by ps.optim.partition to an "
+                f"algorithm that works on each element, such as {ELEMENTWISE}"
+            )
         own = [leaf.detach().clone() for leaf in leaves]
         step = torch.zeros((), dtype=torch.int64)
-        optimizer = built(own, rate_of(step))
+        optimizer = built(own, step)
         for leaf in own:
             leaf.grad = torch.zeros_like(leaf)
         optimizer.step()
-        states = [
-            {key: _zeros(name, key, value) for key, value in optimizer.state[leaf].items()}
-            for leaf in own
-        ]
+        states = [{key: zeros(key, x) for key, x in optimizer.state[leaf].items()} for leaf in own]
         return TorchState(step, tree.unflatten(structure, states))
+
+    def zeros(key: str, value: Any) -> Tensor | None:
+        if value is None or isinstance(value, Tensor):
+            return None if value is None else torch.zeros_like(value)
+        raise TypeError(
+            f"torch.optim.{name} keeps {key!r} as {type(value).__name__}, but the state of a pure "
+            "optimizer is tensors alone: write it as ps.optim.Optimizer(init, update)"
+        )
 
     def update(grads: Tree, opt_state: OptState, params: Params) -> tuple[Params, OptState]:
         # Some algorithms write to the gradients too: SGD looks ahead in them, with ``foreach``.
         own = tree.map(lambda grad, param: grad.to(param.dtype, copy=True), grads, params)
         params, opt_state = tree.map(torch.clone, (params, opt_state))
-        return update_(own, opt_state, params)
+        return update_(own, opt_state, params, None)
 
-    def update_(grads: Tree, opt_state: Any, params: Params) -> tuple[Params, OptState]:
+    def update_(
+        grads: Tree, opt_state: Any, params: Params, applied: Tensor | None
+    ) -> tuple[Params, OptState]:
+        if applied is not None and not applied:
+            return params, opt_state
         if not isinstance(opt_state, TorchState):
             refuse(init, grads, opt_state, params)
         if not tree.eager(grads, opt_state, params, lr):
             raise ValueError(
-                f"torch.optim.{name} steps in place, which a transform (vmap, grad, jvp, torch.compile) cannot "
-                "follow: its derivatives would be wrong without a word. " + _way_out(algorithm)
+                f"torch.optim.{name} steps in place, which a transform (vmap, grad, jvp, "
+                "torch.compile) cannot follow: its derivatives would be wrong without a word. "
+                f"Take {plain}"
             )
         (ours, theirs), structure = tree.columns(params, grads)
         own = [leaf.detach() for leaf in ours]
-        optimizer = built(own, rate_of(opt_state.step))
+        optimizer = built(own, opt_state.step)
         try:
-            step(optimizer, own, theirs, structure, opt_state)
+            states = tree.flatten_up_to(structure, opt_state.leaves)
+            for leaf, grad, state in zip(own, theirs, states, strict=True):
+                kept = tree.leaves_of(state)
+                # Fused kernels do not look: they would read and write beyond the end.
+                if settings.get("fused") and any(x.ndim and x.shape != leaf.shape for x in kept):
+                    raise ValueError(f"torch.optim.{name}: state and parameters differ in shape")
+                leaf.grad = grad.to(leaf.dtype)
+                if opt_state.step:
+                    optimizer.state[leaf].update(state)
+            optimizer.step()
+            for leaf, state in zip(own, states, strict=True):
+                tree.overwrite(state, {key: optimizer.state[leaf][key] for key in state}, None)
         except Exception as error:
-            if mismatch := foreign(init, opt_state, params):
-                raise ValueError(mismatch) from error
+            explain(init, opt_state, params, error)
             raise
+        opt_state.step.add_(1)
         return params, opt_state
 
-    def step(
-        optimizer: torch.optim.Optimizer,
-        own: list[Tensor],
-        grads: list[Tensor],
-        structure: tree.Structure,
-        opt_state: TorchState,
-    ) -> None:
-        states = tree.flatten_up_to(structure, opt_state.leaves)
-        if settings.get("fused") and not _fit(own, states):
-            # These kernels do not look: they would read and write beyond the end.
-            raise ValueError(f"torch.optim.{name}: state and parameters differ in shape")
-        first = not opt_state.step
-        for leaf, grad, state in zip(own, grads, states, strict=True):
-            leaf.grad = grad.to(leaf.dtype)
-            if not first:
-                optimizer.state[leaf].update(state)
-        optimizer.step()
-        for leaf, state in zip(own, states, strict=True):
-            tree.overwrite(state, {key: optimizer.state[leaf][key] for key in state}, None)
-        opt_state.step.add_(1)
-
-    return Optimizer(init, update, update_, kernels=True, compiled=lambda _: update_)
-
-
-def _fit(leaves: list[Tensor], states: list[Tree]) -> bool:
-    """Whether what is kept for a parameter is as large as it, or a single number."""
-    return all(
-        not kept.ndim or kept.shape == leaf.shape
-        for leaf, state in zip(leaves, states, strict=True)
-        for kept in tree.leaves_of(state)
-    )
-
-
-def _zeros(name: str, key: str, value: Any) -> Tensor | None:
-    if value is None or isinstance(value, Tensor):
-        return None if value is None else torch.zeros_like(value)
-    raise TypeError(
-        f"torch.optim.{name} keeps {key!r} as {type(value).__name__}, but the state of a pure optimizer is "
-        "tensors alone: write it as ps.optim.Optimizer(init, update)"
-    )
-
-
-def _way_out(algorithm: type) -> str:
-    native = PURE.get(algorithm.__name__)
-    if native:
-        return f"Take ps.optim.{native}, which is plain arithmetic"
-    return (
-        "Take ps.optim.sgd, adamw or lion, a chain of transforms, or an ps.optim.Optimizer of your own, in "
-        "plain arithmetic"
-    )
+    return Optimizer(init, update, update_)

@@ -1,8 +1,9 @@
-"""Transforms of gradients, each a few lines of plain tensor arithmetic: they vmap, differentiate, compile."""
+"""Transforms of gradients, each a few lines of plain tensor arithmetic."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -10,40 +11,50 @@ from torch import Tensor
 
 from purestep import tree
 from purestep.optim.base import Transform
-from purestep.optim.leafwise import Norm, leafwise
+from purestep.optim.leafwise import (
+    HOST,
+    Columns,
+    OfLeaf,
+    fits,
+    leafwise,
+    multiply_add,
+    number,
+    root,
+    widened,
+)
 from purestep.optim.partition import Mask, masked
 from purestep.torch_internals import foreach_add_, foreach_copy_, foreach_mul_
-from purestep.types import Params, Tree
+from purestep.types import OptState, Params, Tree
 
 
 def clip_by_global_norm(max_norm: float | Tensor) -> Transform:
-    """g · min(1, max_norm / ‖g‖₂), the norm taken over the whole tree, and of a ``Shard`` over its axis.
+    """g · min(1, max_norm / ‖g‖₂), with the norm of the whole tree; of a ``Shard`` over its axis.
 
     >>> clip_by_global_norm(1.0).update({"w": torch.tensor([3.0, 4.0])}, (), None)
     ({'w': tensor([0.6000, 0.8000])}, ())
     """
 
-    def numbers(_: None, norm_of: Norm, grad_scale: Tensor | None) -> tuple[Tensor]:
-        scale = 1 if grad_scale is None else inverse(grad_scale)
-        norm = norm_of() * scale
+    def clipped(grads: Tree, fitting: Callable[[list[Tensor]], bool]) -> Tree:
+        leaves, structure = tree.flatten(grads)
+        leaves = [widened(leaf) for leaf in leaves]
+        grads = tree.unflatten(structure, leaves)
+        norm = tree.global_norm(grads)
         longer = norm > max_norm
-        # Divided by what is not 0 also where nothing is clipped: a derivative reaches both branches.
+        # Divided by 1 where nothing is clipped: a derivative reaches both branches.
         factor = torch.where(longer, max_norm / torch.where(longer, norm, 1), 1)
-        return (scale * factor,)
-
-    def formula(numbers: tuple[Tensor], _: None) -> Callable[..., tuple[Tensor]]:
-        (factor,) = numbers
-        return lambda grad, _: (grad * number(factor, grad),)
-
-    def kernel(
-        numbers: tuple[Tensor], _: None, grads: list[Tensor], __: list[Tensor]
-    ) -> list[Tensor]:
-        factor = float(numbers[0])
-        if factor != 1:
-            foreach_mul_(grads, factor)
+        if factor.requires_grad or not fitting(leaves):
+            return tree.unflatten(structure, [leaf * number(factor, leaf) for leaf in leaves])
+        if leaves and factor != 1:
+            foreach_mul_(leaves, float(factor))
         return grads
 
-    return leafwise(Transform, _stateless, tuple, (), numbers, formula, kernel, reads_params=False)
+    def update(grads: Tree, state: OptState, params: Params) -> tuple[Tree, OptState]:
+        return clipped(grads, lambda leaves: False), state
+
+    def update_(grads: Tree, state: OptState, params: Params, _: Any) -> tuple[Tree, OptState]:
+        return clipped(grads, partial(fits, HOST)), state
+
+    return Transform(lambda params: (), update, update_)
 
 
 class MomentumState(NamedTuple):
@@ -65,17 +76,8 @@ def momentum(decay: float | Tensor, *, nesterov: bool = False) -> Transform:
     {'w': tensor(2.)}
     """
 
-    def init(params: Params) -> MomentumState:
-        return MomentumState(tree.zeros_like(params))
-
-    def numbers(_: None, __: Norm, grad_scale: Tensor | None) -> tuple[Any, ...]:
-        return decay, None if grad_scale is None else inverse(grad_scale)
-
-    def formula(numbers: tuple[Any, ...], _: None) -> Callable[..., tuple[Tensor, Tensor]]:
-        decay, factor = numbers
-
+    def rule(step: None, decay: float | Tensor) -> OfLeaf:
         def of_leaf(grad: Tensor, _: Tensor, trace: Tensor) -> tuple[Tensor, Tensor]:
-            grad = scaled(grad, factor)
             if nesterov:
                 trace = (trace * number(decay, trace) + grad).to(trace.dtype)
                 return multiply_add(grad, decay, trace), trace
@@ -84,30 +86,20 @@ def momentum(decay: float | Tensor, *, nesterov: bool = False) -> Transform:
 
         return of_leaf
 
-    def kernel(
-        numbers: tuple[Any, ...],
-        _: None,
-        grads: list[Tensor],
-        __: list[Tensor],
-        trace: list[Tensor],
-    ) -> list[Tensor]:
-        decay, factor = numbers
-        if factor is not None:
-            foreach_mul_(grads, float(factor))
+    def kernel(step: None, numbers: Any, applied: None, columns: Columns) -> Sequence[Tensor]:
+        decay, (grads, _, trace) = float(numbers[0]), columns
         if nesterov:
-            foreach_mul_(trace, float(decay))
+            foreach_mul_(trace, decay)
             foreach_add_(trace, grads)
-            foreach_add_(grads, trace, alpha=float(decay))
+            foreach_add_(grads, trace, alpha=decay)
         else:
             # Two lists, for what comes next may write to the updates.
             grads = [grad.to(t.dtype) for grad, t in zip(grads, trace, strict=True)]
-            foreach_add_(grads, trace, alpha=float(decay))
+            foreach_add_(grads, trace, alpha=decay)
             foreach_copy_(trace, grads)
         return grads
 
-    return leafwise(
-        Transform, init, MomentumState, ["trace"], numbers, formula, kernel, reads_params=False
-    )
+    return leafwise(Transform, MomentumState, [decay], rule, kernel, reads_params=False)
 
 
 class AdamState(NamedTuple):
@@ -136,27 +128,19 @@ def scale_by_adam(b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8) -> Tran
     {'w': tensor([ 1., -1.])}
     """
 
-    def init(params: Params) -> AdamState:
-        return AdamState(zero_step(params), tree.zeros_like(params), tree.zeros_like(params))
-
-    def numbers(_: Tensor, __: Norm, grad_scale: Tensor | None) -> tuple[Any]:
-        return (1.0 if grad_scale is None else inverse(grad_scale),)
-
-    def formula(numbers: tuple[Any], step: Tensor) -> Callable[..., tuple[Tensor, ...]]:
-        (scale,) = numbers
-        c1, c2 = (1 - b1) * scale, (1 - b2) * scale * scale
+    def rule(step: Tensor) -> OfLeaf:
         mu_correction = 1 - b1 ** step.to(torch.float64)
         nu_correction = 1 - b2 ** step.to(torch.float64)
 
         def of_leaf(grad: Tensor, _: Tensor, mu: Tensor, nu: Tensor) -> tuple[Tensor, ...]:
-            mu = (b1 * mu + c1 * grad).to(mu.dtype)
-            nu = (b2 * nu + c2 * (grad * grad)).to(nu.dtype)
+            mu = (b1 * mu + (1 - b1) * grad).to(mu.dtype)
+            nu = (b2 * nu + (1 - b2) * (grad * grad)).to(nu.dtype)
             direction = (mu / mu_correction) / (root(nu / nu_correction) + eps)
             return direction.to(mu.dtype), mu, nu
 
         return of_leaf
 
-    return leafwise(Transform, init, AdamState, ["mu", "nu"], numbers, formula, reads_params=False)
+    return leafwise(Transform, AdamState, [], rule, reads_params=False)
 
 
 def add_decayed_weights(weight_decay: float | Tensor, mask: Mask | None = None) -> Transform:
@@ -164,85 +148,25 @@ def add_decayed_weights(weight_decay: float | Tensor, mask: Mask | None = None) 
 
     With a mask, it is a ``partition``.
 
-    >>> decay = add_decayed_weights(0.1, mask=lambda params: tree.map(lambda p: p.ndim > 1, params))
+    >>> decay = add_decayed_weights(0.1, lambda params: tree.map(lambda p: p.ndim > 1, params))
     >>> params = {"bias": torch.ones(1), "weight": torch.ones(1, 1)}
     >>> decay.update(tree.zeros_like(params), decay.init(params), params)[0]
     {'bias': tensor([0.]), 'weight': tensor([[0.1000]])}
     """
     if mask is not None:
         return masked(mask, add_decayed_weights(weight_decay), add_decayed_weights(0.0))
-    decays = not is_zero(weight_decay)
+    # What does not decay is not touched, not even multiplied by zero.
+    decays = isinstance(weight_decay, Tensor) or weight_decay != 0
 
-    def numbers(_: None, __: Norm, grad_scale: Tensor | None) -> tuple[Any, ...]:
-        return weight_decay, None if grad_scale is None else inverse(grad_scale)
+    def rule(step: None, weight_decay: float | Tensor) -> OfLeaf:
+        if not decays:
+            return lambda grad, param: (grad,)
+        return lambda grad, param: (multiply_add(grad, weight_decay, param),)
 
-    def formula(numbers: tuple[Any, ...], _: None) -> Callable[..., tuple[Tensor]]:
-        weight_decay, factor = numbers
-
-        def of_leaf(grad: Tensor, param: Tensor) -> tuple[Tensor]:
-            grad = scaled(grad, factor)
-            return (multiply_add(grad, weight_decay, param) if decays else grad,)
-
-        return of_leaf
-
-    def kernel(
-        numbers: tuple[Any, ...], _: None, grads: list[Tensor], params: list[Tensor]
-    ) -> list[Tensor]:
-        weight_decay, factor = numbers
-        if factor is not None:
-            foreach_mul_(grads, float(factor))
+    def kernel(step: None, numbers: Any, applied: None, columns: Columns) -> Sequence[Tensor]:
+        grads, params = columns
         if decays:
-            foreach_add_(grads, params, alpha=float(weight_decay))
+            foreach_add_(grads, params, alpha=float(numbers[0]))
         return grads
 
-    return leafwise(Transform, _stateless, tuple, (), numbers, formula, kernel)
-
-
-def multiply_add(x: Tensor, factor: float | Tensor, y: Tensor) -> Tensor:
-    """x + factor · y with one rounding, as the kernels of torch's ``alpha`` do, in the dtype of x."""
-    if isinstance(factor, Tensor):
-        wide = torch.promote_types(x.dtype, y.dtype)
-        return torch.addcmul(x, y, factor.to(wide)).to(x.dtype)
-    return torch.add(x, y, alpha=factor).to(x.dtype)
-
-
-def scaled(grad: Tensor, factor: Tensor | None) -> Tensor:
-    """factor · grad (None: the gradient itself)."""
-    return grad if factor is None else grad * number(factor, grad)
-
-
-def number(value: float | Tensor, x: Tensor) -> float | Tensor:
-    """A number that is the same for all leaves, in the dtype of x: it must not promote a leaf that is a scalar."""
-    return value.to(x.dtype) if isinstance(value, Tensor) else value
-
-
-def is_zero(value: float | Tensor) -> bool:
-    """Whether a setting is the number 0, so that nothing comes of it."""
-    return not isinstance(value, Tensor) and value == 0
-
-
-def zero_step(params: Params) -> Tensor:
-    """A step counter at 0, where the params are."""
-    leaves = tree.leaves_of(params)
-    return torch.zeros((), dtype=torch.int64, device=leaves[0].device if leaves else None)
-
-
-def _stateless(params: Params) -> tuple[()]:
-    return ()
-
-
-def inverse(grad_scale: Tensor) -> Tensor:
-    """1 / grad_scale, whatever its dtype is."""
-    return 1 / grad_scale.to(torch.float64)
-
-
-def root(x: Tensor) -> Tensor:
-    """√x with derivative 0 at 0, by selection: where no gradient ever came, none is made up.
-
-    By way of float64, because torch's own float32 root is not correctly rounded where MKL takes it. What a compiler writes
-    is the processor's root, which is.
-    """
-    positive = x > 0
-    dtype = x.dtype if torch.compiler.is_dynamo_compiling() else torch.float64
-    roots = torch.where(positive, x, 1).to(dtype).sqrt().to(x.dtype)
-    return torch.where(positive, roots, 0)
+    return leafwise(Transform, tuple, [weight_decay], rule, kernel)

@@ -144,6 +144,14 @@ class ThreadAxis(Ranks):
         axis._world, axis._groups, axis._name = self._world, groups, f"{self} across {inner}"
         return axis
 
+    def gather_object(self, value: Any) -> list[Any]:
+        """All threads' values, in order of rank."""
+        run, rank = self._world.here(self)
+        group, number = self._groups[rank], self.meetings
+        run.values[self._name, number, rank] = value
+        self.meet("psum", torch.zeros(()))
+        return [run.values[self._name, number, other] for other in group]
+
     def _begin(self, law: str, x: Tensor) -> Callable[[], Tensor]:
         """Brings ``x`` to the next meeting of this axis; returns what waits for its result."""
         run, rank = self._world.here(self)
@@ -244,6 +252,7 @@ class _Run:
         self._begun: dict[Hashable, int] = {}
         self._waiting: dict[int, _Meeting] = {}
         self._ended: dict[int, str] = {}
+        self.values: dict[Hashable, Any] = {}
 
     def begun(self, rank: int, group: Hashable) -> int:
         """How many meetings of this group the rank has come to."""

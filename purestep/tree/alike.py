@@ -1,7 +1,7 @@
 """Trees that are alike: of one structure, and leaf by leaf of one shape and dtype.
 
-``difference`` tells where two trees are not alike, ``zeros_like`` makes a tree to sum in, and ``select`` and ``overwrite`` keep one
-of two trees, as a condition decides.
+``difference`` names the first leaf that is not alike, ``zeros_like`` makes a tree to sum in, and
+``select`` and ``overwrite`` keep one of two trees, as a condition decides.
 """
 
 from __future__ import annotations
@@ -12,27 +12,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from purestep.tree.observers import requires_grad, untransformed
+from purestep.tree.leaves import accumulation_dtype, requires_grad, untransformed
 from purestep.tree.structure import check_same, flatten, leaves_of, map, paths, unflatten
 from purestep.types import Tree
 
 SUM_DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
-"""Those in which floating point values may be added up."""
-
-
-def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which many values of ``dtype`` are summed: int64 for integers, at least float32 else.
-
-    >>> accumulation_dtype(torch.bfloat16), accumulation_dtype(torch.bool)
-    (torch.float32, torch.int64)
-    """
-    if not (dtype.is_floating_point or dtype.is_complex):
-        return torch.int64
-    return torch.promote_types(dtype, torch.float32)
+"""The dtypes in which floating point values may be added up."""
 
 
 def kind(leaf: Any) -> str:
-    """What a leaf is: all that its values leave open.
+    """A leaf's dtype and shape, for messages.
 
     >>> kind(torch.ones(2, 3))
     'torch.float32 of shape (2, 3)'
@@ -82,10 +71,9 @@ def zeros_like(tree: Tree) -> Tree:
 
 
 def select(condition: Tensor, chosen: Tree, other: Tree) -> Tree:
-    """``chosen`` where the scalar ``condition`` holds, else ``other``: fresh tensors, never a product.
+    """``chosen`` where the scalar ``condition`` holds, else ``other``: fresh tensors, no product.
 
-    Hands over ``chosen`` leaf by leaf: where the caller keeps no hold of it, one leaf is alive twice, not
-    the tree.
+    It lets go of ``chosen`` leaf by leaf, so that one leaf is alive twice, not the tree.
 
     >>> select(torch.tensor(False), {"w": torch.ones(2)}, {"w": torch.zeros(2)})
     {'w': tensor([0., 0.])}
@@ -105,9 +93,9 @@ def select(condition: Tensor, chosen: Tree, other: Tree) -> Tree:
 
 
 def overwrite(old: Tree, new: Tree, condition: Tensor | None) -> Tree:
-    """``new`` written over ``old``, in its buffers, where the scalar ``condition`` holds (None: always).
+    """``new`` written over ``old``, in its buffers, where ``condition`` holds (None: always).
 
-    Where somebody records or transforms the values, the buffers stay as they are and fresh tensors come back.
+    Where autograd records the values, or a transform follows them, fresh tensors come back.
 
     >>> old = {"w": torch.zeros(2)}
     >>> overwrite(old, {"w": torch.ones(2)}, None)["w"] is old["w"], old
@@ -125,7 +113,8 @@ def overwrite(old: Tree, new: Tree, condition: Tensor | None) -> Tree:
     for position, leaf in reversed(list(enumerate(old_leaves))):
         value = new_leaves.pop()
         _check_alike(value, leaf, old, position)
-        # What has stayed needs no writing, wherever it is: flags on the host, under a condition on a device.
+        # What has stayed needs no writing, wherever it is: flags on the host, under a condition on
+        # a device.
         if value is not leaf:
             if condition is not None:
                 value = torch.where(condition, value, leaf)
@@ -136,10 +125,10 @@ def overwrite(old: Tree, new: Tree, condition: Tensor | None) -> Tree:
 
 
 def _check_alike(new: Any, old: Any, tree: Tree, position: int) -> None:
-    """State keeps its shapes and dtypes: what broadcasts or promotes belongs to other parameters."""
+    """State keeps its shapes and dtypes: other ones belong to other parameters."""
     if kind(new) != kind(old) or not isinstance(old, Tensor):
         name = paths(tree, "(params, opt_state)")[position]
         raise ValueError(
-            f"the optimizer turned {name} from {kind(old)} into {kind(new)}: params and state keep their "
-            "shapes and dtypes; was opt_state made by optimizer.init of these params?"
+            f"the optimizer turned {name} from {kind(old)} into {kind(new)}: params and state keep "
+            "their shapes and dtypes; was opt_state made by optimizer.init of these params?"
         )

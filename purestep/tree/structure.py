@@ -13,10 +13,9 @@ import optree
 import torch
 from torch import Tensor
 
-from purestep import pieces, torch_internals
+from purestep import torch_internals
+from purestep.tree.shard import NAMESPACE, Place, Shard, Spread
 from purestep.types import Tree
-
-NAMESPACE = pieces.NAMESPACE
 
 Structure: TypeAlias = Any
 
@@ -49,7 +48,7 @@ def unflatten(structure: Structure, leaves: Sequence[Any]) -> Tree:
 
 
 def _constants(structure: Structure, leaves: Iterator[Any]) -> Tree:
-    """``unflatten`` for a compiler, which takes a dict without tensors, as labels and masks are, for one of optree's own."""
+    """``unflatten`` for a compiler, which takes a dict without tensors for one of optree's own."""
     if structure.is_leaf():
         return next(leaves)
     return _node(structure, [_constants(child, leaves) for child in structure.children()])
@@ -60,6 +59,45 @@ def _node(structure: Structure, children: list[Tree]) -> Tree:
     if torch.compiler.is_dynamo_compiling():
         return torch_internals.traced_container(structure, children)
     return structure.one_level().unflatten(children)
+
+
+def spread(structure: Any) -> Spread:
+    """How each leaf of a tree of this structure is sharded; empty where none is."""
+    if not hasattr(structure, "walk"):
+        found = _traced(structure)  # one of a compiler's own
+        return tuple(found) if any(place is not None for place in found) else ()
+    leaves = [False] * structure.num_leaves
+    if not structure.walk(leaves, _holds_shard):
+        return ()
+    return tuple(structure.walk([[None]] * structure.num_leaves, _places))
+
+
+def _holds_shard(kind: type, data: Any, children: Sequence[bool]) -> bool:
+    return kind is Shard or any(children)
+
+
+def _places(kind: type, data: Any, children: Sequence[list[Place | None]]) -> list[Place | None]:
+    found = [place for child in children for place in child]
+    return _below(data, found) if kind is Shard else found
+
+
+def _traced(structure: Any) -> list[Place | None]:
+    if structure.is_leaf():
+        return [None]
+    found = [place for child in structure.children() for place in _traced(child)]
+    if structure.type is Shard:
+        return _below(torch_internals.traced_metadata(structure), found)
+    return found
+
+
+def _below(place: Place, found: list[Place | None]) -> list[Place | None]:
+    for other in found:
+        if other is not None:
+            raise ValueError(
+                f"a leaf is sharded over {place.axis} and over {other.axis}: a Shard within a "
+                "Shard is not supported; shard it over one axis"
+            )
+    return [place] * len(found)
 
 
 def leaves_of(tree: Tree) -> list[Any]:
@@ -131,7 +169,7 @@ def flatten_up_to(structure: Structure, tree: Tree) -> list[Tree]:
 
 
 def broadcast_prefix(prefix: Tree, tree: Tree) -> list[Any]:
-    """For each leaf of ``tree`` the leaf of ``prefix`` that stands for it. Dicts of all kinds are paired by key.
+    """For each leaf of ``tree`` the leaf of ``prefix`` that stands for it; dicts pair by key.
 
     >>> broadcast_prefix({"a": "all of it", "b": "one"}, {"a": [1, 2], "b": 3})
     ['all of it', 'all of it', 'one']
@@ -140,7 +178,8 @@ def broadcast_prefix(prefix: Tree, tree: Tree) -> list[Any]:
 
 
 def _spread(prefix: Tree, structure: Structure) -> list[Any]:
-    # Not optree's: it orders what an OrderedDict holds in a way of its own, and no compiler follows it for labels.
+    # Not optree's: it orders what an OrderedDict holds in a way of its own, and no compiler follows
+    # it for labels.
     if isinstance(prefix, dict) and issubclass(structure.type or object, dict):
         children = dict(zip(structure.entries(), structure.children(), strict=True))
         if prefix.keys() == children.keys():
@@ -153,8 +192,8 @@ def _spread(prefix: Tree, structure: Structure) -> list[Any]:
             pairs = zip(parts, structure.children(), strict=True)
             return [leaf for part, child in pairs for leaf in _spread(part, child)]
     raise ValueError(
-        f"{prefix!r} is no prefix of a tree like {describe(structure)}: give a value for each of its leaves, or one "
-        "for a whole container"
+        f"{prefix!r} is no prefix of a tree like {describe(structure)}: give a value for each of "
+        "its leaves, or one for a whole container"
     )
 
 
@@ -163,7 +202,7 @@ def _children(node: Tree) -> list[Tree]:
 
 
 def part(structure: Structure, leaves: Sequence[Any], where: Collection[int]) -> Tree:
-    """The tree of some of its leaves, by position; ``()`` stands where a container or a leaf is left out.
+    """The tree of some of its leaves, by position; ``()`` stands where others are left out.
 
     >>> whole = {"a": [1, 2], "b": {"c": 3}}
     >>> part(flatten(whole)[1], leaves_of(whole), {1})

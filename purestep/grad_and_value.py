@@ -1,17 +1,16 @@
-"""Reverse mode: ``torch.func.grad_and_value`` in half its memory, and the gradients that a step hands on with their graph."""
+"""Reverse mode as a function: ``torch.func.grad_and_value`` in half its memory."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from purestep import tree
-from purestep.backward import GradientSums, backward, own_leaves
-from purestep.torch_internals import functions_mark
+from purestep.reverse import Sums, backward, by_vjp, filled, inference
 from purestep.types import Tree
 
 
@@ -21,9 +20,9 @@ def grad_and_value(
     """``torch.func.grad_and_value``, to the bit, in half its memory.
 
     ``torch.func`` keeps every activation until the whole backward pass is done, ready for a second
-    derivative that nobody may ask for. Here each is freed as soon as the pass has used it: by autograd's own
-    backward pass where nobody transforms, which is what a step runs, and by ``torch.func.vjp`` elsewhere, where second
-    derivatives and all other transforms work as before. What ``func`` closes over is a constant to the first: to
+    derivative. Here each is freed as soon as the pass has used it: by autograd's own backward pass
+    where nothing is transformed, and by ``torch.func.vjp`` elsewhere, where second derivatives and
+    all other transforms work as before. What ``func`` closes over is a constant to the first: to
     differentiate by it, pass it in, or use ``torch.func``.
 
     Args:
@@ -53,22 +52,20 @@ def grad_and_value(
         def over_leaves(*leaves: Tensor) -> tuple[Tensor, list[Tensor]]:
             nonlocal aux_structure
             filled = list(args)
-            for position, argument in zip(
-                positions, tree.unflatten(structure, leaves), strict=True
-            ):
+            given = tree.unflatten(structure, tree.known_to_compilers(leaves))
+            for position, argument in zip(positions, given, strict=True):
                 filled[position] = argument
             value, aux = _value_and_aux(func(*filled, **kwargs), has_aux)
             aux_leaves, aux_structure = tree.flatten(aux)
             return value, aux_leaves
 
         if tree.eager(args, kwargs) and not inference(leaves):
-            sums = GradientSums(leaves, [leaf.dtype for leaf in leaves])
-            own = own_leaves(leaves)
-            mark = functions_mark()
+            sums = Sums([None] * len(leaves), [leaf.dtype for leaf in leaves])
+            own = [leaf.detach().requires_grad_() for leaf in leaves]
             with torch.enable_grad():
                 value, aux_leaves = over_leaves(*own)
-            backward([value], [torch.ones_like(value)], own, sums, mark=mark)
-            pulled = sums.filled()
+            backward([value], [torch.ones_like(value)], own, sums, check=True)
+            pulled = filled(sums, leaves)
             value, aux_leaves = tree.detached((value, aux_leaves))
         else:
             pulled, value, aux_leaves = by_vjp(over_leaves, leaves)
@@ -94,25 +91,3 @@ def _value_and_aux(output: Any, has_aux: bool) -> tuple[Tensor, Tree]:
             f"only a scalar tensor has a gradient, but the function gave {found}{hint}"
         )
     return value, aux
-
-
-def by_vjp(
-    function: Callable[..., tuple[Tensor, list[Tensor]]], leaves: Sequence[Tensor]
-) -> tuple[list[Tensor], Tensor, list[Tensor]]:
-    """The gradients of ``function(*leaves) -> (value, aux)``, its value, and aux: for any transform, and any derivative of them.
-
-    >>> by_vjp(lambda w: (w**2, [2 * w]), [torch.tensor(3.0)])
-    ([tensor(6.)], tensor(9.), [tensor(6.)])
-    """
-    vjp: Callable[..., Any] = torch.func.vjp
-
-    def traced(*leaves: Tensor) -> tuple[Tensor, list[Tensor]]:
-        return function(*tree.known_to_compilers(leaves))
-
-    value, pull, aux = vjp(traced, *leaves, has_aux=True)
-    return [*pull(torch.ones_like(value), retain_graph=False)], value, aux
-
-
-def inference(leaves: Sequence[Tensor]) -> bool:
-    """Whether autograd would record nothing, where ``torch.func`` does."""
-    return torch.is_inference_mode_enabled() or any(map(Tensor.is_inference, leaves))

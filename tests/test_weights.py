@@ -91,3 +91,8 @@ def test_unsigned_weights_count_and_multiply(dtype: torch.dtype) -> None:
     assert metrics.num_tokens == 4
     assert metrics.num_tokens.dtype == torch.int64
     assert new == -0.5 * (1 + 9) / 4
+
+
+def test_unsigned_labels_all_count() -> None:
+    """-100 would wrap around to 156, which is a label like any other there."""
+    assert ps.count_tokens([{"labels": torch.arange(256, dtype=torch.uint8)}]) == 256

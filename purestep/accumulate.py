@@ -1,0 +1,184 @@
+"""Reverse mode, summed over a group of microbatches.
+
+    grads = Σₘ Σᵢ (wᵢ/N) ∇ℓᵢ(θ)        over tokens i of microbatches m
+
+1/N enters as the seed of the backward pass: ``weights / N`` is the cotangent of the losses. So
+there is no pass over the gradients to scale them, and nothing to forget.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import repeat
+from operator import is_not
+
+import torch
+from torch import Tensor
+
+from purestep import checks, tree
+from purestep.grad_and_value import grad_and_value
+from purestep.modes import ReverseModes, reverse_modes
+from purestep.objective import divisors_of
+from purestep.reverse import Inputs, Ready, Sums as Gradients, filled, unshare
+from purestep.torch_internals import version
+from purestep.tree import accumulation_dtype
+from purestep.types import (
+    Count,
+    GradAndValue,
+    LossFn,
+    Microbatch,
+    Params,
+    Sums,
+    Tree,
+    WeightFn,
+)
+from purestep.weights import Group, count_of, has_tokens, label_weights, weights_of
+
+
+def accumulate(
+    loss_fn: LossFn,
+    params: Params,
+    microbatches: Group | Sequence[Microbatch],
+    *,
+    weight_fn: WeightFn | None = label_weights,
+    total: Count | None = None,
+    grad_and_value: GradAndValue = grad_and_value,
+    accum_dtype: torch.dtype | None = None,
+    out: Sequence[Tensor | None] | None = None,
+    ready: Ready | None = None,
+    modes: ReverseModes | None = None,
+    check: bool = True,
+) -> Sums:
+    """Forward and backward over a group of microbatches: its part of ∇L and of L.
+
+        loss  = Σₘ ( Σᵢ wᵢ ℓᵢ(θ) / num_tokens  +  [m has tokens] · term(θ) / num_microbatches )
+        grads = ∇ loss
+
+    Gradients are added to the sums leaf by leaf, while the backward pass still runs: one tree of
+    them is alive, not two. ``make_update_step`` tells what a loss may do, and what is recorded.
+    Sums are those of this rank: ``psum`` them, once.
+
+    Args:
+        loss_fn: one loss per token, or ``LossTerms``.
+        params: a tree of floating point tensors. The loss sees a ``Shard`` as it is.
+        microbatches: a sequence of microbatches, of any shapes. An empty one gives exact zeros.
+        weight_fn: one weight per token; None when ``LossTerms.weights`` brings them.
+        total: the global ``count``, by which loss and gradients are divided; None: plain sums.
+        grad_and_value: any function with the signature of ``torch.func.grad_and_value``; it
+            differentiates a function of the list of the params' leaves.
+        accum_dtype: the dtype of the sums; None: float32 for half precision, else the params'.
+        out: zeroed buffers to add up in, each with its leaf's strides; None: anywhere.
+        ready: called with a leaf's position as soon as its sum is final, in the last backward pass.
+        modes: the ``reverse_modes`` of this loss, made before.
+        check: whether to look for a loss that writes to params, or recomputes with other ones.
+
+    Returns:
+        ``Sums(grads, loss, counted, aux)``; ``counted`` are the tokens of these microbatches alone,
+        and ``aux`` is the sum of ``LossTerms.aux``, or ``()``.
+
+    >>> group = [{"x": torch.tensor([1.0, 2.0])}, {"x": torch.tensor([6.0])}]
+    >>> from purestep import count
+    >>> def ones(m):
+    ...     return torch.ones_like(m["x"])
+    >>> total = count(group, ones)
+    >>> w = torch.tensor(1.0)
+    >>> sums = accumulate(lambda w, m: w * m["x"], w, group, weight_fn=ones, total=total)
+    >>> sums.grads, sums.loss
+    (tensor(3.), tensor(3.))
+    """
+    modes = modes or reverse_modes(loss_fn, grad_and_value)
+    leaves, structure = tree.flatten(params)
+    dtypes = []
+    for leaf in leaves:
+        dtypes.append(accum_dtype or accumulation_dtype(leaf.dtype))
+    sums = Gradients([*out] if out else [None] * len(leaves), dtypes)
+    divisors = total and divisors_of(total)
+    recorded = not tree.eager() or tree.any_requires_grad([*leaves, *(total or ())])
+    if recorded:
+        checks.check_no_parameters(params, leaves)
+    versions = checks.versions_of(leaves) if check and tree.eager() else []
+    buffers = [buffer for buffer in out if buffer is not None] if out else []
+    buffer_versions = [*map(version, buffers)]
+    losses: list[Tensor] = []
+    asked: list[Tensor] = []
+    aux: Tree = ()
+    reached = False
+
+    group = microbatches if isinstance(microbatches, Group) else Group(microbatches, None, None)
+    last = len(group.microbatches)
+    given: Sequence[Tensor | None] = group.weights or [None] * last
+    pairs = zip(group.microbatches, given, strict=True)
+    for position, (microbatch, weights) in enumerate(pairs, 1):
+        if weights is None and weight_fn is not None:
+            weights = weights_of(weight_fn, microbatch)
+        data, kind = tree.flatten(microbatch)
+        recorded = recorded or tree.any_requires_grad(data)
+        if not recorded:
+            # A loss that marks its data, by requires_grad_() say, does not mark the caller's.
+            own = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in data]
+            microbatch = tree.unflatten(kind, own)
+        inputs = Inputs(leaves, structure, microbatch, weights, divisors, check)
+        run = modes.recorded if recorded else modes.plain
+        beside = run(inputs, sums, ready if position == last else None)
+        losses.append(beside.loss)
+        if group.counted is None:
+            asked.append(beside.weights)
+        if beside.aux != ():
+            aux = plus(aux, beside.aux)
+        reached = reached or beside.reached
+        del microbatch, weights, data, inputs, beside  # before the next one is made
+
+    counted = group.counted or count_of(asked)
+    if buffers and reached:
+        # A buffer is there from the start, whether a gradient has reached it or not.
+        others = [
+            value for value, place in zip(sums.values, out or (), strict=True) if value is not place
+        ]
+        written = [*map(version, buffers)] != buffer_versions
+        reached = written or any(map(is_not, others, repeat(None)))
+    if losses and not reached and has_tokens(counted):
+        raise ValueError(
+            "loss_fn gives losses that do not depend on params: no gradient reaches any of their "
+            "leaves. Perhaps it calls a module itself instead of what ps.from_module(module) or "
+            "torch.func.functional_call make of it, detaches what it returns, or computes under "
+            "torch.no_grad(); or all of it runs under torch.inference_mode(), which records nothing"
+        )
+    if versions:
+        checks.check_untouched(params, leaves, versions)
+    grads = filled(sums, leaves)
+    if recorded and tree.eager(grads):
+        unshare(grads)  # Nothing is recorded after all: they may be written to.
+    return Sums(tree.unflatten(structure, grads), total_loss(losses, leaves[0]), counted, aux)
+
+
+def plus(so_far: Tree, aux: Tree) -> Tree:
+    """The sum of ``LossTerms.aux``, in memory that a loss does not share.
+
+    >>> plus({"correct": torch.tensor(2)}, {"correct": torch.tensor(3)})
+    {'correct': tensor(5)}
+    """
+    own = tree.map(lambda leaf: leaf.to(accumulation_dtype(leaf.dtype), copy=True), aux)
+    return own if tree.is_empty(so_far) else tree.map(_added, so_far, own)
+
+
+def _added(one: Tensor, other: Tensor) -> Tensor:
+    if one.shape != other.shape:
+        raise ValueError(
+            f"LossTerms.aux has a leaf of shape {tuple(one.shape)} in one microbatch and "
+            f"{tuple(other.shape)} in another: it is summed, so return sums over the tokens"
+        )
+    return one + other
+
+
+def total_loss(losses: list[Tensor], like: Tensor) -> Tensor:
+    """The sum of all microbatches' losses, added in float64; without any, a zero like a param.
+
+    >>> total_loss([torch.tensor(1.0), torch.tensor(2.0)], torch.tensor(0.0))
+    tensor(3.)
+    """
+    if not losses:
+        return like.new_zeros((), dtype=accumulation_dtype(like.dtype))
+    if len(losses) == 1:
+        return losses[0]
+    together = torch.stack(losses)
+    return together.sum(0, dtype=torch.float64).to(together.dtype)

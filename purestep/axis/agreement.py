@@ -1,0 +1,222 @@
+"""What ranks compare in an update: a short message from each, of which all ranks see the sum.
+
+The sum tells whether a rank has failed, whether all fingerprints are equal, how many ranks hold
+microbatches, and N; the host's work does not grow with the number of ranks. Equality is
+Cauchy-Schwarz: (Σh)² = n Σh² holds if and only if all n fingerprints h are equal.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import namedtuple
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
+from hashlib import sha256
+from math import inf
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+
+from purestep import tree
+from purestep.axis.protocol import RankError
+from purestep.torch_internals import is_watched, transformed
+from purestep.tree import shard as pieces
+from purestep.types import Count, Tree
+
+if TYPE_CHECKING:
+    from purestep.axis.ranks import Ranks
+
+ZERO, HALF = torch.tensor(0, device="cpu"), 2**32 - 1
+
+
+def message(
+    axis: Ranks,
+    holds: bool = False,
+    number: int = 0,
+    counted: Count = Count(ZERO, ZERO),
+    loss: Tensor = ZERO,
+    *,
+    failed: bool = False,
+) -> Tensor:
+    """What one rank sends: whether it holds microbatches, a fingerprint, its count and its loss.
+
+    In float64, sums of 32-bit halves are exact on up to two million ranks.
+    """
+    tokens, non_empty = counted
+    floating = tokens.is_floating_point()
+    whole, real = (ZERO, tokens) if floating else (tokens, ZERO)
+    flags = [failed, failed * axis.rank, holds, floating, holds and loss.dtype == torch.float64]
+    numbers = [*flags, *_halves(number, 2), *_halves(number**2, 4)]
+    on_host = torch.tensor(numbers, dtype=torch.float64, device="cpu")
+    parts = [on_host, whole & HALF, whole >> 32 & HALF, real, non_empty, loss]
+    return torch.cat([tree.brought(x.detach().double().view(-1), axis.device) for x in parts])
+
+
+def _halves(number: int, count: int) -> list[int]:
+    return [number >> 32 * place & HALF for place in range(count)]
+
+
+Answer = namedtuple("Answer", "failed who holders floating double number square whole real")
+"""The sum of all ranks' messages, on the host."""
+
+
+def _answer_of(numbers: Sequence[float]) -> Answer:
+    joined = (
+        sum(int(half) << 32 * place for place, half in enumerate(numbers[start:stop]))
+        for start, stop in ((5, 7), (7, 11), (11, 13))
+    )
+    fields: list[Any] = [*map(int, numbers[:5]), *joined, numbers[13]]
+    return Answer(*fields)
+
+
+def total_of(sent: Tensor, floating: bool) -> Count:
+    """The count of all ranks, where it may be on a device."""
+    low, high, real, non_empty, _ = sent[11:].unbind()
+    whole = low.to(torch.int64) + (high.to(torch.int64) << 32)
+    return Count(real + whole if floating else whole, non_empty.to(torch.int64))
+
+
+def read_later(sent: Tensor) -> Callable[[], list[float]]:
+    """A function that reads the numbers on the host, and waits for them alone."""
+    if sent.device.type == "cpu":
+        return sent.tolist
+    host = torch.empty_like(sent, device="cpu", pin_memory=True)
+    host.copy_(sent, non_blocking=True)
+    event = torch.Event(sent.device)
+    event.record()
+
+    def read() -> Any:
+        event.synchronize()
+        return host.tolist()
+
+    return read
+
+
+def check_total(total: float) -> None:
+    """Refuses an N that overflows.
+
+    >>> check_total(float("inf"))
+    Traceback (most recent call last):
+    ...
+    ValueError: num_tokens, the sum of all weights, overflows: it comes out as inf, ...
+    """
+    if not 0 <= total < (2**63 if isinstance(total, int) else inf):
+        raise ValueError(
+            f"num_tokens, the sum of all weights, overflows: it comes out as {total}, and nothing "
+            "was updated. Integers are summed in int64 and floats in float64: make the weights "
+            "smaller, which changes nothing else"
+        )
+
+
+def check_count(counted: Count) -> None:
+    """Refuses an N that overflows, where the host can read it at once."""
+    total = counted.num_tokens
+    if torch.compiler.is_dynamo_compiling() or transformed() or is_watched():
+        return
+    if type(total) is Tensor and total.is_cpu:
+        check_total(total.item())
+
+
+class Described(NamedTuple):
+    """A tree in words that are the same in every process, and how each of its leaves is spread."""
+
+    number: int
+    lines: tuple[str, ...]
+    places: pieces.Spread
+
+
+def described(name: str, value: Tree) -> Described:
+    """What ranks compare of a tree: a fingerprint, and a line for each leaf and the structure.
+
+    >>> described("params", {"w": torch.zeros(2)}).lines
+    ("params['w']: torch.float32 of shape (2,)", "the structure {'w': *}")
+    >>> described("x", torch.zeros(2)) == described("x", torch.ones(2))
+    True
+    """
+    leaves, structure = tree.flatten(value)
+    kinds = [(x.dtype, x.shape) if isinstance(x, Tensor) else tree.kind(x) for x in leaves]
+    try:
+        return _described(name, structure, tuple(kinds))
+    except Exception:  # what stands in the structure has no hash, or cannot be compared
+        return _described.__wrapped__(name, structure, kinds)
+
+
+@lru_cache(64)
+def _described(name: str, structure: tree.Structure, kinds: Sequence[Any]) -> Described:
+    places, lines = tree.spread(structure), []
+    each = places or [None] * len(kinds)
+    for accessor, kind, place in zip(structure.accessors(), kinds, each, strict=True):
+        if isinstance(kind, tuple):
+            dtype, shape = kind
+            # Pieces of one tensor have different lengths.
+            cut = f", of shape {place.shape} in pieces" if place else f" of shape {tuple(shape)}"
+            kind = f"{dtype}{cut}"
+        lines.append(f"{accessor.codify(name)}: {kind}")
+    text = "\n".join([*lines, f"the structure {tree.describe(structure)}"])
+    # Addresses, indices of devices and the name of the main module differ between processes.
+    text = re.sub(r" at 0x[0-9A-Fa-f]+|, index=\d+|\b__(mp_)?main__\.", "", text)
+    *lines, shown = text.split("\n")
+    # A set is printed in any order.
+    words = sorted(re.findall(r"[\w.+-]+|\S", shown))
+    return Described(digest(lines, words), (*lines, shown), places)
+
+
+def digest(*words: object) -> int:
+    """A number from 0 to 2⁶⁴ - 1 for some words."""
+    return int.from_bytes(sha256(repr(words).encode(errors="replace")).digest()[:8], "big")
+
+
+Compared: TypeAlias = Mapping[str, Described]
+"""By name, what must be alike on all ranks."""
+
+
+def hear(
+    axis: Ranks, numbers: Sequence[float], ranks: int, compared: Compared, *, ask: bool
+) -> Answer:
+    """Reads the sum of all messages.
+
+    Raises where a rank has failed, where ``ranks`` of them disagree, or where N overflows.
+    ``ask`` lets all ranks exchange texts, which a device cannot do while it is busy with
+    collectives that do not match.
+    """
+    answer = _answer_of(numbers)
+    if answer.failed:
+        texts = {r: text for r, text in enumerate(axis.gather_object(None)) if text} if ask else {}
+        who = _ranks([*texts] or [answer.who]) if ask or answer.failed == 1 else "several ranks"
+        raise RankError(
+            f"{who} of {axis} failed, and the step with it on every rank; nothing was updated. "
+            + ("; ".join(f"rank {r}: {text}" for r, text in texts.items()) or "Its output says why")
+        )
+    if ranks * answer.square != answer.number**2:
+        notes = {name: (each.number, each.lines) for name, each in compared.items()}
+        difference = (
+            _difference(axis.gather_object(notes))
+            if ask
+            else f"one of {', '.join(notes)}, and nothing was updated: compare what each rank "
+            f"prints; rank {axis.rank} has {notes}"
+        )
+        raise ValueError(f"the ranks of {axis} disagree on {difference}")
+    check_total(answer.whole)  # An overflow of one rank alone shows here without its sign.
+    check_total(answer.real)
+    return answer
+
+
+def _difference(notes: Sequence[Mapping[str, Any]]) -> str:
+    """The first name under which notes differ, and what the ranks have there."""
+    for name in dict.fromkeys(name for note in notes for name in note):
+        groups: dict[Any, list[int]] = {}
+        for rank, note in enumerate(notes):
+            if note:
+                groups.setdefault(note.get(name, (0, (f"no {name}",))), []).append(rank)
+        if len(groups) > 1:
+            break
+    parts = []
+    for (_, lines), ranks in groups.items():
+        own = [x for x in lines[:-1] if any(x not in others for _, others in groups)] or lines[-1:]
+        parts.append(f"{_ranks(ranks)} with {', '.join(own[:4])}{', ...' * (len(own) > 4)}")
+    return f"{name}, and nothing was updated: {' against '.join(parts)}"
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"

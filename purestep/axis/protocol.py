@@ -1,0 +1,114 @@
+"""What a step asks of an axis: the laws of its collectives, and a session for each update."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, Protocol, TypeAlias
+
+import torch
+from torch import Tensor
+
+from purestep.types import Count, Sums, Tree
+
+Gather: TypeAlias = Literal["step", "microbatch", "loss"]
+"""Where sharded params are gathered: once a step, once a microbatch, or by the loss itself."""
+
+
+class RankError(RuntimeError):
+    """This rank cannot go on because another one has failed, has died or runs another program.
+
+    >>> from purestep import psum
+    >>> from purestep.testing import ThreadAxis
+    >>> axis = ThreadAxis(2)
+    >>> def program(x):
+    ...     try:
+    ...         return psum(x, axis) if x > 1 else x
+    ...     except RankError:
+    ...         return "alone"
+    >>> axis.map(program)([torch.tensor(1.0), torch.tensor(2.0)])
+    [tensor(1.), 'alone']
+    """
+
+
+class Session(Protocol):
+    """One update, as the ranks of an axis talk about it: ``with axis.session(...) as ranks``.
+
+    Call ``agree``, then ``buffers`` where gradients are accumulated in place, then ``sum``, on
+    every rank in this order. An exception inside the ``with`` reaches all ranks.
+
+    >>> from purestep import LocalAxis
+    >>> one = Count(torch.tensor(3), torch.tensor(1))
+    >>> with LocalAxis().session("step", {}) as ranks:
+    ...     total = ranks.agree(one, {"w": torch.ones(2)}, (), microbatches=1)
+    >>> total.num_tokens
+    tensor(3)
+    """
+
+    def __enter__(self) -> Session: ...
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any, /) -> None: ...
+
+    def agree(self, here: Count, params: Tree, opt_state: Tree, microbatches: int) -> Count:
+        """N of all ranks, before any backward pass; or an error that names the ranks that differ.
+
+        ``here`` counts this rank's tokens, ``microbatches`` is how many microbatches it holds.
+        """
+
+    def whole(self, params: Tree) -> Tree:
+        """The params as a loss sees them, gathered where ``gather`` says."""
+
+    def buffers(self, params: Tree, dtype: torch.dtype | None) -> list[Tensor | None] | None:
+        """Where gradients are added up, by leaf of params: zeroed views of flat buckets.
+
+        None for a leaf whose gradient is scattered, and None in place of the list where the
+        gradients may be anywhere. All ranks call it, the empty ones too, or no rank does.
+        """
+
+    @property
+    def ready(self) -> Callable[[int], None] | None:
+        """Declares the sum of a leaf final, once: its bucket leaves when all its leaves are."""
+
+    def rounds(self, microbatches: int) -> int:
+        """The largest number of microbatches of any rank, where each one gathers params."""
+
+    def sum(self, sums: Sums, params: Tree) -> Sums:
+        """The sums of all ranks; of a sharded leaf, this rank's piece.
+
+        The leaves of ``sums.grads`` are those of params, one by one. With ``gather="step"``, the
+        gradient of a leaf that is sharded over the axis is whole; with the others, it is the piece.
+        """
+
+
+class Axis(Protocol):
+    """The dimension, or dimensions, that split a batch's tokens.
+
+    >>> from purestep import LocalAxis
+    >>> axis: Axis = LocalAxis()
+    >>> axis.size, axis.index
+    (1, tensor(0))
+    """
+
+    @property
+    def size(self) -> int:
+        """How many ranks there are."""
+
+    @property
+    def index(self) -> Tensor:
+        """Which of them this is, as a scalar tensor."""
+
+    @property
+    def own_programs(self) -> bool:
+        """Whether each rank runs its own program, as processes do; such axes are ``Ranks``."""
+
+    @property
+    def members(self) -> frozenset[int]:
+        """The ranks it joins, numbered as in its world; empty where axes are not compared."""
+
+    def apply(self, law: str, x: Tensor) -> Tensor:
+        """Carries out psum, pvary, all_gather or psum_scatter of one tensor."""
+
+    def apply_tree(self, law: str, x: Any) -> Any:
+        """Carries out psum or pvary of every leaf: of floats and int64 alone."""
+
+    def session(self, gather: Gather, settings: Mapping[str, str]) -> Session:
+        """Begins an update, in which ranks compare their ``settings``."""

@@ -1,0 +1,254 @@
+"""Arguments of a step, refused with the way out.
+
+Cheap comparisons are made at every step. The deeper questions are asked at the first update with
+params of one structure: whether these can be params, whether donated leaves share memory, whether
+the loss writes to params, and whether a checkpoint recomputes with other ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NoReturn, get_args
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from purestep import tree
+from purestep.axis import Axis, check_axis, overlap, within
+from purestep.torch_internals import (
+    function_mode,
+    holds_tensors,
+    saved_tensors_hooks,
+    storage_of,
+    version,
+    without_function_mode,
+)
+from purestep.types import LossFn, Microbatch, OptState, Params, WeightFn
+
+
+def check_functions(loss_fn: LossFn, weight_fn: WeightFn | None, axis: Axis) -> None:
+    """Refuses what is neither a function nor an axis."""
+    check_callable("loss_fn", loss_fn)
+    if weight_fn is not None:
+        check_callable("weight_fn", weight_fn)
+    check_axis(axis)
+
+
+def check_callable(name: str, value: object) -> None:
+    """Refuses what cannot be called."""
+    if not callable(value):
+        raise TypeError(f"{name} must be a function, got {type(value).__name__}")
+
+
+def check_choice(name: str, value: str, choices: Any) -> None:
+    """Refuses what is none of the choices, a ``Literal``."""
+    if value not in get_args(choices):
+        choice = ", ".join(map(repr, get_args(choices)))
+        raise ValueError(f"{name}={value!r} must be one of {choice}")
+
+
+def check_normalize(
+    normalize: str, weight_fn: WeightFn | None, accum_dtype: torch.dtype | None
+) -> None:
+    """Refuses settings that do not go together, and dtypes that sums cannot be kept in."""
+    if weight_fn is None and normalize == "loss":
+        raise ValueError(
+            'weight_fn=None means that the forward pass brings the weights, but normalize="loss" '
+            'counts them before it: pass normalize="grads", or a weight_fn'
+        )
+    if accum_dtype is not None and accum_dtype not in tree.SUM_DTYPES:
+        raise ValueError(
+            f"{accum_dtype=} must be a floating point dtype for sums: one of "
+            + ", ".join(map(str, tree.SUM_DTYPES))
+        )
+
+
+def check_inputs(
+    params: Params,
+    opt_state: OptState,
+    microbatches: Sequence[Microbatch],
+    axis: Axis,
+    donate: bool,
+) -> None:
+    """Refuses what an update cannot take, at the first one with params of this structure."""
+    check_params(params, axis)
+    if donate and tree.eager(params, opt_state):
+        data = microbatches if isinstance(microbatches, list | tuple) else ()
+        check_apart(params, opt_state, data)
+
+
+def check_params(params: Params, axis: Axis) -> None:
+    """Refuses params that cannot be differentiated, or that the axis does not fit."""
+    leaves = tree.leaves_of(params)
+    if isinstance(params, torch.nn.Module):
+        raise TypeError(
+            f"params is a module, {type(params).__name__}: take params, apply = "
+            "ps.from_module(module), and call apply(params, ...) in loss_fn"
+        )
+    if not leaves:
+        raise ValueError("params holds no tensors, so there is nothing to update")
+    for position, leaf in enumerate(leaves):
+        if not isinstance(leaf, Tensor) or leaf.dtype not in tree.SUM_DTYPES or leaf.is_sparse:
+            _refuse_leaf(_path(params, position), leaf)
+        if type(leaf) is not Tensor and holds_tensors(leaf):
+            raise TypeError(
+                f"{_path(params, position)} is a {type(leaf).__name__}, which holds its values on "
+                "several ranks or in several tensors: params are plain tensors. Of a DTensor, as "
+                "fully_shard and distribute_tensor make them, pass leaf.full_tensor(), or "
+                "ps.from_dtensor(params, axis), and say by axis=ps.MeshAxis(mesh, ...) where the "
+                "tokens are spread"
+            )
+        if leaf.device != leaves[0].device:
+            raise ValueError(
+                f"{_path(params, 0)} is on {leaves[0].device}, but {_path(params, position)} is on "
+                f"{leaf.device}: the params of a step are on one device; move them there"
+            )
+    if leaves[0].device.type == "mps":
+        raise ValueError(
+            f"params are on {leaves[0].device}, which has no float64, and losses and counts are "
+            "summed in it: move params and microbatches to the CPU"
+        )
+    _check_pieces(params, leaves, axis)
+
+
+def check_unrecorded(params: Params, axis: Axis) -> None:
+    """Refuses new params that depend on a learning rate, each rank's piece in another way."""
+    if tree.requires_grad(params):
+        raise ValueError(
+            f"a step over {axis} is not recorded, but the new params require grad, as where a "
+            "learning rate does: detach it, or differentiate through the step with ps.VmapAxis"
+        )
+
+
+def check_no_parameters(params: Params, leaves: Sequence[Any]) -> None:
+    """Refuses ``nn.Parameter``s that require grad: their graph would grow from step to step."""
+    for position, leaf in enumerate(leaves):
+        if isinstance(leaf, torch.nn.Parameter) and leaf.requires_grad:
+            raise TypeError(
+                f"{_path(params, position)} is an nn.Parameter that requires grad: each step would "
+                "be recorded behind the one before. Take params, apply = ps.from_module(module), "
+                "or {name: p.detach() for name, p in module.named_parameters()}; and p.clone() "
+                "where you differentiate through steps"
+            )
+
+
+def _refuse_leaf(path: str, leaf: Any) -> NoReturn:
+    if isinstance(leaf, Tensor) and leaf.is_floating_point() and not leaf.is_sparse:
+        raise TypeError(
+            f"{path} is {leaf.dtype}, in which neither gradients nor updates can be computed: keep "
+            "params in bfloat16 or wider, and cast inside loss_fn"
+        )
+    found = leaf.dtype if isinstance(leaf, Tensor) else type(leaf).__name__
+    raise TypeError(
+        f"{path} is {found}, which has no gradient: params are floating point tensors in "
+        "containers that optree knows; keep other data in the microbatch or close over it, and "
+        "register classes of your own in purestep.tree.NAMESPACE"
+    )
+
+
+def _check_pieces(params: Params, leaves: Sequence[Tensor], axis: Axis) -> None:
+    """Refuses pieces of a wrong shape, or over an axis that shares some ranks with the step's."""
+    places = tree.spread(tree.flatten(params)[1])
+    for position, place in enumerate(places):
+        if place is None:
+            continue
+        if overlap(place.axis, axis) and not within(place.axis, axis):
+            raise ValueError(
+                f"{_path(params, position)} is sharded over {place.axis}, some of whose ranks are "
+                f"of {axis}, over which this step is: shard it over that axis itself, over some of "
+                "its dimensions, or over an axis whose ranks hold the same tokens, as in tensor "
+                "parallelism"
+            )
+        place.check(_path(params, position), leaves[position])
+
+
+def check_apart(
+    params: Params, opt_state: OptState, microbatches: Sequence[Microbatch] = ()
+) -> None:
+    """Refuses donated leaves that share a storage with each other, or with a microbatch."""
+    owners: dict[int, str] = {}
+    donated = params, opt_state
+    for name, leaf in _named(donated, "(params, opt_state)"):
+        pointer = storage_of(leaf)
+        if leaf.numel() and owners.setdefault(pointer, name) != name:
+            raise ValueError(
+                f"donate=True needs a buffer for each leaf, but {owners[pointer]} and {name} share "
+                "memory: clone one of them, or tie them inside loss_fn"
+            )
+        if leaf.numel() * leaf.element_size() > leaf.untyped_storage().nbytes():
+            raise ValueError(
+                f"donate=True needs memory for each element, but {name} overlaps itself, as expand "
+                "makes it: clone it"
+            )
+    for number, microbatch in enumerate(microbatches):
+        for path, leaf in _named(tree.plain(microbatch), f"microbatches[{number}]"):
+            pointer = storage_of(leaf)
+            if leaf.numel() and pointer in owners:
+                raise ValueError(
+                    f"donate=True lets the update write over {owners[pointer]}, but {path} shares "
+                    "its memory: clone one of them"
+                )
+
+
+def _named(value: Any, name: str) -> Iterator[tuple[str, Tensor]]:
+    """Each strided tensor of a tree, by its path."""
+    for path, leaf in zip(tree.paths(value, name), tree.leaves_of(value), strict=True):
+        if isinstance(leaf, Tensor) and leaf.layout is torch.strided and not leaf.is_nested:
+            yield path, leaf
+
+
+def _path(params: Params, position: int) -> str:
+    return tree.paths(params, "params")[position]
+
+
+def versions_of(leaves: Sequence[Tensor]) -> list[int]:
+    """How often each was written to; nothing for tensors made under inference mode."""
+    return [] if any(leaf.is_inference() for leaf in leaves) else [*map(version, leaves)]
+
+
+def check_untouched(params: Params, leaves: Sequence[Tensor], versions: Sequence[int]) -> None:
+    """Refuses a loss that has written to params since they had these versions."""
+    for position, before in enumerate(versions):
+        if version(leaves[position]) != before:
+            raise ValueError(
+                f"loss_fn wrote to {_path(params, position)} in place, which is the caller's: "
+                "compute a new tensor, or give a module that updates its buffers a clone of them"
+            )
+
+
+class recomputation(TorchFunctionMode):  # noqa: N801
+    """A context in which no checkpoint may recompute with a module's own parameters.
+
+    ``torch.func.functional_call`` gives a module its own parameters back before the backward pass
+    begins, so that a checkpoint inside of it computes with those again. Recomputation is what calls
+    torch with gradients enabled, or with hooks on what is saved.
+    """
+
+    def __init__(self, leaves: Sequence[Tensor]) -> None:
+        super().__init__()
+        self._leaves = {*map(storage_of, leaves)}
+        self._hooks = saved_tensors_hooks(False)
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if torch.is_grad_enabled() or saved_tensors_hooks(False) != self._hooks:
+            for value in tree.leaves_of((args, kwargs)):
+                if isinstance(value, torch.nn.Parameter) and (
+                    storage_of(value) not in self._leaves
+                ):
+                    raise ValueError(
+                        "a checkpoint inside loss_fn recomputes with a module's own parameter, of "
+                        f"shape {tuple(value.shape)}: inside of torch.func.functional_call that is "
+                        "not the one of the forward pass. Take params, apply = "
+                        "ps.from_module(module), and call apply(params, ...) instead"
+                    )
+        return func(*args, **(kwargs or {}))
+
+
+def recomputing() -> AbstractContextManager[object]:
+    """A context in which recomputation is known to be right, and goes unchecked."""
+    watched = isinstance(function_mode(), recomputation)
+    return without_function_mode() if watched else nullcontext()

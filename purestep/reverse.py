@@ -1,0 +1,198 @@
+"""Forward and backward of one microbatch, by autograd's own pass.
+
+    leaf.grad = Σ so far;  backward(losses, weights / N, leaves);  Σ = leaf.grad
+
+Autograd adds each gradient to its sum while the pass runs. ``modes`` has the reverse modes for
+transforms, compilers and functions of the user's.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from itertools import repeat
+from operator import attrgetter, is_, is_not
+from typing import Any, NamedTuple, Protocol, cast
+
+import torch
+from torch import Tensor
+
+from purestep import checks, tree
+from purestep.objective import part_of, value
+from purestep.torch_internals import is_deferred, run_backward, storage_address, storage_use_count
+from purestep.types import Count, LossFn, Microbatch, Tree
+
+_GRAD = attrgetter("grad")
+
+
+class Inputs(NamedTuple):
+    """One microbatch, and the params at which its part of the objective is differentiated.
+
+    ``divisors`` of None leave plain sums, ``weights`` of None come from the loss. ``check``:
+    whether to look for recomputation with other parameters.
+    """
+
+    leaves: list[Tensor]
+    structure: tree.Structure
+    microbatch: Microbatch
+    weights: Tensor | None
+    divisors: Count | None
+    check: bool = False
+
+
+class Beside(NamedTuple):
+    """The results beside gradients, and whether the loss depends on any of the leaves."""
+
+    loss: Tensor
+    weights: Tensor
+    aux: Tree
+    reached: bool
+
+
+class Sums(NamedTuple):
+    """The sum of each leaf's gradients so far, None before the first, and the dtype of each."""
+
+    values: list[Tensor | None]
+    dtypes: list[torch.dtype]
+
+
+Ready = Callable[[int], None]
+"""Called with a leaf's position as soon as its sum is final."""
+
+
+class Reverse(Protocol):
+    """Adds the gradients of one microbatch to the sums."""
+
+    def __call__(self, inputs: Inputs, sums: Sums, ready: Ready | None, /) -> Beside: ...
+
+
+def in_place(loss_fn: LossFn, part_of: Callable[..., Any] = part_of) -> Reverse:
+    """Autograd's own backward pass, on leaves made for this microbatch alone.
+
+    What a loss does to its leaves, by hooks or backward passes, ends with them.
+    """
+
+    def reverse(inputs: Inputs, sums: Sums, ready: Ready | None) -> Beside:
+        own = [leaf.detach().requires_grad_() for leaf in inputs.leaves]
+        params = tree.unflatten(inputs.structure, own)
+        with torch.enable_grad():
+            terms, cotangents, weights, aux = part_of(
+                loss_fn, params, inputs.microbatch, inputs.weights, inputs.divisors
+            )
+        with torch.no_grad():
+            loss = value(terms, cotangents, constant=True)
+        reached = backward(terms, cotangents, own, sums, ready, check=inputs.check)
+        torch.clear_autocast_cache()  # Its casts of these leaves are of no use any more.
+        return Beside(loss, weights, tree.detached(aux) if aux != () else (), reached)
+
+    return reverse
+
+
+def backward(
+    terms: list[Tensor],
+    cotangents: list[Tensor],
+    own: list[Tensor],
+    sums: Sums,
+    ready: Ready | None = None,
+    *,
+    check: bool = False,
+) -> bool:
+    """Adds the gradients of Σ term · cotangent to the sums; whether any leaf received one.
+
+    ``.grad`` of each leaf is its sum, to which autograd adds while the pass runs.
+    """
+    for index in reversed(range(len(terms))):
+        if not terms[index].requires_grad:
+            del terms[index], cotangents[index]
+    if not terms:
+        return False
+    before = [*sums.values]
+    # A lazy device may hold one number for all elements, to which autograd would add for each.
+    deferred = is_deferred(own[0])
+    for leaf, so_far, dtype in zip(own, before, sums.dtypes, strict=True):
+        if leaf.dtype is not dtype:
+            leaf.grad_dtype = dtype
+        if not leaf.requires_grad:
+            leaf.requires_grad = True  # The loss has frozen it.
+        leaf.grad = None if deferred else so_far
+    announced: set[int] = set()
+    if ready is not None and not deferred:
+        for index, leaf in enumerate(own):
+            announce = functools.partial(_announce, ready, announced, index)
+            leaf.register_post_accumulate_grad_hook(announce)
+    with checks.recomputation(own) if check else nullcontext():
+        run_backward(
+            *(tuple(terms), tuple(cotangents), False, False, tuple(own)),
+            allow_unreachable=True,
+            accumulate_grad=True,
+        )
+    sums.values[:] = map(_GRAD, own)
+    for leaf in own:
+        leaf.grad = None  # A loss that keeps its leaves does not keep the sums.
+    came = any(map(is_not, sums.values, repeat(None)))
+    if deferred:
+        sums.values[:] = map(_plus, before, sums.values)
+    elif any(map(is_, before, repeat(None))):
+        unshare(sums.values, before)
+    return came
+
+
+def _plus(one: Tensor | None, other: Tensor | None) -> Tensor | None:
+    return other if one is None else one if other is None else one + other
+
+
+def _announce(ready: Ready, announced: set[int], index: int, leaf: Tensor) -> None:
+    if index in announced:
+        raise RuntimeError(
+            f"a param of shape {tuple(leaf.shape)} is given a gradient twice in one backward pass, "
+            "by a torch.autograd.Function that runs a backward pass itself, and its sum may be on "
+            "its way to other ranks: return the gradient from the Function's backward instead"
+        )
+    announced.add(index)
+    ready(index)
+
+
+def unshare(values: list[Any], before: Sequence[Tensor | None] | None = None) -> None:
+    """Clones each new gradient whose memory another tensor holds, so that it can be added to.
+
+    Both gradients of ``torch.stack([a, b]).sum(0)``, say, lie in one storage, with the cotangent;
+    and a Function may return a tensor that it has saved.
+    """
+    for index, grad in enumerate(values):
+        if grad is None or (before is not None and before[index] is not None):
+            continue  # It is a buffer, or was taken earlier.
+        if grad.is_sparse:
+            grad = values[index] = grad.to_dense()
+        # One holder is the gradient, the other the storage that is asked for here.
+        shared = storage_use_count(storage_address(grad.untyped_storage())) > 2
+        # A subclass, such as DTensor, may hold its values in tensors elsewhere.
+        if shared or type(grad) is not Tensor or 0 in grad.stride() or is_deferred(grad):
+            values[index] = grad.clone()
+
+
+def filled(sums: Sums, leaves: Sequence[Tensor]) -> list[Tensor]:
+    """The sums, with zeros for leaves that no gradient has reached."""
+    values, dtypes = sums
+    for index, so_far in enumerate(values):
+        if so_far is None:
+            values[index] = torch.zeros_like(leaves[index], dtype=dtypes[index])
+    return cast("list[Tensor]", values)
+
+
+def by_vjp(
+    function: Callable[..., tuple[Tensor, list[Tensor]]], leaves: Sequence[Tensor]
+) -> tuple[list[Tensor], Tensor, list[Tensor]]:
+    """The gradients of ``function(*leaves) -> (value, aux)``, its value, and aux.
+
+    >>> by_vjp(lambda w: (w**2, [2 * w]), [torch.tensor(3.0)])
+    ([tensor(6.)], tensor(9.), [tensor(6.)])
+    """
+    vjp: Callable[..., Any] = torch.func.vjp
+    value, pull, aux = vjp(function, *leaves, has_aux=True)
+    return [*pull(torch.ones_like(value), retain_graph=False)], value, aux
+
+
+def inference(leaves: Sequence[Tensor]) -> bool:
+    """Whether autograd would record nothing, where ``torch.func`` does."""
+    return torch.is_inference_mode_enabled() or any(map(Tensor.is_inference, leaves))

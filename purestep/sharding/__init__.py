@@ -1,0 +1,8 @@
+"""Tensors that are sharded over an axis: cut, gathered, and exchanged with DTensor."""
+
+from purestep.sharding.cut import shard, unshard
+from purestep.sharding.dtensor import from_dtensor, to_dtensor
+from purestep.sharding.gather import joined, per_microbatch
+from purestep.tree.shard import Shard
+
+__all__ = ["Shard", "shard", "unshard", "joined", "per_microbatch", "to_dtensor", "from_dtensor"]

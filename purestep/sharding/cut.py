@@ -1,0 +1,71 @@
+"""Whole tensors to pieces that are sharded over an axis, and back."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from purestep import tree
+from purestep.axis import Axis, check_axis, pvary
+from purestep.axis.whole import filled, filled_up
+from purestep.tree.shard import Shard, own_programs
+from purestep.types import Tree
+
+
+def shard(tree_: Tree, axis: Axis, dim: int = 0) -> Tree:
+    """The tree with a ``Shard`` in the place of each leaf: this rank's piece, cut along ``dim``.
+
+    Takes whole tensors, the same on every rank; a derivative by them is summed over ranks. A scalar
+    is not cut, and stays as it is.
+
+    >>> from purestep import VmapAxis
+    >>> axis = VmapAxis(2)
+    >>> pieces = lambda w: shard({"w": w, "scale": torch.tensor(1.0)}, axis)["w"].piece
+    >>> axis.map(pieces, in_dims=None)(torch.tensor([1.0, 2.0, 3.0]))  # filled up with zeros
+    tensor([[1., 2.],
+            [3., 0.]])
+    """
+    check_axis(axis)
+    leaves, structure = tree.flatten(tree_)
+    return tree.unflatten(structure, [_cut(leaf, axis, dim) for leaf in pvary(leaves, axis)])
+
+
+def _cut(whole: Tensor, axis: Axis, dim: int) -> Tensor | Shard:
+    if whole.ndim == 0:
+        return whole.clone()  # as each piece has memory of its own
+    made = Shard(None, axis, tuple(whole.shape), dim)
+    dim, place = made.dim, made.place
+    if own_programs(axis):
+        # A copy, so that nothing keeps the whole alive.
+        made.piece = whole.narrow(dim, *place.span).clone(memory_format=torch.contiguous_format)
+        return made
+    filled = filled_up(whole, dim, place.length * axis.size)
+    blocks = filled.unflatten(dim, (axis.size, place.length))
+    made.piece = blocks.index_select(dim, axis.index.reshape(1).to(whole.device)).squeeze(dim)
+    return made
+
+
+def unshard(tree_: Tree) -> Tree:
+    """The tree with the whole tensor in the place of each ``Shard``; other leaves as they are.
+
+    One all-gather for each dtype. The whole is each rank's own, and a derivative sums over ranks
+    what each computes of it, in one reduce-scatter: ``unshard(shard(x))`` is ``pvary(x)``. In a
+    loss with ``gather="loss"``, call it inside ``ps.remat(block)``, which gathers again in the
+    backward pass and keeps only the pieces. There, all ranks gather the same params in the same
+    order, and the losses of each rank depend on what it gathers; add ``0 * w.sum()`` where they may
+    not.
+
+    >>> from purestep import VmapAxis
+    >>> axis = VmapAxis(2)
+    >>> def square(w):
+    ...     return unshard(tree.map(torch.square, shard(w, axis)))
+    >>> axis.map(square, in_dims=None, out_dims=None)(torch.tensor([1.0, 2.0, 3.0]))
+    tensor([1., 4., 9.])
+    """
+    leaves, structure = tree.flatten(tree_)
+    places = tree.spread(structure)
+    found = {}
+    for at, place in enumerate(places):
+        if place is not None and place.holds(leaves[at]):
+            found[at] = place
+    return filled(tree_, leaves, found) if places else tree_

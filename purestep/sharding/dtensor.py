@@ -1,0 +1,85 @@
+"""Exchange with DTensor, which ``torch.distributed.checkpoint`` and other tools take."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from purestep import tree
+from purestep.axis import MeshAxis
+from purestep.axis.whole import bare
+from purestep.tree.shard import Place, Shard
+from purestep.types import Tree
+
+
+def to_dtensor(tree_: Tree) -> Tree:
+    """The tree with a DTensor in the place of each ``Shard`` over a ``MeshAxis``, in its memory.
+
+    Other leaves stay as they are. Autograd records nothing of it.
+
+    >>> from purestep import shard
+    >>> from torch.distributed.device_mesh import init_device_mesh
+    >>> store = torch.distributed.HashStore()
+    >>> torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    >>> axis = MeshAxis(init_device_mesh("cpu", (1,), mesh_dim_names=("dp",)), "dp")
+    >>> given = shard({"w": torch.ones(2)}, axis)
+    >>> given["w"].piece.data_ptr() == from_dtensor(to_dtensor(given), axis)["w"].piece.data_ptr()
+    True
+    >>> torch.distributed.destroy_process_group()
+    """
+    from torch.distributed import tensor  # takes a second to import
+
+    def converted(piece: Tensor, place: Place | None) -> Any:
+        if place is None or not place.holds(piece):
+            return piece
+        if not isinstance(place.axis, MeshAxis):
+            raise TypeError(
+                f"a Shard over {place.axis} cannot be a DTensor, which lies on a DeviceMesh: shard "
+                "it over a ps.MeshAxis, or take ps.unshard"
+            )
+        shape = torch.Size(place.shape)
+        stride = torch.empty(shape, device="meta").stride()
+        how: Any = {"run_check": False, "shape": shape, "stride": stride}
+        placements = [tensor.Shard(place.dim)]
+        return tensor.DTensor.from_local(piece.detach(), place.axis.mesh, placements, **how)
+
+    leaves, structure = tree.flatten(tree_)
+    places = tree.spread(structure) or [None] * len(leaves)
+    made = [converted(leaf, place) for leaf, place in zip(leaves, places, strict=True)]
+    return tree.unflatten(tree.flatten(bare(tree_))[1], made)
+
+
+def from_dtensor(tree_: Tree, axis: MeshAxis) -> Tree:
+    """The tree with a ``Shard`` over the axis in the place of each DTensor there, in its memory.
+
+    A replicated DTensor becomes a tensor; other leaves stay as they are. All is detached, as state
+    is. The inverse of ``to_dtensor``, for the trees of ``distribute_tensor``, ``fully_shard`` and
+    distributed checkpoints.
+
+    >>> from_dtensor({"w": torch.ones(2)}, axis=None)
+    {'w': tensor([1., 1.])}
+    """
+    from torch.distributed import tensor
+
+    def converted(leaf: Any) -> Any:
+        if not isinstance(leaf, tensor.DTensor):
+            return leaf
+        (placement, *others), mesh = leaf.placements, leaf.device_mesh
+        piece = leaf.to_local().detach()
+        if all(each.is_replicate() for each in leaf.placements):
+            return piece
+        if (
+            others
+            or type(placement) is not tensor.Shard
+            or mesh.get_group().group_name != axis.where.name
+        ):
+            raise ValueError(
+                f"a DTensor of shape {tuple(leaf.shape)} has the placements {leaf.placements} on "
+                f"{mesh}, and a Shard lies on one axis, here {axis}: redistribute it to "
+                "[Shard(dim)] on that axis's mesh"
+            )
+        return Shard(piece, axis, tuple(leaf.shape), placement.dim)
+
+    return tree.map(converted, tree_)

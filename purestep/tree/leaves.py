@@ -1,0 +1,255 @@
+"""Questions about the leaves of a tree, and what many leaves come to.
+
+Code that writes into a buffer, or reads a value on the host, asks here first whether autograd, a
+transform of ``torch.func`` or a compiler sees what it does. Sums over leaves know ``Shard``: pieces
+count with those of all ranks of their axis.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Mapping, Sequence
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from purestep import torch_internals
+from purestep.tree import shard
+from purestep.tree.structure import flatten, is_empty, leaves_of, plain, spread, unflatten
+from purestep.types import Tree
+
+SMALL = 4096
+"""Leaves of fewer elements are joined where each would cost a kernel's call."""
+
+_DTYPE = attrgetter("dtype")
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which many values of ``dtype`` are summed: int64, or at least float32.
+
+    >>> accumulation_dtype(torch.bfloat16), accumulation_dtype(torch.bool)
+    (torch.float32, torch.int64)
+    """
+    if not (dtype.is_floating_point or dtype.is_complex):
+        return torch.int64
+    return torch.promote_types(dtype, torch.float32)
+
+
+def eager(*trees: Tree) -> bool:
+    """Whether neither a compiler, nor a transform, nor autograd sees what is done with these.
+
+    Only then may a buffer be written to, or a kernel be used that no transform knows.
+
+    >>> eager({"w": torch.ones(2)}), eager(torch.ones(2, requires_grad=True))
+    (True, False)
+    """
+    # Not ``is_compiling``, which is true of every thread while one of them compiles.
+    if torch.compiler.is_dynamo_compiling() or torch_internals.transformed():
+        return False
+    if torch_internals.forward_level() >= 0:
+        return False
+    return not (trees and any_requires_grad(flatten(trees)[0]))
+
+
+def untransformed(*trees: Tree) -> bool:
+    """Whether neither a transform nor autograd sees what is done with these; a compiler may."""
+    if torch_internals.transformed() or torch_internals.forward_level() >= 0:
+        return False
+    return not (trees and any_requires_grad(flatten(trees)[0]))
+
+
+def differentiated(leaves: Sequence[Any]) -> bool:
+    """Whether anybody may ask for derivatives of these leaves: a ``vmap`` alone does not."""
+    if torch_internals.forward_level() >= 0:
+        return True
+    if torch.compiler.is_dynamo_compiling():
+        # A compiler cannot ask which transforms there are, nor look below them.
+        return torch_internals.transformed() or any_requires_grad(leaves)
+    if torch_internals.transforms_differentiate():
+        return True
+    return any_requires_grad([below_transforms(leaf) for leaf in leaves])
+
+
+def below_transforms(leaf: Any) -> Any:
+    """The leaf below all wrappers of ``torch.func``."""
+    while isinstance(leaf, Tensor) and torch_internals.is_wrapped(leaf):
+        leaf = torch_internals.unwrapped(leaf)
+    return leaf
+
+
+def requires_grad(tree: Tree) -> bool:
+    """Whether autograd follows any of these leaves, those in mappings that are leaves included.
+
+    >>> requires_grad([torch.ones(2), torch.ones(2, requires_grad=True)])
+    True
+    """
+    return any_requires_grad(leaves_of(tree))
+
+
+def any_requires_grad(leaves: Sequence[Any]) -> bool:
+    """``requires_grad`` of a tree's leaves."""
+    for leaf in leaves:
+        if type(leaf) is Tensor or isinstance(leaf, Tensor):
+            if leaf.requires_grad:
+                return True
+        elif isinstance(leaf, Mapping) and requires_grad(plain(leaf)):
+            return True
+    return False
+
+
+def known_to_compilers(leaves: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Leaves that ``torch.func`` differentiates, as views where a compiler traces.
+
+    It does not see that such a leaf itself requires grad, and would leave out the ``backward`` of a
+    ``torch.autograd.Function`` of it (pytorch/pytorch#193279).
+    """
+    if not torch.compiler.is_dynamo_compiling():
+        return leaves
+    return [leaf.view_as(leaf) for leaf in leaves]
+
+
+def detached(tree: Tree) -> Tree:
+    """The same tensors, detached; other leaves as they are.
+
+    >>> detached({"w": torch.ones(2, requires_grad=True), "name": "w"})
+    {'w': tensor([1., 1.]), 'name': 'w'}
+    """
+    if is_empty(tree):
+        return tree
+    leaves, structure = flatten(tree)
+    return unflatten(structure, cut_off(leaves))
+
+
+def cut_off(leaves: Sequence[Any]) -> list[Any]:
+    """``detached`` of a tree's leaves."""
+    return [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+
+
+def at_hand(tensor: Tensor) -> Tensor | None:
+    """The values below all wrappers of ``torch.func``; None where the host cannot read them.
+
+    >>> torch.vmap(lambda x: x + at_hand(x).sum())(torch.tensor([1.0, 2.0]))
+    tensor([4., 5.])
+    """
+    if torch.compiler.is_dynamo_compiling() or torch_internals.modes():
+        return None
+    if torch_internals.is_wrapped(tensor):
+        tensor = below_transforms(tensor)
+    return tensor if type(tensor) is Tensor and tensor.is_cpu else None
+
+
+def number_at_hand(tensor: Tensor) -> float | None:
+    """The value of a scalar; None where the host cannot read it, or a ``vmap`` has several."""
+    if torch.compiler.is_dynamo_compiling() or torch_internals.modes():
+        return None
+    if torch_internals.is_wrapped(tensor):
+        tensor = below_transforms(tensor)
+    return tensor.item() if type(tensor) is Tensor and tensor.is_cpu and not tensor.ndim else None
+
+
+def brought(tensor: Tensor, device: torch.device) -> Tensor:
+    """The tensor on the device; only the host waits for it, where it could read it too early."""
+    return tensor.to(device, non_blocking=device.type != "cpu")
+
+
+def global_norm(tree: Tree) -> Tensor:
+    """‖tree‖₂ over all its leaves, with a zero gradient at zero; of a ``Shard`` over its axis, too.
+
+    >>> global_norm({"a": torch.tensor([3.0]), "b": torch.tensor([4.0])})
+    tensor(5.)
+    """
+    leaves, structure = flatten(tree)
+    places = spread(structure)
+    if places:
+        return _norm_of_pieces(leaves, places)
+    if not leaves:
+        return torch.zeros(())
+    parts = _joined(leaves)
+    if not eager(parts):
+        return _norm(torch.stack([_norm(part) for part in parts]))
+    dtype = accumulation_dtype(functools.reduce(torch.promote_types, map(_DTYPE, parts)))
+    norms = torch_internals.foreach_norm(parts, 2, dtype=dtype)
+    return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
+
+
+def _norm_of_pieces(leaves: list[Tensor], places: shard.Spread) -> Tensor:
+    """The root of the sum of all squares, of which those of pieces are summed over their axes."""
+    squares = []
+    for axis, parts in _by_axis(leaves, places):
+        square = torch.stack([_square(part) for part in parts]).sum()
+        squares.append(square if axis is None else axis.apply("psum", square))
+    root = _root(torch.stack(squares).sum())
+    dtypes = [accumulation_dtype(leaf.dtype) for leaf in leaves]
+    return root.to(functools.reduce(torch.promote_types, dtypes))
+
+
+def _root(total: Tensor) -> Tensor:
+    """√total, whose derivative at zero is zero."""
+    known = number_at_hand(total)
+    if known is not None and known >= 0 and not differentiated([total]):
+        # MKL's root, which torch takes, is not correctly rounded.
+        return total.new_tensor(math.sqrt(known))
+    return torch.where(total > 0, torch.where(total > 0, total, 1).sqrt(), total)
+
+
+def _square(x: Tensor) -> Tensor:
+    """‖x‖² in float64, and not by way of its root, which rounds."""
+    x = x.to(accumulation_dtype(x.dtype))
+    return torch.sum(x * x, dtype=torch.float64)
+
+
+def _by_axis(leaves: list[Tensor], places: shard.Spread) -> list[tuple[Any, list[Tensor]]]:
+    """The leaves that are sharded over each axis, in one order on all ranks."""
+    found: dict[Any, list[Tensor]] = {}
+    for leaf, place in zip(leaves, places, strict=True):
+        axis = None if place is None else place.axis
+        found.setdefault(axis, []).append(shard.own(leaf, place))
+    return list(found.items())
+
+
+def _norm(x: Tensor) -> Tensor:
+    """‖x‖₂, all of whose derivatives are zero at zero: torch's are NaN from the second one on."""
+    dtype = accumulation_dtype(x.dtype)
+    held = (x != 0).any()
+    norm = torch.linalg.vector_norm(torch.where(held, x, 1), dtype=dtype)
+    return torch.where(held, norm, 0)
+
+
+def _joined(leaves: list[Tensor]) -> list[Tensor]:
+    """The leaves, with those that are too small to repay a call of a kernel in one vector."""
+    most = math.inf if sum(map(Tensor.numel, leaves)) <= 4 * SMALL else SMALL
+    small, large = [], []
+    for leaf in leaves:
+        if leaf.numel() < most:
+            small.append(leaf.reshape(-1))
+        else:
+            large.append(leaf)
+    return [*large, torch.cat(small)] if len(small) > 1 else leaves
+
+
+def all_finite(tree: Tree) -> Tensor:
+    """Whether no leaf holds an infinity or a NaN; of a ``Shard``, on no rank of its axis.
+
+    >>> all_finite({"w": torch.tensor([1.0, float("nan")])})
+    tensor(False)
+    """
+    leaves, structure = flatten(tree)
+    places = spread(structure)
+    if not places:
+        return _finite(leaves)
+    broken = []
+    for axis, parts in _by_axis(leaves, places):
+        here = (~_finite(parts)).to(torch.int64)
+        broken.append(here if axis is None else axis.apply("psum", here))
+    return torch.stack(broken).sum() == 0
+
+
+def _finite(leaves: list[Tensor]) -> Tensor:
+    # Both ends are as finite as all that lies between, and are found without writing anything.
+    ends = [end for leaf in leaves if leaf.numel() for end in torch.aminmax(leaf)]
+    if not ends:
+        return torch.tensor(True, device=leaves[0].device if leaves else None)
+    return torch.stack([end.isfinite() for end in ends]).all()

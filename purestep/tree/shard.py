@@ -1,0 +1,147 @@
+"""A tensor that is sharded over an axis, as a node of a tree."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeAlias
+
+import optree
+import torch
+from torch import Tensor
+
+NAMESPACE = "purestep"
+
+
+@dataclass(eq=False)
+class Shard:
+    """A tensor that is sharded over an axis: a node of a tree, whose leaf is this rank's piece.
+
+    Pieces are those of DTensor's ``Shard(dim)`` and of ``torch.chunk``: ⌈n / size⌉ entries each
+    along ``dim``, the last ones shorter or empty. The ranks of a ``VmapAxis`` run one program, so
+    that all pieces there are as long as the first; losses see zeros behind the last entry.
+
+    Elementwise arithmetic (optimizers, means, casts) works on pieces as on any leaf. Norms of a
+    tree (``tree.global_norm``, ``tree.all_finite``, clipping, a step's ``grad_norm`` and its skip)
+    sum over the axis, which is part of the tree's structure.
+
+    In a step, the loss sees the whole tensor where the axis is the step's own, and the piece where
+    it is another, which is tensor parallelism. ``ps.shard`` cuts whole tensors, and ``ps.unshard``
+    gathers them again.
+
+    Args:
+        piece: this rank's part of the tensor.
+        axis: the axis whose ranks hold the pieces.
+        shape: of the whole tensor.
+        dim: the dimension that is cut.
+
+    >>> from purestep import VmapAxis, tree
+    >>> axis = VmapAxis(2)
+    >>> norm = lambda piece: tree.global_norm({"w": Shard(piece, axis, (2, 3))})
+    >>> axis.map(norm, out_dims=None)(torch.tensor([[[2.0, 0.0, 0.0]], [[0.0, 4.0, 4.0]]]))
+    tensor(6.)
+    """
+
+    piece: Any
+    axis: Any
+    shape: tuple[int, ...]
+    dim: int = 0
+
+    def __post_init__(self) -> None:
+        if not hasattr(self.axis, "apply") or isinstance(self.axis, type):
+            raise TypeError(
+                f"Shard(axis={self.axis!r}) must have an axis object, such as "
+                'ps.MeshAxis(mesh, "tp")'
+            )
+        self.shape, ndim = tuple(self.shape), len(self.shape)
+        if not -ndim <= self.dim < ndim:
+            raise ValueError(
+                f"Shard(shape={self.shape}, dim={self.dim}): the whole tensor has no such dimension"
+                + ("" if ndim else "; a scalar is not cut: let it stand as it is, on every rank")
+            )
+        self.dim %= ndim
+
+    @property
+    def place(self) -> Place:
+        """All of it but the piece."""
+        return Place(self.axis, self.shape, self.dim)
+
+
+class Place(NamedTuple):
+    """The axis of a sharded leaf, and how it is cut: all of a ``Shard`` but the piece."""
+
+    axis: Any
+    shape: tuple[int, ...]
+    dim: int
+
+    @property
+    def length(self) -> int:
+        """The length of a piece along ``dim``; the last ones may be shorter."""
+        size: int = self.axis.size
+        return -(-self.shape[self.dim] // size)
+
+    @property
+    def span(self) -> tuple[int, int]:
+        """The start and the length of this rank's piece, where each rank runs its own program."""
+        start = min(self.axis.rank * self.length, self.shape[self.dim])
+        return start, min(self.length, self.shape[self.dim] - start)
+
+    @property
+    def piece_shape(self) -> tuple[int, ...]:
+        """The shape that a piece has here."""
+        length = self.span[1] if own_programs(self.axis) else self.length
+        return *self.shape[: self.dim], length, *self.shape[self.dim + 1 :]
+
+    def holds(self, piece: Tensor) -> bool:
+        """Whether it is a piece; not another thing that an optimizer keeps, such as a count."""
+        if piece.ndim == len(self.shape):
+            self.check("the piece of a Shard", piece)
+        return piece.ndim == len(self.shape)
+
+    def check(self, name: str, piece: Tensor) -> None:
+        """Refuses a piece of another shape."""
+        if tuple(piece.shape) != self.piece_shape:
+            raise ValueError(
+                f"{name} has shape {tuple(piece.shape)}, but this rank's piece of a tensor of "
+                f"shape {self.shape}, cut along dim={self.dim} over {self.axis}, has shape "
+                f"{self.piece_shape}: take ps.shard, or torch.chunk"
+            )
+
+
+def _flatten(node: Any) -> tuple[tuple[Any], Place, tuple[str]]:
+    return (node.piece,), node.place, ("piece",)
+
+
+def _unflatten(place: Any, children: Iterable[Any]) -> Any:
+    (piece,) = children
+    return Shard(piece, *place)
+
+
+_register: Any = optree.register_pytree_node  # by its types, a node is a collection
+_entry = optree.GetAttrEntry
+_register(Shard, _flatten, _unflatten, path_entry_type=_entry, namespace=NAMESPACE)
+
+Spread: TypeAlias = tuple[Place | None, ...]
+"""How each leaf of a tree is sharded; empty where none is."""
+
+
+def is_shard(node: Any) -> bool:
+    """Whether this node of a tree is a ``Shard``."""
+    return type(node) is Shard
+
+
+def own_programs(axis: Any) -> bool:
+    """Whether each rank of the axis runs its own program, in which pieces have their own length."""
+    return bool(getattr(axis, "own_programs", False))
+
+
+def own(leaf: Tensor, place: Place | None) -> Tensor:
+    """The leaf, with zeros where a piece is filled up."""
+    if place is None or own_programs(place.axis):
+        return leaf
+    length, whole = place.length, place.shape[place.dim]
+    if length * place.axis.size == whole:
+        return leaf
+    entries = place.axis.index * length + torch.arange(length)
+    along = [-1 if dim == place.dim else 1 for dim in range(len(place.shape))]
+    return torch.where((entries < whole).view(along).to(leaf.device), leaf, 0)
