@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,14 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import purestep as ps
 from purestep import tree
-from purestep.examples import cut_invariance, differential_privacy, ensembles, hypergradients, maml
+from purestep.examples import (
+    cut_invariance,
+    differential_privacy,
+    ensembles,
+    hypergradients,
+    maml,
+    noise_scale,
+)
 from purestep.testing.bounds import gamma
 from purestep.testing.processes import World, values
 
@@ -151,10 +159,17 @@ def test_what_is_learned_through_updates_adapts_in_as_many(arguments: list[str])
     assert learned[:, maml.UPDATES].mean() < 0.75 * plain.mean(0).min()
 
 
-def test_an_example_is_hidden_by_noise_and_by_others(arguments: list[str]) -> None:
-    """Noise costs accuracy, and the same noise less of it among four times as many: by ten deviations of 4000 answers."""
+def test_an_example_is_hidden_by_noise_and_by_others(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Noise costs accuracy, and the same noise less of it among four times as many.
+
+    By ten deviations of 4000 answers. Two cuts are one run, noise included, but for rounding.
+    """
     few, more, most = differential_privacy.main(["--steps", "8", *arguments]).values()
     assert_drawn(arguments)
+    (apart,) = re.findall(r"or 12, with noise: (\S+) of", capsys.readouterr().out)
+    assert float(apart) < gamma(1200, torch.float32)
     ten = 10 * (2 * 0.25 / 4000) ** 0.5
     assert few[0] > few[3] + ten
     assert more[3] > few[3] + ten
@@ -171,3 +186,13 @@ def test_what_an_example_moves_is_what_epsilon_counts_on() -> None:
     rounding = tree.global_norm(one) + tree.global_norm(other)
     most = 2 * differential_privacy.CLIP / 300 + gamma(2 * 300, torch.float32) * rounding
     assert 0.5 * most < moved < most
+
+
+def test_microbatches_tell_the_noise_scale_of_all_examples(arguments: list[str]) -> None:
+    """To a factor of two, while it grows tenfold."""
+    found = noise_scale.main(["--steps", "144", *arguments])
+    assert_drawn(arguments)
+    _, estimates, expected = zip(*found, strict=True)
+    for one, other in zip(estimates, expected, strict=True):
+        assert other / 2 < one < 2 * other
+    assert estimates[-1] > 5 * estimates[0]

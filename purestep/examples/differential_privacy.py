@@ -1,11 +1,13 @@
-"""Trains a classifier so that nobody can tell who was in its data: accuracy against noise, and against what the noise promises.
+"""Trains a classifier that hides who was in its data: accuracy against noise, and its promise.
 
-``per_example`` clips the gradient of every example, and adds noise to their sum, once a step. Whoever sees the parameters after T updates
-on all examples can tell two sets of data that differ in one example apart no better than (ε, δ) allows:
+``private_update_step`` is the program to copy. It clips the gradient of every example, adds noise
+to their sum once a step, and hands that to the optimizer. Two sets of data differ in one example.
+The parameters after T updates on all examples tell them apart no better than (ε, δ) allows:
 
-    ρ = T · (2 clip)² / 2 (noise · clip)² = 2 T / noise²        ε = ρ + 2 √(ρ ln 1/δ)        [Bun and Steinke, 2016]
+    ρ = T · (2 clip)² / 2 (noise · clip)² = 2 T / noise²
+    ε = ρ + 2 √(ρ ln 1/δ)                                            [Bun and Steinke, 2016]
 
-The picture shows that the same promise costs the less accuracy, the more examples there are to hide among.
+The picture shows that the same promise costs less accuracy among more examples.
 
     python -m purestep.examples.differential_privacy
 """
@@ -15,12 +17,15 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 import purestep as ps
+from purestep import tree
 from purestep.examples import picture
+from purestep.types import LossFn, WeightFn
 
 Params = dict[str, Tensor]
 Batch = dict[str, Tensor]
@@ -34,6 +39,62 @@ SEEDS = 2
 CLIP = 1.0
 DELTA = 1e-5
 OPTIMIZER = ps.optim.sgd(1.0, momentum=0.8)
+
+
+def private_update_step(
+    params: Any,
+    opt_state: Any,
+    microbatches: Sequence[Any],
+    key: Tensor,
+    *,
+    loss_fn: LossFn,
+    optimizer: ps.optim.Optimizer,
+    clip: float,
+    noise: float,
+    batch_size: float,
+    weight_fn: WeightFn = ps.label_weights,
+    axis: ps.Axis = ps.LocalAxis(),
+    chunk_size: int = 64,
+) -> tuple[Any, Any]:
+    """One update of differentially private SGD [Abadi et al., 2016]: new params, optimizer state.
+
+        g = (Σₑ gₑ · min(1, clip / ‖gₑ‖₂)  +  noise · clip · z) / batch_size,    z ~ N(0, 1)
+
+    An example e is a row of a microbatch, and gₑ the gradient of its tokens' weighted losses. The
+    sum runs over all examples of all ranks, so the cut does not matter. The noise is drawn once,
+    from ``key``: a new one each step, kept secret, the same on every rank. ``batch_size`` is the
+    expected number of examples: to divide by the true one would tell it. Gradients of
+    ``chunk_size`` examples are held at once.
+
+    >>> group = [torch.tensor([[3.0, 4.0]]), torch.tensor([[0.5, 0.0]])]
+    >>> sgd, w, key = ps.optim.sgd(1.0), torch.zeros(2), ps.random.key(0)
+    >>> how = {"weight_fn": lambda m: torch.ones(len(m)), "clip": 2.5, "batch_size": 2}
+    >>> private_update_step(  # clipped to (1.5, 2) and (0.5, 0)
+    ...     w, sgd.init(w), group, key, loss_fn=lambda w, m: m @ w, optimizer=sgd, noise=0.0, **how
+    ... )[0]
+    tensor([-1., -1.])
+    """
+
+    def clipped(example: Any) -> Any:
+        row = tree.map(lambda leaf: leaf[None], example)
+        sums = ps.accumulate(loss_fn, params, [row], weight_fn=weight_fn)
+        factor = (clip / tree.global_norm(sums.grads)).clamp(max=1)
+        present = sums.counted.num_tokens > 0  # a row of padding adds zero, whatever is in it
+        return tree.map(lambda grad: torch.where(present, grad * factor, 0), sums.grads)
+
+    total = ps.accumulate(loss_fn, params, [], weight_fn=weight_fn).grads  # zeros
+    for microbatch in microbatches:
+        leaves, structure = tree.flatten(microbatch)
+        for start in range(0, len(leaves[0]), chunk_size):
+            chunk = [leaf[start : start + chunk_size] for leaf in leaves]
+            each = torch.vmap(clipped, randomness="different")(tree.unflatten(structure, chunk))
+            total = tree.map(lambda so_far, grads: so_far + grads.sum(0), total, each)
+
+    sums, structure = tree.flatten(ps.psum(total, axis))
+    keys = ps.random.split(key, len(sums))
+    drawn = [ps.random.normal(k, g.shape, g.dtype) for k, g in zip(keys, sums, strict=True)]
+    noisy = [(g + noise * clip * z) / batch_size for g, z in zip(sums, drawn, strict=True)]
+    return optimizer.update(tree.unflatten(structure, noisy), opt_state, params)
 
 
 def people(number: int, seed: int) -> Batch:
@@ -64,32 +125,47 @@ def loss_fn(params: Params, batch: Batch) -> Tensor:
     return ps.losses.cross_entropy(apply(params, batch["x"]), batch["labels"])
 
 
-def train(data: Batch, noise: float, steps: int, seed: int) -> Params:
-    """The parameters after so many updates on all of the data, in microbatches of 300 examples."""
-    generator = torch.Generator().manual_seed(1000 + seed)
-    params, group = init(generator), ps.split(data, k=len(data["x"]) // 300)
-    update_step = ps.make_update_step(
-        loss_fn,
-        OPTIMIZER,
-        normalize="grads",
-        grad_and_value=ps.per_example(clip=CLIP, noise=noise, generator=generator),
+def train(data: Batch, noise: float, steps: int, seed: int, rows: int = 300) -> Params:
+    """The parameters after so many updates on all of the data, in microbatches of ``rows``."""
+    examples, key = len(data["x"]), ps.random.key(seed)
+    params, group = (
+        init(torch.Generator().manual_seed(1000 + seed)),
+        ps.split(data, k=examples // rows),
     )
     opt_state = OPTIMIZER.init(params)
-    for _ in range(steps):
-        params, opt_state, _ = update_step(params, opt_state, group)
+    for step in range(steps):
+        params, opt_state = private_update_step(
+            params,
+            opt_state,
+            group,
+            ps.random.fold_in(key, step),
+            loss_fn=loss_fn,
+            optimizer=OPTIMIZER,
+            clip=CLIP,
+            noise=noise,
+            batch_size=examples,
+            chunk_size=300,
+        )
     return params
 
 
 def accuracy(params: Params) -> float:
-    """On people who were not trained on."""
+    """On people outside of the training data."""
     test = people(4000, seed=SEEDS)
     return float((apply(params, test["x"]).argmax(-1) == test["labels"]).double().mean())
 
 
 def mean_accuracy(examples: int, noise: float, steps: int) -> float:
-    """That of a few runs, each with people and noise of its own."""
+    """The mean of a few runs, each with other people and other noise."""
     runs = [train(people(examples, seed), noise, steps, seed) for seed in range(SEEDS)]
     return sum(map(accuracy, runs)) / SEEDS
+
+
+def apart(steps: int) -> float:
+    """How far two cuts of one batch end from each other, as a part of ‖θ‖: into 1, and into 12."""
+    data = people(1200, seed=0)
+    one, twelve = (train(data, 12.0, steps, 0, rows) for rows in (1200, 100))
+    return float(tree.global_norm(tree.map(torch.sub, one, twelve)) / tree.global_norm(one))
 
 
 def epsilon(noise: float, steps: int) -> float:
@@ -140,6 +216,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[int, list[float]]:
     for examples, accuracies in found.items():
         print(f"{examples:8} | " + ", ".join(f"{each:.3f}" for each in accuracies))
     print("       ε | " + ", ".join(f"{epsilon(noise, options.steps):.2g}" for noise in NOISES))
+    print(f"one microbatch or 12, with noise: {apart(options.steps):.0e} of ‖θ‖ apart")
     draw(options.picture, options.steps, found)
     return found
 
