@@ -1,6 +1,6 @@
-"""The loop that people write by hand, done right: what the kit has to accept, and what bugs are put into.
+"""The loop that people write by hand, done right: the kit has to accept it, and finds bugs in it.
 
-Its ranks are simulated one after the other, in the order of what each would do: count, backward passes, reduction, step.
+Its ranks are simulated one after the other: count, backward passes, reduction, step.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class PlainLoop:
         return torch.where(weights > 0, weights * losses, 0).sum()
 
     def dropped(self, batch: Batch) -> Batch:
-        """The batch, of which elements are dropped by the number of their row, and by where they stand in it."""
+        """The batch, some of its elements dropped by their row's key and their place in the row."""
         if not self.problem.model.dropout:
             return batch
         rows, length, features = batch["x"].shape
