@@ -1,0 +1,235 @@
+"""The house: lines of each room, columns, imports that run downward, public and private names.
+
+python -m tests.test_house        prints the table
+"""
+
+from __future__ import annotations
+
+import ast
+import io
+import re
+import tokenize
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+import purestep as ps
+
+HOME = Path(ps.__file__).parent
+QUIET = (
+    tokenize.COMMENT,
+    tokenize.NL,
+    tokenize.NEWLINE,
+    tokenize.INDENT,
+    tokenize.DEDENT,
+    tokenize.ENDMARKER,
+)
+
+CORE = [
+    "types",
+    "step",
+    "weights",
+    "objective",
+    "accumulate",
+    "reverse",
+    "grad_and_value",
+    "modes",
+    "checks",
+    "evaluation",
+]
+BUDGETS = {
+    "core": 1105,
+    "tree": 485,
+    "axis": 1135,
+    "sharding": 120,
+    "optim": 845,
+}
+"""Lines of code: no longer than they are, on the way to 900, 400, 850, 400 and 850."""
+
+LATER = {
+    "batching": 811,
+    "checkpoint": 712,
+    "losses": 607,
+    "testing": 1713,
+    "examples": 1475,
+    "others": 2190,
+}
+"""Rooms that are to be written again."""
+
+ORDER = [
+    "types",
+    "torch_internals",
+    "tree",
+    "weights",
+    "axis",
+    "sharding",
+    "objective",
+    "products",
+    "rewrites",
+    "compiler",
+    "checks",
+    "reverse",
+    "grad_and_value",
+    "modes",
+    "accumulate",
+    "optim",
+    "step",
+    "evaluation",
+    "quantile",
+    "random",
+    "skeleton",
+    "keyed",
+    "modules",
+    "batching",
+    "rematerialisation",
+    "region",
+    "losses",
+    "state",
+    "checkpoint",
+    "testing",
+    "examples",
+]
+"""Each imports from those before it alone."""
+
+PRIVATE = 66
+"""Private names of torch's, to become 16."""
+
+SEAMS = {
+    "tree/leaves.py": 13,
+    "tree/alike.py": 2,
+    "tree/structure.py": 2,
+    "axis/agreement.py": 2,
+    "axis/laws.py": 1,
+    "axis/ranks.py": 4,
+    "axis/session.py": 1,
+    "axis/whole.py": 1,
+    "accumulate.py": 3,
+    "modes.py": 1,
+    "evaluation.py": 1,
+    "grad_and_value.py": 1,
+    "step.py": 4,
+    "checks.py": 1,
+    "weights.py": 2,
+    "optim/leafwise.py": 1,
+    "optim/partition.py": 2,
+    "optim/torch_optim.py": 1,
+    "optim/master.py": 1,
+}
+"""Where new code asks for compilers, transforms or autograd, and how often."""
+
+ASKS = re.compile(
+    r"is_dynamo_compiling\(|\b(?:tree\.)?(?:eager|untransformed|differentiated)\(|\btransformed\("
+)
+
+
+def lines_of_code(source: str) -> int:
+    """Lines without blanks, comments and docstrings."""
+    docs: set[int] = set()
+    code: set[int] = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)) and node.body:
+            first = node.body[0]
+            if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant):
+                assert first.end_lineno is not None
+                docs |= {*range(first.lineno, first.end_lineno + 1)}
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type not in QUIET:
+            code |= {*range(token.start[0], token.end[0] + 1)}
+    return len(code - docs)
+
+
+def files() -> dict[str, str]:
+    """The source of each file of the package."""
+    paths = sorted(HOME.rglob("*.py"))
+    return {path.relative_to(HOME).as_posix(): path.read_text() for path in paths}
+
+
+def room_of(file: str) -> str:
+    """The room that a file belongs to."""
+    folder, slash, _ = file.partition("/")
+    if slash:
+        return folder
+    name = file.removesuffix(".py")
+    return "core" if name in CORE else "others"
+
+
+def rooms() -> Counter[str]:
+    """The lines of code of each room."""
+    lines: Counter[str] = Counter()
+    for file, source in files().items():
+        lines[room_of(file)] += lines_of_code(source)
+    return lines
+
+
+def table() -> str:
+    """Each room with its lines and its budget."""
+    budgets = BUDGETS | LATER
+    return "\n".join(f"{room:12s}{n:6d} of {budgets[room]:5d}" for room, n in rooms().items())
+
+
+def test_lines_count_what_runs() -> None:
+    source = '"""Doc."""\n\n# why\ndef f():\n    """Doc."""\n    return (\n        1\n    )\n'
+    assert lines_of_code(source) == 4
+
+
+def test_rooms_keep_their_budgets() -> None:
+    lines = rooms()
+    assert {*lines} == {*BUDGETS, *LATER}, "each room has a budget"
+    for room, most in (BUDGETS | LATER).items():
+        assert lines[room] <= most, f"{room} has {lines[room]} lines\n{table()}"
+
+
+@pytest.mark.parametrize("file", [file for file in files() if room_of(file) in BUDGETS])
+def test_files_are_short_and_narrow(file: str) -> None:
+    source = files()[file]
+    assert lines_of_code(source) <= 250
+    wide = [n for n, line in enumerate(source.splitlines(), 1) if len(line) > 100]
+    assert not wide, f"{file} has more than 100 columns in lines {wide}"
+
+
+def imported(source: str) -> set[str]:
+    """The rooms and modules of the package that a file imports."""
+    names = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "purestep":
+            parts = (node.module or "").split(".")
+            names |= {parts[1]} if len(parts) > 1 else {alias.name for alias in node.names}
+    return names
+
+
+def test_imports_run_downward() -> None:
+    for file, source in files().items():
+        here = file.split("/")[0].removesuffix(".py")
+        if here in ("__init__", "examples", "testing"):
+            continue
+        top = ast.parse(source)
+        top.body = [node for node in top.body if isinstance(node, ast.ImportFrom)]
+        for name in imported(ast.unparse(top)) - {here}:
+            assert name in ORDER, f"{file} imports {name}, which has no place in ORDER"
+            assert ORDER.index(name) < ORDER.index(here), f"{file} imports upward: {name}"
+
+
+def test_public_names_are_few() -> None:
+    assert len(ps.__all__) <= 50
+    assert len(ps.tree.__all__) <= 20
+
+
+def test_private_names_become_fewer() -> None:
+    source = files()["torch_internals.py"]
+    found = re.findall(r'_(?:private|attribute)\(\s*"|from torch\._|getattr\(torch', source)
+    assert len(found) <= PRIVATE
+
+
+def test_compilers_and_transforms_are_asked_for_at_the_seams() -> None:
+    found = {
+        file: len(ASKS.findall(source)) - len(re.findall(r"def (?:eager|untransformed)", source))
+        for file, source in files().items()
+        if room_of(file) in BUDGETS
+    }
+    beyond = {file: n for file, n in found.items() if n > SEAMS.get(file, 0)}
+    assert not beyond, f"asks for compilers or transforms elsewhere: {beyond}"
+
+
+if __name__ == "__main__":
+    print(table())
