@@ -59,13 +59,17 @@ class Way(NamedTuple):
     state: Callable[[], list[Tensor]]
 
 
+def block(layer: Any, x: Tensor) -> Tensor:
+    """One block, which gathers its params."""
+    return gpt.block(CONFIG, ps.unshard(layer), x)
+
+
 def logits_of(params: Any, tokens: Tensor) -> Tensor:
     """The GPT of the examples, whose params are in pieces: each block is whole while it is at work, forward and backward."""
     outer = ps.unshard({key: value for key, value in params.items() if key != "layers"})
     x = functional.embedding(tokens, outer["embedding"]) + outer["position"][: tokens.shape[1]]
-    for layer in ps.unshard_each(params["layers"]):
-        x = gpt.block(CONFIG, layer, x)
-        del layer
+    for layer in params["layers"]:
+        x = ps.remat(block)(layer, x)
     x = functional.layer_norm(x, x.shape[-1:]) * outer["norm"]
     embedding: Tensor = outer["embedding"]
     return x @ embedding.T
@@ -247,14 +251,16 @@ class Traffic(TorchDispatchMode):
         self.collectives = self.sent = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "c10d" and "barrier" not in func.__name__:
+        result, name = func(*args, **(kwargs or {})), func.__name__
+        if "c10d" in func.namespace and "barrier" not in name and "wait" not in name:
             size = dist.get_world_size()
             # An all-reduce sends everything twice; others have the whole on one side, and a part of it on the other.
-            rounds = 2 if "allreduce" in func.__name__ else 1
-            whole = max(leaf.nbytes for leaf in tree.leaves_of(args) if isinstance(leaf, Tensor))
+            rounds = 2 if "allreduce" in name or "all_reduce" in name else 1
+            leaves = tree.leaves_of((args, result))
+            whole = max(leaf.nbytes for leaf in leaves if isinstance(leaf, Tensor))
             self.collectives += 1
             self.sent += rounds * whole * (size - 1) // size
-        return func(*args, **(kwargs or {}))
+        return result
 
 
 def worker(options: argparse.Namespace) -> None:

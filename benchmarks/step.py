@@ -140,7 +140,7 @@ def optimizer_table(options: argparse.Namespace) -> timing.Seconds:
 
     def purestep() -> None:
         nonlocal state
-        state = update_(grads, state[1], state[0])
+        state = update_(grads, state[1], state[0], None)
 
     def traffic() -> None:
         for leaf, grad, (mu, nu) in zip(theirs, grads, moments, strict=True):
