@@ -50,7 +50,7 @@ BUDGETS = {
 LATER = {
     "batching": 811,
     "checkpoint": 712,
-    "losses": 607,
+    "losses": 609,
     "testing": 1713,
     "examples": 1475,
     "others": 2190,

@@ -182,3 +182,19 @@ def test_policy_gradient_ends_where_it_is_clipped() -> None:
 def test_the_others_refuse(call: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         call(torch.ones(2, 2), torch.ones(2, 1))
+
+
+@pytest.mark.parametrize("how", [{}, {"z_loss": 0.1}, {"label_smoothing": 0.1}])
+def test_labels_of_bytes(how: dict[str, float]) -> None:
+    """All 256 of them: -100 wraps around to 156 in uint8."""
+    logits = torch.randn(256, 256, generator=torch.Generator().manual_seed(0))
+    labels = torch.arange(256)
+    wanted = ps.losses.cross_entropy(logits, labels, **how)
+    assert torch.equal(ps.losses.cross_entropy(logits, labels.to(torch.uint8), **how), wanted)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8])
+def test_narrow_labels_of_a_linear_loss(dtype: torch.dtype) -> None:
+    hidden, weight, labels = torch.ones(100, 2), torch.ones(300, 2), torch.arange(100)
+    wanted = ps.losses.linear_cross_entropy(hidden, weight, labels)
+    assert torch.equal(ps.losses.linear_cross_entropy(hidden, weight, labels.to(dtype)), wanted)

@@ -63,6 +63,7 @@ def linear_cross_entropy(
             f"soft_cap={soft_cap}: logits are divided by it, so take one above 0, or None"
         )
     _check_chunk(chunk)
+    labels = labels.to(torch.int64)  # In uint8, ignore_index would wrap around to 156.
     known = at_hand(labels)
     if known is not None:
         wrong = known[((known < 0) | (known >= classes)) & (known != ignore_index)]
@@ -77,7 +78,7 @@ def linear_cross_entropy(
     hidden = torch.where(present.unsqueeze(-1), hidden, 0)
     z, picked, total = vocabulary.statistics(
         rearrange(hidden, "... features -> (...) features"),
-        weight, bias, labels.reshape(-1).to(torch.int64), soft_cap, chunk,
+        weight, bias, labels.reshape(-1), soft_cap, chunk,
     )  # fmt: skip
     losses = z - picked
     if label_smoothing:

@@ -43,6 +43,7 @@ def cross_entropy(
             "need the labels' shape and then one dimension of classes"
         )
     logits = logits.to(accumulation_dtype(logits.dtype))
+    labels = labels.to(torch.int64)  # In uint8, ignore_index would wrap around to 156.
     rows, targets = logits, labels
     if labels.ndim != 1:
         # torch's own has the classes second.
