@@ -159,6 +159,7 @@ def unshare(values: list[Any], before: Sequence[Tensor | None] | None = None) ->
     Both gradients of ``torch.stack([a, b]).sum(0)``, say, lie in one storage, with the cotangent;
     and a Function may return a tensor that it has saved.
     """
+    taken = set()
     for index, grad in enumerate(values):
         if grad is None or (before is not None and before[index] is not None):
             continue  # It is a buffer, or was taken earlier.
@@ -167,8 +168,10 @@ def unshare(values: list[Any], before: Sequence[Tensor | None] | None = None) ->
         # One holder is the gradient, the other the storage that is asked for here.
         shared = storage_use_count(storage_address(grad.untyped_storage())) > 2
         # A subclass, such as DTensor, may hold its values in tensors elsewhere.
-        if shared or type(grad) is not Tensor or 0 in grad.stride() or is_deferred(grad):
+        shared = shared or id(grad) in taken or type(grad) is not Tensor
+        if shared or 0 in grad.stride() or is_deferred(grad):
             values[index] = grad.clone()
+        taken.add(id(grad))
 
 
 def filled(sums: Sums, leaves: Sequence[Tensor]) -> list[Tensor]:
