@@ -99,6 +99,7 @@ def value(
     """
     total: Tensor | None = None
     for term, share in zip(terms, cotangents, strict=True):
+        term = term.detach() if constant else term
         worth = (term * share).sum()
         known = tree.number_at_hand(worth) if constant else None
         if known is None or not math.isfinite(known):

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from itertools import repeat
 from operator import attrgetter, is_, is_not
 from typing import Any, NamedTuple, Protocol, cast
@@ -80,8 +79,7 @@ def in_place(loss_fn: LossFn, part_of: Callable[..., Any] = part_of) -> Reverse:
             terms, cotangents, weights, aux = part_of(
                 loss_fn, params, inputs.microbatch, inputs.weights, inputs.divisors
             )
-        with torch.no_grad():
-            loss = value(terms, cotangents, constant=True)
+        loss = value(terms, cotangents, constant=True)
         reached = backward(terms, cotangents, own, sums, ready, check=inputs.check)
         torch.clear_autocast_cache()  # Its casts of these leaves are of no use any more.
         return Beside(loss, weights, tree.detached(aux) if aux != () else (), reached)
@@ -116,17 +114,17 @@ def backward(
         if not leaf.requires_grad:
             leaf.requires_grad = True  # The loss has frozen it.
         leaf.grad = None if deferred else so_far
-    announced: set[int] = set()
     if ready is not None and not deferred:
+        announced: set[int] = set()
         for index, leaf in enumerate(own):
             announce = functools.partial(_announce, ready, announced, index)
             leaf.register_post_accumulate_grad_hook(announce)
-    with checks.recomputation(own) if check else nullcontext():
-        run_backward(
-            *(tuple(terms), tuple(cotangents), False, False, tuple(own)),
-            allow_unreachable=True,
-            accumulate_grad=True,
-        )
+    given: Any = tuple(terms), tuple(cotangents), False, False, tuple(own)
+    if check:
+        with checks.recomputation(own):
+            run_backward(*given, allow_unreachable=True, accumulate_grad=True)
+    else:
+        run_backward(*given, allow_unreachable=True, accumulate_grad=True)
     sums.values[:] = map(_GRAD, own)
     for leaf in own:
         leaf.grad = None  # A loss that keeps its leaves does not keep the sums.
