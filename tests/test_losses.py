@@ -185,7 +185,7 @@ def test_the_others_refuse(call: Any, message: str) -> None:
 
 
 @pytest.mark.parametrize("how", [{}, {"z_loss": 0.1}, {"label_smoothing": 0.1}])
-def test_labels_of_bytes(how: dict[str, float]) -> None:
+def test_labels_of_bytes(how: dict[str, Any]) -> None:
     """All 256 of them: -100 wraps around to 156 in uint8."""
     logits = torch.randn(256, 256, generator=torch.Generator().manual_seed(0))
     labels = torch.arange(256)
