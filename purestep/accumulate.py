@@ -115,8 +115,9 @@ def accumulate(
         recorded = recorded or tree.any_requires_grad(data)
         if not recorded:
             # A loss that marks its data, by requires_grad_() say, does not mark the caller's.
-            own = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in data]
-            microbatch = tree.unflatten(kind, own)
+            microbatch = tree.unflatten(
+                kind, [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in data]
+            )
         inputs = Inputs(leaves, structure, microbatch, weights, divisors, check)
         run = modes.recorded if recorded else modes.plain
         beside = run(inputs, sums, ready if position == last else None)

@@ -66,8 +66,6 @@ transformed: Callable[[], bool] = _private("_C._are_functorch_transforms_active"
 is_wrapped: Callable[[Tensor], bool] = _private("_C._functorch.is_functorch_wrapped_tensor")
 """Whether a tensor is one that ``torch.func`` made around another."""
 
-is_differentiated: Callable[[Tensor], bool] = _private("_C._functorch.is_gradtrackingtensor")
-"""Whether ``torch.func`` made this tensor around another to differentiate."""
 
 unwrapped: Callable[[Tensor], Tensor] = _private("_C._functorch.get_unwrapped")
 """The tensor inside of one that ``torch.func`` made."""
@@ -180,8 +178,6 @@ gradient_hooks = _attribute("Tensor._backward_hooks")
 version = _attribute("Tensor._version")
 """How often a tensor was written to."""
 
-base_of: Callable[[Tensor], Tensor | None] = _attribute("Tensor._base")
-"""The tensor that this is a view of."""
 
 storage_address: Callable[[Any], int] = _attribute("UntypedStorage._cdata")
 
@@ -194,18 +190,8 @@ def storage_of(tensor: Tensor) -> int:
 storage_use_count: Callable[[int], int] = _private("_C._storage_Use_Count")
 """How many tensors, and Python's storages, hold the storage at an address."""
 
-graph_task: Callable[[], int] = _private("_C._current_graph_task_id")
-
-
-def in_backward() -> bool:
-    """Whether autograd runs a backward pass, of which this is a part."""
-    return graph_task() != -1
-
-
 # Kernels for many leaves at once.
 
-joined: Callable[[Sequence[Tensor]], Tensor] = _private("_C._nn.flatten_dense_tensors")
-"""All elements of tensors of one dtype, one tensor after the other."""
 
 foreach_add_: Callable[..., None] = _private("_foreach_add_")
 foreach_clone: Callable[..., tuple[Tensor, ...]] = _private("_foreach_clone")
@@ -265,12 +251,6 @@ def breaks_refused(function: Callable[..., Any]) -> Callable[..., Any]:
         return function
     refused: Callable[..., Any] = error_on_graph_break(True)(function)
     return refused
-
-
-def functions_mark() -> object:
-    """A new mark whenever a class of ``torch.autograd.Function`` has been defined; where torch does not count them, always."""
-    count = getattr(torch.autograd.function, "AUTOGRAD_FUNCTION_COUNTER", None)
-    return object() if count is None else repr(count)
 
 
 def never_compiled_alone(function: Callable[..., Any], callees: bool = True) -> None:

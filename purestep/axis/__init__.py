@@ -3,7 +3,6 @@
 from purestep.axis.collectives import (
     all_gather,
     check_axis,
-    over_tree,
     overlap,
     pmean,
     psum,
@@ -19,6 +18,6 @@ from purestep.axis.vmap import VmapAxis
 
 __all__ = [
     "Axis", "Session", "Gather", "LocalAxis", "VmapAxis", "Ranks", "MeshAxis", "RankError",
-    "check_axis", "over_tree", "overlap", "within",
+    "check_axis", "overlap", "within",
     "psum", "pmean", "pvary", "all_gather", "psum_scatter",
 ]  # fmt: skip

@@ -84,12 +84,6 @@ def psum(x: Tree, axis: Axis) -> Tree:
     return axis.apply_tree("psum", _summable(x))
 
 
-def over_tree(law: str, x: Tree, axis: Any) -> Tree:
-    """``apply_tree``, for ``conversation.py`` alone: goes with it."""
-    at_once = getattr(axis, "apply_tree", None)
-    return at_once(law, x) if at_once else tree.map(lambda leaf: axis.apply(law, leaf), x)
-
-
 def _summable(x: Tree) -> Tree:
     """The tree, with its integers in int64."""
     if {leaf.dtype for leaf in tree.leaves_of(x)} <= SUMMED:
