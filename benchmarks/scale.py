@@ -61,7 +61,7 @@ class Alike(Ranks):
         """The law over ranks that are alike."""
         return LAWS[law].across(x, None, self.size)[0]
 
-    def launch(self, law: str, x: Tensor, out: Tensor) -> Wait:
+    def launch(self, x: Tensor) -> Wait:
         """The sum of equal terms; integers wrap as they would in the sum."""
         x.mul_(self.size)
         return lambda: None

@@ -40,7 +40,7 @@ from proofs.strategies import (
 from proofs.theorem import System, theorem
 from proofs.worlds import on_threads
 from purestep import tree
-from purestep.axis.session import OneProgram
+from purestep.axis.local import OneProgram
 from purestep.testing.specification import spec
 from purestep.testing.strategies import cuts
 

@@ -9,8 +9,6 @@ there is no pass over the gradients to scale them, and nothing to forget.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import repeat
-from operator import is_not
 
 import torch
 from torch import Tensor
@@ -19,8 +17,7 @@ from purestep import checks, tree
 from purestep.grad_and_value import grad_and_value
 from purestep.modes import ReverseModes, reverse_modes
 from purestep.objective import divisors_of
-from purestep.reverse import Inputs, Ready, Sums as Gradients, filled, unshare
-from purestep.torch_internals import version
+from purestep.reverse import Inputs, Sums as Gradients, filled, unshare
 from purestep.tree import accumulation_dtype
 from purestep.types import (
     Count,
@@ -28,6 +25,7 @@ from purestep.types import (
     LossFn,
     Microbatch,
     Params,
+    Ready,
     Sums,
     Tree,
     WeightFn,
@@ -44,7 +42,6 @@ def accumulate(
     total: Count | None = None,
     grad_and_value: GradAndValue = grad_and_value,
     accum_dtype: torch.dtype | None = None,
-    out: Sequence[Tensor | None] | None = None,
     ready: Ready | None = None,
     modes: ReverseModes | None = None,
     check: bool = True,
@@ -67,8 +64,8 @@ def accumulate(
         grad_and_value: any function with the signature of ``torch.func.grad_and_value``; it
             differentiates a function of the list of the params' leaves.
         accum_dtype: the dtype of the sums; None: float32 for half precision, else the params'.
-        out: zeroed buffers to add up in, each with its leaf's strides; None: anywhere.
-        ready: called with a leaf's position as soon as its sum is final, in the last backward pass.
+        ready: takes a leaf's position and its sum as soon as that is final, in the last backward
+            pass, and returns where the sum lies from then on.
         modes: the ``reverse_modes`` of this loss, made before.
         check: whether to look for a loss that writes to params, or recomputes with other ones.
 
@@ -91,14 +88,12 @@ def accumulate(
     dtypes = []
     for leaf in leaves:
         dtypes.append(accum_dtype or accumulation_dtype(leaf.dtype))
-    sums = Gradients([*out] if out else [None] * len(leaves), dtypes)
+    sums = Gradients([None] * len(leaves), dtypes)
     divisors = total and divisors_of(total)
     recorded = not tree.eager() or tree.any_requires_grad([*leaves, *(total or ())])
     if recorded:
         checks.check_no_parameters(params, leaves)
     versions = checks.versions_of(leaves) if check and tree.eager() else []
-    buffers = [buffer for buffer in out if buffer is not None] if out else []
-    buffer_versions = [*map(version, buffers)]
     losses: list[Tensor] = []
     asked: list[Tensor] = []
     aux: Tree = ()
@@ -130,13 +125,6 @@ def accumulate(
         del microbatch, weights, data, inputs, beside  # before the next one is made
 
     counted = group.counted or count_of(asked)
-    if buffers and reached:
-        # A buffer is there from the start, whether a gradient has reached it or not.
-        others = [
-            value for value, place in zip(sums.values, out or (), strict=True) if value is not place
-        ]
-        written = [*map(version, buffers)] != buffer_versions
-        reached = written or any(map(is_not, others, repeat(None)))
     if losses and not reached and has_tokens(counted):
         raise ValueError(
             "loss_fn gives losses that do not depend on params: no gradient reaches any of their "

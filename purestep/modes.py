@@ -21,8 +21,8 @@ from purestep import tree
 from purestep.compiler import Compiler, NoGraph, compiled as compiled_function, one_graph
 from purestep.grad_and_value import grad_and_value as plain_grad_and_value
 from purestep.objective import part_of, value
-from purestep.reverse import Beside, Inputs, Ready, Reverse, Sums, by_vjp, in_place, unshare
-from purestep.types import Count, GradAndValue, LossFn, Microbatch, Tree
+from purestep.reverse import Beside, Inputs, Reverse, Sums, by_vjp, in_place, unshare
+from purestep.types import Count, GradAndValue, LossFn, Microbatch, Ready, Tree
 
 Differentiate = Callable[..., tuple[list[Tensor], Tensor, list[Tensor]]]
 """From ``function(*leaves) -> (value, aux)`` and leaves to gradients, value and aux."""
@@ -163,19 +163,11 @@ def compiled(loss_fn: LossFn, compile: bool | Compiler) -> Reverse:
             beside = in_pieces(inputs, sums, ready)
             makes_graph = False
             return beside
-        before = [*values]
-        for index, (old, total) in enumerate(zip(before, made, strict=True)):
-            if old is None:
-                values[index] = total
-            elif so_far is None:
-                old.add_(total)  # A buffer beside leaves that have none.
-            elif total.ndim == 0:
-                old.copy_(total)
-        if so_far is None:
-            unshare(values, before)
+        values[:] = made
         if ready is not None:
-            for index in range(len(values)):
-                ready(index)
+            values[:] = [ready(index, total) for index, total in enumerate(made)]
+        elif so_far is None:
+            unshare(values)
         return beside
 
     return reverse

@@ -20,7 +20,7 @@ from torch import Tensor
 from purestep import checks, tree
 from purestep.objective import part_of, value
 from purestep.torch_internals import is_deferred, run_backward, storage_address, storage_use_count
-from purestep.types import Count, LossFn, Microbatch, Tree
+from purestep.types import Count, LossFn, Microbatch, Ready, Tree
 
 _GRAD = attrgetter("grad")
 
@@ -56,10 +56,6 @@ class Sums(NamedTuple):
     dtypes: list[torch.dtype]
 
 
-Ready = Callable[[int], None]
-"""Called with a leaf's position as soon as its sum is final."""
-
-
 class Reverse(Protocol):
     """Adds the gradients of one microbatch to the sums."""
 
@@ -73,7 +69,7 @@ def in_place(loss_fn: LossFn, part_of: Callable[..., Any] = part_of) -> Reverse:
     """
 
     def reverse(inputs: Inputs, sums: Sums, ready: Ready | None) -> Beside:
-        own = [leaf.detach().requires_grad_() for leaf in inputs.leaves]
+        own = [*map(Tensor.requires_grad_, map(Tensor.detach, inputs.leaves))]
         params = tree.unflatten(inputs.structure, own)
         with torch.enable_grad():
             terms, cotangents, weights, aux = part_of(
@@ -106,19 +102,15 @@ def backward(
     if not terms:
         return False
     before = [*sums.values]
-    # A lazy device may hold one number for all elements, to which autograd would add for each.
-    deferred = is_deferred(own[0])
     for leaf, so_far, dtype in zip(own, before, sums.dtypes, strict=True):
         if leaf.dtype is not dtype:
             leaf.grad_dtype = dtype
         if not leaf.requires_grad:
             leaf.requires_grad = True  # The loss has frozen it.
-        leaf.grad = None if deferred else so_far
-    if ready is not None and not deferred:
-        announced: set[int] = set()
+        leaf.grad = so_far
+    if ready is not None:
         for index, leaf in enumerate(own):
-            announce = functools.partial(_announce, ready, announced, index)
-            leaf.register_post_accumulate_grad_hook(announce)
+            leaf.register_post_accumulate_grad_hook(functools.partial(_handed_over, ready, index))
     given: Any = tuple(terms), tuple(cotangents), False, False, tuple(own)
     if check:
         with checks.recomputation(own):
@@ -129,26 +121,14 @@ def backward(
     for leaf in own:
         leaf.grad = None  # A loss that keeps its leaves does not keep the sums.
     came = any(map(is_not, sums.values, repeat(None)))
-    if deferred:
-        sums.values[:] = map(_plus, before, sums.values)
-    elif any(map(is_, before, repeat(None))):
+    if ready is None and any(map(is_, before, repeat(None))):
         unshare(sums.values, before)
     return came
 
 
-def _plus(one: Tensor | None, other: Tensor | None) -> Tensor | None:
-    return other if one is None else one if other is None else one + other
-
-
-def _announce(ready: Ready, announced: set[int], index: int, leaf: Tensor) -> None:
-    if index in announced:
-        raise RuntimeError(
-            f"a param of shape {tuple(leaf.shape)} is given a gradient twice in one backward pass, "
-            "by a torch.autograd.Function that runs a backward pass itself, and its sum may be on "
-            "its way to other ranks: return the gradient from the Function's backward instead"
-        )
-    announced.add(index)
-    ready(index)
+def _handed_over(ready: Ready, index: int, leaf: Tensor) -> None:
+    if leaf.grad is not None:  # A Function may have none for it.
+        leaf.grad = ready(index, leaf.grad)
 
 
 def unshare(values: list[Any], before: Sequence[Tensor | None] | None = None) -> None:
@@ -160,7 +140,7 @@ def unshare(values: list[Any], before: Sequence[Tensor | None] | None = None) ->
     taken = set()
     for index, grad in enumerate(values):
         if grad is None or (before is not None and before[index] is not None):
-            continue  # It is a buffer, or was taken earlier.
+            continue  # It was taken earlier.
         if grad.is_sparse:
             grad = values[index] = grad.to_dense()
         # One holder is the gradient, the other the storage that is asked for here.

@@ -23,7 +23,7 @@ from purestep.modes import reverse_modes
 from purestep.objective import divisors_of
 from purestep.optim.base import Optimizer, check_optimizer, explain, held_back, in_place
 from purestep.sharding import joined, per_microbatch
-from purestep.torch_internals import foreach_clone, is_deferred
+from purestep.torch_internals import foreach_clone
 from purestep.types import (
     GradAndValue,
     LossFn,
@@ -160,7 +160,7 @@ def make_update_step(
             if new:
                 checks.check_inputs(params, opt_state, microbatches, axis, donate)
             group = weigh(microbatches, weight_fn if normalize == "loss" else None)
-            buffers = ranks.buffers(params, accum_dtype)
+            ready = ranks.buckets(params, accum_dtype)
             total = ranks.agree(count(group), params, opt_state, len(microbatches))
             if gather == "microbatch":
                 group = joined(group, ranks.rounds(len(microbatches)))
@@ -171,8 +171,7 @@ def make_update_step(
                 weight_fn=weight_fn,
                 total=total if normalize == "loss" else None,
                 accum_dtype=accum_dtype,
-                out=buffers,
-                ready=ranks.ready,
+                ready=ready,
                 modes=modes,
                 check=new,
             )
@@ -214,7 +213,7 @@ def divided(sums: Sums) -> Sums:
     tensor(2.)
     """
     n = divisors_of(sums.counted).num_tokens
-    in_place = tree.eager(sums.grads) and not is_deferred(sums.loss)
+    in_place = tree.eager(sums.grads)
 
     def quotient(total: Tensor) -> Tensor:
         return total.div_(n) if in_place else (total / n).to(total.dtype)

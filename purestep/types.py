@@ -19,6 +19,9 @@ OptState: TypeAlias = Tree
 Microbatch: TypeAlias = Any
 """What ``loss_fn`` takes at once: any tree of tensors, of any shape."""
 
+Ready: TypeAlias = Callable[[int, Tensor], Tensor]
+"""Takes a leaf's position and its final sum, and returns where the sum lies from now on."""
+
 
 class LossTerms(NamedTuple):
     """The output of a loss function that returns more than one loss per token.

@@ -148,6 +148,29 @@ def count_of(weights: Sequence[Tensor]) -> Count:
     return Count(together.sum() if together.ndim else together, torch.count_nonzero(together))
 
 
+def check_count(counted: Count) -> None:
+    """Refuses an N that overflows, where the host can read it."""
+    total = tree.number_at_hand(counted.num_tokens)
+    if total is not None and not 0 <= total < math.inf:
+        check_total(total)
+
+
+def check_total(total: float) -> None:
+    """Refuses an N that overflows.
+
+    >>> check_total(float("inf"))
+    Traceback (most recent call last):
+    ...
+    ValueError: num_tokens, the sum of all weights, overflows: it comes out as inf, ...
+    """
+    if not 0 <= total < (2**63 if isinstance(total, int) else math.inf):
+        raise ValueError(
+            f"num_tokens, the sum of all weights, overflows: it comes out as {total}, and nothing "
+            "was updated. Integers are summed in int64 and floats in float64: make the weights "
+            "smaller, which changes nothing else"
+        )
+
+
 def has_tokens(counted: Count) -> bool:
     """Whether there are any; yes, where a transform or a compiler hides the number.
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import purestep as ps
+from purestep.axis.buckets import Buckets
 from tests.squares import x_ones
 
 
@@ -28,12 +29,10 @@ def test_a_checkpoint_of_a_function_that_closes_over_params(
         return x
 
     w, group = torch.tensor([3.0]), [{"x": torch.ones(1)}] * 3
-    out = [torch.zeros(1)] if announced else None
+    ready = (lambda index, total: total) if announced else None
     refused = pytest.raises(RuntimeError, match="use_reentrant=False")
     with refused if reentrant else contextlib.nullcontext():
-        grads, *_ = ps.accumulate(
-            loss_fn, w, group, weight_fn=x_ones, out=out, ready=lambda index: None
-        )
+        grads, *_ = ps.accumulate(loss_fn, w, group, weight_fn=x_ones, ready=ready)
         assert grads == 18
 
 
@@ -61,9 +60,14 @@ def test_a_function_with_a_backward_pass_of_its_own() -> None:
 
     w, group = torch.tensor([3.0]), [{"x": torch.ones(1)}] * 3
     assert ps.accumulate(loss_fn, w, group, weight_fn=x_ones)[0] == 18
-    assert ps.accumulate(loss_fn, w, group, weight_fn=x_ones, out=[torch.zeros(1)])[0] == 18
+
+    def rank(axis: ps.testing.ThreadAxis) -> None:
+        buckets = Buckets(axis, {0: w}, [w.dtype])
+        ps.accumulate(loss_fn, w, group, weight_fn=x_ones, ready=buckets.ready)
+
+    axis = ps.testing.ThreadAxis(1)
     with pytest.raises(RuntimeError, match="given a gradient twice in one backward pass"):
-        ps.accumulate(loss_fn, w, group, weight_fn=x_ones, ready=lambda index: None)
+        axis.map(lambda _: rank(axis))([0])
 
 
 class Scale(torch.autograd.Function):

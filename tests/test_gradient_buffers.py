@@ -1,4 +1,4 @@
-"""Whose memory gradients are in: every sum has its own, or the zeroed buffer that is passed for it."""
+"""Whose memory gradients are in: every sum has its own, or lies where ``ready`` has taken it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,23 @@ import torch
 from torch import Tensor
 
 import purestep as ps
+from purestep import tree
+from purestep.tree import accumulation_dtype
 from tests.squares import WAYS, squares, x_ones
+
+
+class Taken:
+    """Takes each sum to a place of its own, once."""
+
+    def __init__(self, leaves: list[Tensor]) -> None:
+        self.places = [torch.zeros(x.shape, dtype=accumulation_dtype(x.dtype)) for x in leaves]
+        self.seen: dict[int, list[float]] = {}
+
+    def ready(self, index: int, total: Tensor) -> Tensor:
+        assert index not in self.seen
+        self.seen[index] = total.tolist()
+        assert total.dtype == self.places[index].dtype
+        return self.places[index].copy_(total)
 
 
 def test_a_gradient_shared_by_two_leaves_is_two_sums() -> None:
@@ -23,18 +39,18 @@ def test_a_gradient_shared_by_two_leaves_is_two_sums() -> None:
     assert grads[0].data_ptr() != grads[1].data_ptr()
 
 
-@pytest.mark.parametrize("buffers", [False, True])
+@pytest.mark.parametrize("taken", [False, True])
 @pytest.mark.parametrize("number", [1, 2, 3])
-def test_a_gradient_whose_memory_two_leaves_share_is_two_sums(number: int, buffers: bool) -> None:
+def test_a_gradient_whose_memory_two_leaves_share_is_two_sums(number: int, taken: bool) -> None:
     """Autograd hands views of one tensor to all that are stacked, and adds to them twice."""
-    out = [torch.zeros(1) for _ in range(3)] if buffers else None
     params = [torch.ones(1) for _ in range(3)]
     group = [{"x": torch.tensor([2.0**m]), "first": m > 0} for m in range(number)]
+    ready = Taken(params).ready if taken else None
 
     def loss_fn(p: list[Tensor], m: Any) -> Tensor:
         return torch.stack(p[m["first"] :]).sum(0) * m["x"]
 
-    grads, *_ = ps.accumulate(loss_fn, params, group, weight_fn=x_ones, out=out)
+    grads, *_ = ps.accumulate(loss_fn, params, group, weight_fn=x_ones, ready=ready)
     assert [grad.item() for grad in grads] == [1, 2**number - 1, 2**number - 1]
     assert len({grad.data_ptr() for grad in grads}) == 3
 
@@ -74,55 +90,40 @@ def test_sparse_gradients_arrive_dense(how: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_out_and_ready(dtype: torch.dtype) -> None:
-    """Sums stand in the buffers; a leaf is announced once, when it is final."""
+def test_a_sum_that_is_ready_is_taken(dtype: torch.dtype) -> None:
+    """Once, when it is final; it lies where it was taken to."""
     params = {
         "a": torch.ones(2, dtype=dtype),
         "b": torch.ones(2, dtype=dtype),
         "unused": torch.ones(1),
     }
-    out = [torch.zeros(2), torch.zeros(2), torch.zeros(1)]
-    seen: dict[int, list[float]] = {}
+    taken = Taken(tree.leaves_of(params))
 
     def loss_fn(p: Any, m: dict[str, Tensor]) -> Tensor:
         return (p["a"] * m["x"] + (p["b"] if len(m) > 1 else 0)).float()
 
     group = [{"x": torch.ones(2), "y": torch.ones(2)}, {"x": 2 * torch.ones(2)}]
-
-    def ready(index: int) -> None:
-        assert index not in seen
-        seen[index] = out[index].tolist()
-
-    grads, *_ = ps.accumulate(loss_fn, params, group, weight_fn=x_ones, out=out, ready=ready)
-    assert [leaf.tolist() for leaf in out] == [[3, 3], [1, 1], [0]]
-    assert all(grads[name] is out[i] for i, name in enumerate(sorted(grads)))
-    assert seen == {0: [3, 3]}
+    grads, *_ = ps.accumulate(loss_fn, params, group, weight_fn=x_ones, ready=taken.ready)
+    assert [leaf.tolist() for leaf in grads.values()] == [[3, 3], [1, 1], [0]]
+    assert {leaf.dtype for leaf in grads.values()} == {torch.float32}
+    assert grads["a"] is taken.places[0]
+    assert taken.seen == {0: [3, 3]}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("announced", [True, False])
-def test_out_of_leaves_that_some_microbatches_leave_out(
-    dtype: torch.dtype, announced: bool
-) -> None:
+def test_leaves_that_some_microbatches_leave_out(dtype: torch.dtype) -> None:
     """Experts, say: where bit m of i is set, leaf i has a gradient of 2 ** m in microbatch m."""
     params = [torch.ones(1, dtype=dtype) for _ in range(8)]
-    out = [torch.zeros(1) for _ in params]
     group = [{"x": torch.tensor([2.0**m]), "bit": m} for m in range(3)]
-    seen = []
+    taken = Taken(params)
 
     def loss_fn(p: list[Tensor], m: Any) -> Tensor:
         parts = [leaf for i, leaf in enumerate(p) if i >> m["bit"] & 1]
         return torch.stack(parts).sum(0).float() * m["x"]
 
-    def ready(index: int) -> None:
-        assert out[index] == index
-        seen.append(index)
-
-    ps.accumulate(
-        loss_fn, params, group, weight_fn=x_ones, out=out, ready=ready if announced else None
-    )
-    assert torch.cat(out).tolist() == list(range(8))
-    assert sorted(seen) == ([4, 5, 6, 7] if announced else [])
+    grads, *_ = ps.accumulate(loss_fn, params, group, weight_fn=x_ones, ready=taken.ready)
+    assert torch.cat(grads).tolist() == list(range(8))
+    assert taken.seen == {index: [index] for index in (4, 5, 6, 7)}
 
 
 class First(torch.autograd.Function):
@@ -138,28 +139,26 @@ class First(torch.autograd.Function):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("buffers", [True, False])
-def test_a_gradient_that_is_none_is_zero(dtype: torch.dtype, buffers: bool) -> None:
+@pytest.mark.parametrize("taken", [True, False])
+def test_a_gradient_that_is_none_is_zero(dtype: torch.dtype, taken: bool) -> None:
     params = [torch.ones(1, dtype=dtype) for _ in range(2)]
-    out = [torch.zeros(1) for _ in params] if buffers else None
     grads, *_ = ps.accumulate(
         lambda p, m: First.apply(*p).float() * m["x"],
         params,
         [{"x": torch.ones(1)}] * 2,
         weight_fn=x_ones,
-        out=out,
-        ready=(lambda index: None) if buffers else None,
+        ready=Taken(params).ready if taken else None,
     )
     assert [grad.item() for grad in grads] == [2, 0]
 
 
-def test_out_in_a_dtype_of_its_own() -> None:
-    out, dtype = [torch.zeros(1, dtype=torch.float64)], torch.float64
+def test_sums_in_another_dtype_are_taken() -> None:
+    taken, dtype = Taken([torch.zeros(1).double()]), torch.float64
     group = [{"x": torch.ones(1)}] * 3
     grads, *_ = ps.accumulate(
-        squares, torch.ones(1), group, weight_fn=x_ones, out=out, accum_dtype=dtype
+        squares, torch.ones(1), group, weight_fn=x_ones, ready=taken.ready, accum_dtype=dtype
     )
-    assert grads is out[0]
+    assert grads is taken.places[0]
     assert grads == 6
 
 
@@ -174,19 +173,3 @@ def test_a_hook_after_accumulation_sees_the_sum() -> None:
     grads, *_ = ps.accumulate(loss_fn, torch.ones(1), group, weight_fn=x_ones)
     assert grads == 7
     assert seen == [1, 3, 7]
-
-
-@pytest.mark.parametrize("like", [torch.zeros(2, 3), torch.zeros(3, 2).t()])
-def test_buffers_lie_as_their_leaves_do(like: Tensor) -> None:
-    """Whatever the memory order of gradients."""
-    x, out = torch.arange(6.0).view(2, 3), torch.zeros_like(like)
-    grads, *_ = ps.accumulate(
-        lambda w, m: (w.t() * m.t()).sum().expand(1),
-        torch.ones_like(like),
-        [x, 2 * x, 4 * x],
-        weight_fn=lambda m: torch.ones(1),
-        out=[out],
-        ready=lambda index: None,
-    )
-    assert grads is out
-    assert torch.equal(grads, 7 * x)

@@ -70,7 +70,7 @@ def update(
     opt_state: Any = (),
     settings: dict[str, str] = SETTINGS,
     gather: Any = "step",
-    buffers: bool = True,
+    early: bool = True,
     aux: Any = (),
     loss_dtype: torch.dtype = torch.float32,
     at: Callable[[str], None] = lambda place: None,
@@ -80,32 +80,24 @@ def update(
     leaves, structure = tree.flatten(theta)
     with axis.session(gather, settings) as ranks:
         at("before")
-        views = ranks.buffers(theta, None) if buffers else None
+        ready = ranks.buckets(theta, None)
         total = ranks.agree(count(tokens), theta, opt_state, len(tokens))
         ranks.whole(theta)
-        grads = summed_in(views, leaves)
+        grads = [torch.zeros(x.shape, dtype=tree.accumulation_dtype(x.dtype)) for x in leaves]
         at("between")
         for position, number in enumerate(tokens):
             for index in reversed(range(len(leaves))):
                 if index == 0:
                     at("backward")
                 grads[index].add_(gradient(leaves[index], number))
-                if position == len(tokens) - 1 and ranks.ready:
-                    ranks.ready(index)
+                if position == len(tokens) - 1 and ready and early:
+                    grads[index] = ready(index, grads[index])
         held = aux if tokens else ()
         loss = torch.tensor(float(sum(tokens)), dtype=loss_dtype if tokens else None)
         here = Sums(tree.unflatten(structure, grads), loss, count(tokens), held)
         result = ranks.sum(here, theta)
         at("after")
     return total, result
-
-
-def summed_in(views: Sequence[Tensor | None] | None, leaves: Sequence[Tensor]) -> list[Tensor]:
-    """The buffers, and zeros where there are none."""
-    zeros = [torch.zeros(x.shape, dtype=tree.accumulation_dtype(x.dtype)) for x in leaves]
-    return [
-        zero if view is None else view for view, zero in zip(views or zeros, zeros, strict=True)
-    ]
 
 
 def check(result: tuple[Count, Sums], tokens: float = TOTAL, microbatches: int = 6) -> None:
@@ -155,7 +147,7 @@ def test_one_rank_answers_what_it_is_asked() -> None:
     with axis.session("step", SETTINGS) as ranks:
         assert ranks.agree(here, theta, (), 2) is here
         assert ranks.whole(theta) is theta
-        assert ranks.ready is None
+        assert ranks.buckets(theta, None) is None
         assert ranks.rounds(2) == 2
         assert ranks.sum(sums, theta) is sums
 
@@ -203,7 +195,8 @@ def test_a_shard_over_one_rank_is_the_whole(gather: Any) -> None:
     theta = {"a": ps.Shard(torch.ones(3), axis, (3,)), "b": torch.ones(2)}
     here = Sums({"a": torch.arange(3.0), "b": torch.zeros(2)}, torch.tensor(1.0), count([1]), ())
     with axis.session(gather, {}) as ranks:
-        assert_same(ranks.whole(theta)["a"], torch.ones(3))
+        whole = torch.ones(3) if gather == "step" else theta["a"]
+        assert_same(ranks.whole(theta)["a"], whole)
         sums = ranks.sum(here, theta)
     assert tree.flatten(sums.grads)[1] == tree.flatten(theta)[1]
     assert_same(sums.grads["a"].piece, torch.arange(3.0))
@@ -225,7 +218,7 @@ def test_simulated_ranks(gather: Any) -> None:
         grads = {"p": whole, "r": number * torch.ones(4), "t": number * torch.ones(2)}
         here = Count(number, torch.tensor(1))
         with axis.session(gather, SETTINGS) as ranks:
-            assert ranks.buffers(theta, None) is None
+            assert ranks.buckets(theta, None) is None
             total = ranks.agree(here, theta, (), 1)
             return total, ranks.sum(Sums(grads, number * 1.0, here, [number]), theta)
 
@@ -279,9 +272,9 @@ def test_a_session_is_part_of_one_graph(way: str) -> None:
 
 
 @pytest.mark.parametrize("bucket_bytes", [8, 40, 1 << 20])
-@pytest.mark.parametrize("buffers", [True, False])
-def test_uneven_ranks(on_ranks: Run, bucket_bytes: int, buffers: bool) -> None:
-    program = partial(update, buffers=buffers)
+@pytest.mark.parametrize("early", [True, False])
+def test_uneven_ranks(on_ranks: Run, bucket_bytes: int, early: bool) -> None:
+    program = partial(update, early=early)
     for result in on_ranks(program, SHARE, bucket_bytes=bucket_bytes):
         check(result)
         assert result[1].loss.dtype == torch.float32
@@ -540,15 +533,14 @@ def check_sharded(
         grads[name] = grad if keeps else ps.shard(grad, axis, dim).piece
     scattered = {name for name in over if beside[over[name][0]] is not own}
     with own.session(gather, SETTINGS) as ranks:
-        views = ranks.buffers(theta, torch.float32)
+        ready = ranks.buckets(theta, torch.float32)
         # A loss that gathers wants equally many microbatches on all ranks.
         ranks.agree(count(tokens), theta, (), 1 if gather == "loss" else len(tokens))
-        assert [view is None for view in views] == [name in scattered for name in theta]
+        assert ready
         for at, name in enumerate(theta):
-            if views[at] is not None:
-                views[at].copy_(grads[name])
-                grads[name] = views[at]
-            ranks.ready(at)
+            taken = ready(at, grads[name])
+            assert (taken is grads[name]) == (name in scattered)
+            grads[name] = taken
         sums = ranks.sum(Sums(grads, torch.tensor(0.0), count(tokens), ()), theta)
     assert tree.flatten(sums.grads)[1] == tree.flatten(theta)[1]
     assert_same(tree.leaves_of(sums.grads), tree.leaves_of(expected))
@@ -572,12 +564,12 @@ def broken_shards(axis: ps.Axis, rank: int, gather: Any) -> Any:
 
     def program() -> None:
         with axis.session(gather, SETTINGS) as ranks:
-            ranks.buffers(theta, None)
+            ready = ranks.buckets(theta, None)
             ranks.agree(count([1]), theta, (), 1)
             if rank == BAD:
                 raise ArithmeticError("mine")
-            assert ranks.ready
-            ranks.ready(1)
+            assert ready
+            ready(1, torch.zeros(3))
             grads = {"a": torch.zeros(8 if gather == "step" else 2), "r": torch.zeros(3)}
             ranks.sum(Sums(grads, torch.tensor(0.0), count([1]), ()), theta)
 
@@ -608,54 +600,51 @@ class Log(ThreadAxis):
         super().__init__(size, bucket_bytes=bucket_bytes)
         self.sent: list[int] = []
 
-    def launch(self, law: str, x: Tensor, out: Tensor) -> Any:
+    def launch(self, x: Tensor) -> Any:
         if self.rank == 0:
             self.sent.append(x.numel())
-        return super().launch(law, x, out)
+        return super().launch(x)
 
 
-def test_buckets_leave_in_one_order_as_soon_as_they_are_full() -> None:
-    """Several leaves in a bucket, several buckets in a leaf; the last leaf leaves first."""
-    axis = Log(2, bucket_bytes=16)
-    theta = [torch.zeros(3), torch.zeros(0), torch.zeros(2), torch.zeros(6), torch.zeros(1)]
+def launched(
+    bucket_bytes: int, theta: list[Tensor], order: Sequence[int]
+) -> tuple[list[list[int]], list[int]]:
+    """What has left after each leaf that is ready, and in all, by number of elements."""
+    axis = Log(2, bucket_bytes)
     early: list[list[int]] = []
 
     def program(rank: int) -> Any:
         with axis.session("step", {}) as ranks:
-            grads = ranks.buffers(theta, None)
+            ready = ranks.buckets(theta, None)
             ranks.agree(count([1]), theta, (), 1)
-            assert ranks.ready
+            assert ready
             if rank == 0:
                 del axis.sent[:]
-            for index in (2, 4, 0, 1, 3):
-                ranks.ready(index)
+            for index in order:
+                ready(index, torch.full_like(theta[index], rank + 1))
                 if rank == 0:
                     early.append([*axis.sent])
-            return ranks.sum(Sums(grads, torch.tensor(0.0), count([1]), ()), theta)
+            grads = [torch.full_like(leaf, rank + 1) for leaf in theta]
+            sums = ranks.sum(Sums(grads, torch.tensor(0.0), count([1]), ()), theta)
+            assert_same(sums.grads, [torch.full_like(leaf, 3) for leaf in theta])
 
     axis.map(program)(range(2))
-    assert early == [[], [], [], [], [4, 4, 4]]
-    assert axis.sent == [4, 4, 4, 16]
+    return early, axis.sent
 
 
-def test_a_leaf_that_is_ready_sends_its_buckets() -> None:
-    axis = Log(2, bucket_bytes=8)
-    theta = [torch.zeros(2), torch.zeros(4).double()]
+def test_buckets_leave_in_one_order_as_soon_as_they_are_full() -> None:
+    """A leaf is in one bucket, however large; the last leaf leaves first."""
+    theta = [torch.zeros(3), torch.zeros(0), torch.zeros(2), torch.zeros(6), torch.zeros(1)]
+    early, sent = launched(16, theta, (2, 4, 0, 1, 3))
+    assert early == [[], [1], [1], [1], [1, 6, 2, 3]]
+    assert sent == [1, 6, 2, 3, 16]
 
-    def program(rank: int) -> Any:
-        with axis.session("step", {}) as ranks:
-            grads = ranks.buffers(theta, None)
-            ranks.agree(count([1]), theta, (), 1)
-            assert ranks.ready
-            if rank == 0:
-                del axis.sent[:]
-            ranks.ready(1)
-            early = [*axis.sent]
-            ranks.sum(Sums(grads, torch.tensor(0.0), count([1]), ()), theta)
-            return early
 
-    assert axis.map(program)(range(2))[0] == [1, 1, 1, 1]
-    assert axis.sent == [1, 1, 1, 1, 2, 16]
+def test_each_dtype_has_buckets() -> None:
+    theta = [torch.zeros(2), torch.zeros(4).double(), torch.zeros(1), torch.zeros(2).double()]
+    early, sent = launched(64, theta, (3, 2, 1))
+    assert early == [[], [], [6]]
+    assert sent == [6, 3, 16]
 
 
 def test_the_first_bucket_is_small() -> None:
@@ -664,7 +653,7 @@ def test_the_first_bucket_is_small() -> None:
 
     def program() -> None:
         buckets = Buckets(axis, theta, [torch.float32] * 4)
-        buckets.ready(3)
+        buckets.ready(3, theta[3])
         buckets.launch()
         buckets.wait()
 
@@ -672,21 +661,33 @@ def test_the_first_bucket_is_small() -> None:
     assert axis.sent == [1 << 18, 3 << 18]
 
 
+def test_a_leaf_is_ready_once() -> None:
+    """Its bucket may have left."""
+    axis = ThreadAxis(1)
+
+    def program() -> None:
+        buckets = Buckets(axis, {0: torch.zeros(2)}, [torch.float32])
+        buckets.ready(0, torch.ones(2))
+        buckets.ready(0, torch.ones(2))
+
+    with pytest.raises(RuntimeError, match="given a gradient twice"):
+        axis.map(program)()
+
+
 def meets(axis: Any, rank: int) -> Any:
-    """A loss that meets the others in its backward pass, at different places of it."""
+    """A loss that meets the others in its backward pass, before any bucket has left."""
     theta = [torch.zeros(2), torch.zeros(2)]
     with axis.session("step", {}) as ranks:
-        grads = ranks.buffers(theta, None)
+        ready = ranks.buckets(theta, None)
         ranks.agree(count([1]), theta, (), 1)
         ps.psum(torch.ones(2), axis)
         if rank % 2:
-            ranks.ready(1)
+            ready(1, torch.full((2,), 2.0))
         found = ps.psum(torch.ones(2), axis)
         if rank % 2 == 0:
-            ranks.ready(1)
-        grads[0].add_(1)
-        grads[1].add_(2)
-        ranks.ready(0)
+            ready(1, torch.full((2,), 2.0))
+        ready(0, torch.ones(2))
+        grads = [torch.ones(2), torch.full((2,), 2.0)]
         return found, ranks.sum(Sums(grads, torch.tensor(0.0), count([1]), ()), theta).grads
 
 
@@ -695,21 +696,43 @@ def test_a_loss_that_meets_over_the_axis_is_not_mixed_up(on_ranks: Run) -> None:
         assert_same([found, *grads], [torch.full((2,), x) for x in (4.0, 4.0, 8.0)])
 
 
+def meets_late(axis: Any, rank: int) -> Any:
+    """A loss that meets the others when a bucket has left on some ranks."""
+    theta = [torch.zeros(2), torch.zeros(2)]
+
+    def program() -> Any:
+        with axis.session("step", {}) as ranks:
+            ready = ranks.buckets(theta, None)
+            ranks.agree(count([1]), theta, (), 1)
+            if rank:
+                ready(1, torch.ones(2))
+            ps.psum(torch.ones(2), axis)
+            grads = [torch.ones(2), torch.ones(2)]
+            ranks.sum(Sums(grads, torch.tensor(0.0), count([1]), ()), theta)
+
+    return caught(program)
+
+
+def test_buckets_that_crossed_a_collective_of_the_loss_are_refused(on_ranks: Run) -> None:
+    """One rank sums a vector of the loss's, where the others sum a bucket: both of one shape."""
+    for error in on_ranks(meets_late, range(4), bucket_bytes=8):
+        assert "disagree on the buckets that have left before a collective inside" in str(error)
+
+
 def test_gradients_that_are_elsewhere_are_copied(on_ranks: Run) -> None:
     for grads in on_ranks(elsewhere, range(4)):
         assert_same(grads, [torch.full((3,), 6.0), torch.full((2, 2), 4.0), torch.full((3,), 6.0)])
 
 
 def elsewhere(axis: ps.Axis, rank: int) -> Any:
+    """One leaf is ready, one lies column by column, and of one the sum is sparse."""
     theta = [torch.zeros(3), torch.zeros(2, 2).T, torch.zeros(3)]
     with axis.session("step", {}) as ranks:
-        views = ranks.buffers(theta, None)
+        ready = ranks.buckets(theta, None)
         ranks.agree(count([1]), theta, (), 1)
-        assert views is not None
-        assert views[0] is not None
-        assert views[1] is None
-        views[0].fill_(rank)
-        grads = [views[0].detach(), torch.ones(2, 2), torch.full((3,), float(rank))]
+        assert ready
+        last = ready(2, torch.full((3,), float(rank)).to_sparse())
+        grads = [torch.full((3,), float(rank)), torch.ones(2, 2).T, last]
         return ranks.sum(Sums(grads, torch.tensor(0.0), count([1]), ()), theta).grads
 
 

@@ -23,7 +23,7 @@ def test_what_is_launched_is_handed_over_at_once() -> None:
 
     def program(axis: Any, rank: int) -> tuple[list[int], list[Any]]:
         flats = [torch.full((2,), 10.0**place * (rank + 1)) for place in range(3)]
-        waits = [axis.launch("psum", flat, flat) for flat in flats]
+        waits = [axis.launch(flat) for flat in flats]
         begun = axis.meetings
         for flat in flats:
             flat.fill_(-1.0)

@@ -12,7 +12,6 @@ from collections import namedtuple
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from hashlib import sha256
-from math import inf
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
@@ -20,9 +19,9 @@ from torch import Tensor
 
 from purestep import tree
 from purestep.axis.protocol import RankError
-from purestep.torch_internals import is_watched, transformed
 from purestep.tree import shard as pieces
 from purestep.types import Count, Tree
+from purestep.weights import check_total
 
 if TYPE_CHECKING:
     from purestep.axis.ranks import Ranks
@@ -91,31 +90,6 @@ def read_later(sent: Tensor) -> Callable[[], list[float]]:
         return host.tolist()
 
     return read
-
-
-def check_total(total: float) -> None:
-    """Refuses an N that overflows.
-
-    >>> check_total(float("inf"))
-    Traceback (most recent call last):
-    ...
-    ValueError: num_tokens, the sum of all weights, overflows: it comes out as inf, ...
-    """
-    if not 0 <= total < (2**63 if isinstance(total, int) else inf):
-        raise ValueError(
-            f"num_tokens, the sum of all weights, overflows: it comes out as {total}, and nothing "
-            "was updated. Integers are summed in int64 and floats in float64: make the weights "
-            "smaller, which changes nothing else"
-        )
-
-
-def check_count(counted: Count) -> None:
-    """Refuses an N that overflows, where the host can read it at once."""
-    total = counted.num_tokens
-    if torch.compiler.is_dynamo_compiling() or transformed() or is_watched():
-        return
-    if type(total) is Tensor and total.is_cpu:
-        check_total(total.item())
 
 
 class Described(NamedTuple):

@@ -1,14 +1,14 @@
-"""Sums over ranks in buckets: leaves as one flat vector for each dtype, cut into equal parts.
+"""Sums over ranks in buckets: leaves of one dtype that travel together, last first.
 
-The vector begins with the last leaf, whose gradient the backward pass finds first. Leaves lie in it
-row by row, whatever their strides on any rank.
+The backward pass finds the gradient of the last leaf first. Leaves lie in a bucket row by row,
+whatever their strides on any rank.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
+import math
 from collections.abc import Mapping, Sequence
-from itertools import accumulate, pairwise
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
@@ -21,88 +21,110 @@ FIRST_BYTES = 2**20
 """The size of the first bucket, so that it leaves early."""
 
 
-class Buckets:
-    """Flat buffers for the sums of these leaves, all-reduced while a backward pass runs.
+@dataclass
+class _Bucket:
+    """Where each of its leaves begins, which of them it waits for, and the memory of all."""
 
-    Add gradients to the ``views``. ``ready(index)`` lets the full buckets leave, ``launch`` all
-    others; after ``wait`` the ``results`` are the sums over ranks. All ranks launch buckets in one
-    order. Where the loss itself runs collectives over the axis, no bucket leaves before ``launch``,
-    since ranks might mix them up.
+    dtype: torch.dtype
+    device: torch.device
+    offsets: dict[int, int] = field(default_factory=dict)
+    size: int = 0
+    waiting: set[int] = field(default_factory=set)
+    vector: Tensor | None = None
+
+    def memory(self) -> Tensor:
+        """The vector, made when the first leaf is there."""
+        if self.vector is None:
+            self.vector = torch.empty(self.size, dtype=self.dtype, device=self.device)
+        return self.vector
+
+
+class Buckets:
+    """Sums of these leaves over ranks, all-reduced while a backward pass runs.
+
+    ``ready(index, total)`` takes the final sum of a leaf, and lets the full buckets leave; ``fill``
+    takes all others. After ``wait`` the ``sums`` are those of all ranks, by position. All ranks
+    launch buckets in one order. Where the loss itself runs collectives over the axis, no bucket
+    leaves before ``launch``, since ranks might mix them up.
     """
 
     def __init__(
         self, axis: Ranks, leaves: Mapping[int, Tensor], dtypes: Sequence[torch.dtype]
     ) -> None:
-        self._axis, self._leaves = axis, leaves
-        self.views: dict[int, Tensor] = {}
+        self._axis, self._leaves, self._left = axis, leaves, 0
+        self.sums: dict[int, Tensor] = {}
         self._waits: list[Wait] = []
-        alike: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+        self._of: dict[int, _Bucket] = {}
+        self._buckets: list[_Bucket] = []
+        latest: dict[tuple[torch.dtype, torch.device], _Bucket] = {}
         for at, leaf in reversed([*leaves.items()]):
-            alike.setdefault((dtypes[at], leaf.device), []).append(at)
-        buckets: list[tuple[list[int], Tensor]] = []
-        for (dtype, device), group in alike.items():
-            sizes = [leaves[at].numel() for at in group]
-            offsets = [*accumulate(sizes, initial=0)]
-            vector = torch.zeros(offsets[-1], dtype=dtype, device=device)
-            for at, offset, size in zip(group, offsets, sizes, strict=False):
-                # Not split: its views of a lazy tensor cannot be added to.
-                self.views[at] = vector[offset : offset + size].view(leaves[at].shape)
-            most = max(1, axis.bucket_bytes // dtype.itemsize)
-            first = most if buckets else min(most, FIRST_BYTES // dtype.itemsize)
-            for start, stop in pairwise([0, *range(first, len(vector), most), len(vector)]):
-                inside = group[bisect_right(offsets, start) - 1 : bisect_left(offsets, stop)]
-                if inside:
-                    buckets.append((inside, vector[start:stop]))
+            kind = dtypes[at], leaf.device
+            bucket = latest.get(kind)
+            most = min(axis.bucket_bytes, math.inf if self._buckets[1:] else FIRST_BYTES)
+            if bucket is None or (bucket.size + leaf.numel()) * kind[0].itemsize > most:
+                latest[kind] = bucket = _Bucket(*kind)
+                self._buckets.append(bucket)
+            self._of[at], bucket.offsets[at] = bucket, bucket.size
+            bucket.size += leaf.numel()
+            bucket.waiting.add(at)
         # The leaf with the lowest position is the last to be ready.
-        buckets.sort(key=lambda bucket: -bucket[0][-1])
-        self._parts = [part for _, part in buckets]
-        self._left, self._missing = 0, [*(len(inside) for inside, _ in buckets), -1]
-        self._of: list[tuple[int, ...]] = [()] * len(dtypes)
-        for number, (inside, _) in enumerate(buckets):
-            for at in inside:
-                # What is added up elsewhere is copied when all is there.
-                self._of[at] += (number,) if leaves[at].is_contiguous() else ()
+        self._buckets.sort(key=lambda bucket: -min(bucket.offsets))
         self.begin()
 
     def begin(self) -> None:
         """From here on, no collective runs over the axis but the buckets and those of the loss."""
         self._begun = self._axis.meetings
 
-    def ready(self, index: int) -> None:
-        """The sum of this leaf is final."""
-        missing = self._missing
-        for number in self._of[index]:
-            missing[number] -= 1
-        while not missing[self._left]:  # the last one is -1
+    @property
+    def early(self) -> int:
+        """How many buckets have left before a collective of the loss; alike on all ranks."""
+        return 0 if self._begun == self._axis.meetings else self._left
+
+    def ready(self, index: int, total: Tensor) -> Tensor:
+        """Takes the final sum of a leaf; returns it as it lies in its bucket, if it has one."""
+        if index not in self._of:
+            return total
+        if index not in self._of[index].waiting:
+            raise RuntimeError(
+                f"a param of shape {tuple(total.shape)} is given a gradient twice in one backward "
+                "pass, by a torch.autograd.Function that runs a backward pass itself, and its sum "
+                "may be on its way to other ranks: return the gradient from the Function's "
+                "backward instead"
+            )
+        self._take(index, total)
+        while self._left < len(self._buckets) and not self._buckets[self._left].waiting:
             if self._begun is None or self._axis.meetings != self._begun:
-                return
+                break
             self._launch()
             self.begin()
+        return self.sums[index]
+
+    def _take(self, index: int, total: Tensor) -> None:
+        bucket = self._of[index]
+        start = bucket.offsets[index]
+        view = bucket.memory()[start : start + total.numel()].view(total.shape)
+        self.sums[index] = view.copy_(total.to_dense() if total.is_sparse else total)
+        bucket.waiting.discard(index)
 
     def fill(self, sums: Sequence[Tensor]) -> None:
-        """Copies the sums that are elsewhere into their views."""
-        for at, view in self.views.items():
-            if sums[at] is not view and not sums[at].is_set_to(view):
-                view.copy_(sums[at])
+        """Takes all sums that are not there yet."""
+        for index, bucket in self._of.items():
+            if index in bucket.waiting:
+                self._take(index, sums[index])
 
     def launch(self) -> None:
         """Starts all that is left."""
-        while self._left < len(self._parts):
+        while self._left < len(self._buckets):
             self._launch()
 
     def _launch(self) -> None:
-        part = self._parts[self._left]
-        self._waits.append(self._axis.launch("psum", part, part))
+        self._waits.append(self._axis.launch(self._buckets[self._left].memory()))
         self._left += 1
 
     def wait(self) -> None:
         """Waits for all that has been started."""
         for wait in self._waits:
             wait()
-
-    def results(self) -> dict[int, Tensor]:
-        """The sums over ranks, by position, each with its leaf's strides."""
-        return {at: laid_out_like(self._leaves[at], view) for at, view in self.views.items()}
 
 
 def all_reduced(leaves: Sequence[Tensor], axis: Ranks) -> list[Tensor]:
@@ -111,8 +133,7 @@ def all_reduced(leaves: Sequence[Tensor], axis: Ranks) -> list[Tensor]:
     buckets.fill(leaves)
     buckets.launch()
     buckets.wait()
-    sums = buckets.results()
-    return [sums[at] for at in range(len(leaves))]
+    return [laid_out_like(leaf, buckets.sums[at]) for at, leaf in enumerate(leaves)]
 
 
 def laid_out_like(leaf: Tensor, total: Tensor) -> Tensor:

@@ -1,20 +1,20 @@
-"""One rank, which holds all tokens."""
+"""One rank, which holds all tokens; and the session of ranks that run one program."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
 from purestep import tree
-from purestep.axis.agreement import check_total
 from purestep.axis.laws import LAWS
-from purestep.axis.protocol import Gather
-from purestep.axis.whole import whole
+from purestep.axis.protocol import Axis, Gather
+from purestep.axis.whole import reduced_pieces, sharded, whole
 from purestep.types import Count, Sums, Tree
+from purestep.weights import check_count
 
 
 class LocalAxis:
@@ -42,51 +42,64 @@ class LocalAxis:
         """psum or pvary of every leaf: with a single rank, the tree itself."""
         return x
 
-    def session(self, gather: Gather, settings: Mapping[str, str]) -> Alone:
-        """A session that does nothing."""
-        return Alone()
+    def session(self, gather: Gather, settings: Mapping[str, str]) -> OneProgram:
+        """A session whose sums are those of this rank."""
+        return OneProgram(self, gather)
 
     def __repr__(self) -> str:
         return "LocalAxis()"
 
 
-class Alone:
-    """The session of a single rank: every answer is its argument."""
+@dataclass
+class OneProgram:
+    """The session of ranks that run one program, alone, simulated or compiled: they are alike."""
 
-    ready = None
-    _sharded = False
+    axis: Axis
+    gather: Gather
 
-    def __enter__(self) -> Alone:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         pass
 
+    def buckets(self, params: Tree, dtype: torch.dtype | None) -> None:
+        """None: sums stay where they are."""
+
     def agree(self, here: Count, params: Tree, opt_state: Tree, microbatches: int) -> Count:
-        """The count, refused where it overflows."""
-        total = tree.number_at_hand(here.num_tokens)
-        if total is not None and not 0 <= total < math.inf:
-            check_total(total)
-        return here
+        """The sum of all ranks' counts."""
+        if self.axis.own_programs and not microbatches:
+            raise ValueError(
+                f"a rank of {self.axis} holds no microbatch, and a compiled step is one program "
+                "for all ranks: give it a microbatch whose weights are zero"
+            )
+        total: Count = self.axis.apply_tree("psum", here)
+        check_count(total)
+        return total
 
     def whole(self, params: Tree) -> Tree:
-        """The params, of which a loss sees the pieces."""
+        """The params as a loss sees them: each rank's own, gathered for the step."""
         if not tree.spread(tree.flatten(params)[1]):
-            return params
-        self._sharded = True
-        return whole(params, LocalAxis(), "step")
-
-    def buffers(self, params: Tree, dtype: torch.dtype | None) -> None:
-        """None: gradients may be anywhere."""
+            return self.axis.apply_tree("pvary", params)
+        return whole(params, self.axis, self.gather)
 
     def rounds(self, microbatches: int) -> int:
         """The number itself."""
         return microbatches
 
     def sum(self, sums: Sums, params: Tree) -> Sums:
-        """The sums, with the structure of params: over one rank, a piece is the whole."""
-        self.agree(sums.counted, params, (), 0)
-        if self._sharded and sums.grads != ():
-            structure, leaves = tree.flatten(params)[1], tree.leaves_of(sums.grads)
-            return sums._replace(grads=tree.unflatten(structure, leaves))
-        return sums
+        """The sums of all ranks, by the laws, under any transform."""
+        structure = tree.flatten(params)[1]
+        if places := tree.spread(structure):
+            apart = sharded(places, self.axis)
+            grads = tree.leaves_of(sums.grads)
+            rest = {at: grad for at, grad in enumerate(grads) if at not in apart}
+            sums = sums._replace(grads=[*rest.values()])
+        total: Sums = self.axis.apply_tree("psum", sums)
+        check_count(total.counted)
+        if not places:
+            return total
+        reduced = reduced_pieces(grads, apart, self.axis, self.gather)
+        reduced |= zip(rest, total.grads, strict=True)
+        ordered = [reduced[at] for at in range(len(grads))]
+        return total._replace(grads=tree.unflatten(structure, ordered))

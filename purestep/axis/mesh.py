@@ -103,16 +103,10 @@ class MeshAxis(Ranks):
     def __hash__(self) -> int:
         return hash(self._where)
 
-    def launch(self, law: str, x: Tensor, out: Tensor) -> Wait:
-        """Starts a law on contiguous memory; ``out`` is the result after the wait. psum: ``x``."""
-        how: Any = {"group": self._group, "async_op": True}
+    def launch(self, x: Tensor) -> Wait:
+        """Starts psum of contiguous memory, which holds the sum after the wait."""
         try:
-            if law == "psum":
-                work = dist.all_reduce(out, **how)
-            elif law == "all_gather":
-                work = dist.all_gather_single(out.view(-1), x.view(-1), **how)
-            else:
-                work = dist.reduce_scatter_single(out.view(-1), x.view(-1), **how)
+            work = dist.all_reduce(x, group=self._group, async_op=True)
         except RuntimeError as error:
             raise _lost(self.where, error) from error
         return partial(_wait, work, self.where)

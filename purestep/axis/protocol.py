@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, Literal, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
 
-from purestep.types import Count, Sums, Tree
+from purestep.types import Count, Ready, Sums, Tree
 
 Gather: TypeAlias = Literal["step", "microbatch", "loss"]
 """Where sharded params are gathered: once a step, once a microbatch, or by the loss itself."""
@@ -33,8 +33,8 @@ class RankError(RuntimeError):
 class Session(Protocol):
     """One update, as the ranks of an axis talk about it: ``with axis.session(...) as ranks``.
 
-    Call ``agree``, then ``buffers`` where gradients are accumulated in place, then ``sum``, on
-    every rank in this order. An exception inside the ``with`` reaches all ranks.
+    Call ``buckets`` where gradients are to be summed, then ``agree``, then ``sum``, on every rank
+    in this order. An exception inside the ``with`` reaches all ranks.
 
     >>> from purestep import LocalAxis
     >>> one = Count(torch.tensor(3), torch.tensor(1))
@@ -48,6 +48,12 @@ class Session(Protocol):
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any, /) -> None: ...
 
+    def buckets(self, params: Tree, dtype: torch.dtype | None) -> Ready | None:
+        """What takes each leaf's final sum, once, so that it travels while others are computed.
+
+        None where sums stay where they are. ``dtype`` is that of the sums.
+        """
+
     def agree(self, here: Count, params: Tree, opt_state: Tree, microbatches: int) -> Count:
         """N of all ranks, before any backward pass; or an error that names the ranks that differ.
 
@@ -56,17 +62,6 @@ class Session(Protocol):
 
     def whole(self, params: Tree) -> Tree:
         """The params as a loss sees them, gathered where ``gather`` says."""
-
-    def buffers(self, params: Tree, dtype: torch.dtype | None) -> list[Tensor | None] | None:
-        """Where gradients are added up, by leaf of params: zeroed views of flat buckets.
-
-        None for a leaf whose gradient is scattered, and None in place of the list where the
-        gradients may be anywhere. All ranks call it, the empty ones too, or no rank does.
-        """
-
-    @property
-    def ready(self) -> Callable[[int], None] | None:
-        """Declares the sum of a leaf final, once: its bucket leaves when all its leaves are."""
 
     def rounds(self, microbatches: int) -> int:
         """The largest number of microbatches of any rank, where each one gathers params."""

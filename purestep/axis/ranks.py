@@ -13,8 +13,9 @@ from torch import Tensor
 from purestep import tree
 from purestep.axis.buckets import all_reduced
 from purestep.axis.laws import Where, collective
+from purestep.axis.local import OneProgram
 from purestep.axis.protocol import Gather, RankError
-from purestep.axis.session import OneProgram, OwnPrograms
+from purestep.axis.session import OwnPrograms
 from purestep.types import Tree
 
 Wait: TypeAlias = Callable[[], None]
@@ -88,8 +89,8 @@ class Ranks(ABC):
         return tree.unflatten(structure, all_reduced(leaves, self))
 
     @abstractmethod
-    def launch(self, law: str, x: Tensor, out: Tensor) -> Wait:
-        """Starts a law on contiguous memory; ``out`` is the result after the wait. psum: ``x``."""
+    def launch(self, x: Tensor) -> Wait:
+        """Starts psum of contiguous memory, which holds the sum after the wait."""
 
     @abstractmethod
     def across(self, inner: Ranks) -> Ranks:

@@ -1,8 +1,8 @@
-"""The sessions of an axis: sums by ``psum``; and messages, buckets and failures of real ranks."""
+"""The session of real ranks: messages, buckets and failures."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from traceback import format_exception_only
 from typing import TYPE_CHECKING, Any, Literal, Self
@@ -13,11 +13,10 @@ from torch import Tensor
 from purestep import tree
 from purestep.axis import agreement
 from purestep.axis.buckets import Buckets, laid_out_like
-from purestep.axis.collectives import within
-from purestep.axis.protocol import Axis, Gather
-from purestep.axis.whole import scattered, summed_over, whole
-from purestep.tree.shard import Place, Spread
-from purestep.types import Count, Sums, Tree
+from purestep.axis.protocol import Gather
+from purestep.axis.whole import reduced_pieces, sharded, whole
+from purestep.tree.shard import Place
+from purestep.types import Count, Ready, Sums, Tree
 
 if TYPE_CHECKING:
     from purestep.axis.ranks import Ranks
@@ -26,59 +25,10 @@ if TYPE_CHECKING:
 GATHERS = (
     "the number of microbatches, each of which gathers params (add some whose weights are zero)"
 )
+EARLY = "the buckets that have left before a collective inside the loss (add 0 * w.sum() to it)"
 
 
-class OneProgram:
-    """The session of ranks that run one program, simulated or compiled: they cannot disagree."""
-
-    ready: Callable[[int], None] | None = None
-
-    def __init__(self, axis: Axis, gather: Gather = "step") -> None:
-        self._axis, self._gather = axis, gather
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        pass
-
-    def agree(self, here: Count, params: Tree, opt_state: Tree, microbatches: int) -> Count:
-        """The sum of all ranks' counts."""
-        if self._axis.own_programs and not microbatches:
-            raise ValueError(
-                f"a rank of {self._axis} holds no microbatch, and a compiled step is one program "
-                "for all ranks: give it a microbatch whose weights are zero"
-            )
-        total: Count = self._axis.apply_tree("psum", here)
-        agreement.check_count(total)
-        return total
-
-    def whole(self, params: Tree) -> Tree:
-        """The params as a loss sees them: each rank's own, gathered for the step."""
-        return whole(params, self._axis, self._gather)
-
-    def buffers(self, params: Tree, dtype: torch.dtype | None) -> list[Tensor | None] | None:
-        """None: gradients may be anywhere."""
-        return None
-
-    def rounds(self, microbatches: int) -> int:
-        """The number itself."""
-        return microbatches
-
-    def sum(self, sums: Sums, params: Tree) -> Sums:
-        """The sums of all ranks, by the laws, under any transform."""
-        grads, structure = tree.leaves_of(sums.grads), tree.flatten(params)[1]
-        sharded = _sharded(tree.spread(structure), self._axis)
-        alike = {at: grad for at, grad in enumerate(grads) if at not in sharded}
-        total: Sums = self._axis.apply_tree("psum", sums._replace(grads=[*alike.values()]))
-        agreement.check_count(total.counted)
-        reduced = _reduced_pieces(grads, sharded, self._axis, self._gather)
-        reduced |= zip(alike, total.grads, strict=True)
-        ordered = [reduced[at] for at in range(len(grads))]
-        return total._replace(grads=tree.unflatten(structure, ordered))
-
-
-class OwnPrograms(OneProgram):
+class OwnPrograms:
     """The session of ranks that run their own programs: one may hold nothing, disagree, or fail.
 
     The host reads each message at once. On a device, where it would wait, nothing is read before
@@ -87,13 +37,15 @@ class OwnPrograms(OneProgram):
     """
 
     def __init__(self, axis: Ranks, gather: Gather, settings: Mapping[str, str]) -> None:
-        super().__init__(axis, gather)
-        self._ranks = axis
+        self._axis, self._gather = axis, gather
         self._settings = {"gather": gather, **settings, "bucket_bytes": str(axis.bucket_bytes)}
         self._next: Literal["agree", "sum"] | None = "agree"
         self._buckets: Buckets | None = None
         self._sharded: Mapping[int, Place] = {}
         self._unread: tuple[Callable[[], list[float]], agreement.Compared] | None = None
+
+    def __enter__(self) -> Self:
+        return self
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         if error is not None and self._next is not None:
@@ -102,14 +54,14 @@ class OwnPrograms(OneProgram):
 
     def agree(self, here: Count, params: Tree, opt_state: Tree, microbatches: int) -> Count:
         """The sum of all ranks' counts, where all are about to do the same."""
-        axis = self._ranks
+        axis = self._axis
         if not tree.untransformed(params, opt_state, here):
             raise _recorded(axis)
         trees = {"params": params, "opt_state": opt_state, "settings": self._settings}
         if self._gather == "loss":
             trees[GATHERS] = {"microbatches": str(microbatches)}
         compared = {name: agreement.described(name, x) for name, x in trees.items()}
-        self._sharded = _sharded(compared["params"].places, axis)
+        self._sharded = sharded(compared["params"].places, axis)
         number = agreement.digest(*(each.number for each in compared.values()))
         self._holds = microbatches > 0
         sent = self._meet(agreement.message(axis, self._holds, number, here))
@@ -121,44 +73,42 @@ class OwnPrograms(OneProgram):
         self._begin("sum")
         return agreement.total_of(sent, floating)
 
-    def buffers(self, params: Tree, dtype: torch.dtype | None) -> list[Tensor | None] | None:
-        """Views of buckets for all leaves but those that are sharded over the axis."""
+    def buckets(self, params: Tree, dtype: torch.dtype | None) -> Ready | None:
+        """Buckets for all leaves but those that are sharded over the axis."""
         leaves, structure = tree.flatten(params)
-        sharded = _sharded(tree.spread(structure), self._axis)
-        mine = {at: leaf for at, leaf in enumerate(leaves) if at not in sharded}
+        apart = sharded(tree.spread(structure), self._axis)
+        mine = {at: leaf for at, leaf in enumerate(leaves) if at not in apart}
         dtypes = [dtype or tree.accumulation_dtype(leaf.dtype) for leaf in leaves]
-        # Made before anything is sent, so that a rank without memory for them can say so.
-        self._buckets = Buckets(self._ranks, mine, dtypes)
-        self.ready = self._buckets.ready
-        views = self._buckets.views
-        # Autograd adds in place where leaf and buffer have the same strides; `fill` copies others.
-        return [views.get(at) if leaf.is_contiguous() else None for at, leaf in enumerate(leaves)]
+        self._buckets = Buckets(self._axis, mine, dtypes)
+        return self._buckets.ready
 
     def whole(self, params: Tree) -> Tree:
         """The params as a loss sees them; from here on, buckets leave when they are full."""
-        wholes = super().whole(params)
+        wholes = whole(params, self._axis, self._gather)
         self._begin("sum")
         return wholes
 
     def rounds(self, microbatches: int) -> int:
         """The largest number of microbatches of any rank."""
         self._confirm()
-        mine = torch.tensor([microbatches], device=self._ranks.device)
-        most = int(self._ranks.where.meet("all_gather", mine).max())
+        mine = torch.tensor([microbatches], device=self._axis.device)
+        most = int(self._axis.where.meet("all_gather", mine).max())
         self._begin("sum")
         return most
 
     def sum(self, sums: Sums, params: Tree) -> Sums:
         """The sums of all ranks; those without microbatches take part with zeros."""
-        axis, dtype, holds = self._ranks, sums.loss.dtype, self._holds
-        leaves, structure = tree.flatten(params)
-        grads = tree.leaves_of(sums.grads)
+        axis, dtype, holds = self._axis, sums.loss.dtype, self._holds
+        grads, (leaves, structure) = tree.leaves_of(sums.grads), tree.flatten(params)
         if tree.any_requires_grad(grads):
             raise _recorded(axis)
-        compared = {"LossTerms.aux": agreement.described("LossTerms.aux", sums.aux)}
+        aux = agreement.described("LossTerms.aux", sums.aux)
+        number, compared = 0 if tree.is_empty(sums.aux) else aux.number, {"LossTerms.aux": aux}
         if self._buckets is not None:
             self._buckets.fill(grads)
-        number = 0 if tree.is_empty(sums.aux) else compared["LossTerms.aux"].number
+            early = self._buckets.early
+            number += early
+            compared[EARLY] = agreement.described(EARLY, str(early))
         sent = self._meet(agreement.message(axis, holds, number, sums.counted, sums.loss))
         floating = sums.counted.num_tokens.is_floating_point() or not holds
         if axis.on_host or self._first.holders < axis.size:
@@ -174,15 +124,14 @@ class OwnPrograms(OneProgram):
             floating = answer.floating > 0
             if answer.double or (holders and not holds):
                 dtype = torch.float64 if answer.double else torch.float32
-        reduced = {} if self._buckets is None else self._buckets.results()
-        if leaves:
-            reduced |= _reduced_pieces(grads, self._sharded, axis, self._gather)
-        others = {at: grad for at, grad in enumerate(grads) if at not in reduced}
-        rest, aux_sum = axis.apply_tree("psum", [[*others.values()], sums.aux])
-        reduced |= zip(others, rest, strict=True)
-        ordered = [laid_out_like(leaf, reduced[at]) for at, leaf in enumerate(leaves)]
         counted = agreement.total_of(sent, floating)
-        return Sums(tree.unflatten(structure, ordered), sent[-1].to(dtype), counted, aux_sum)
+        loss, aux_sum = sent[-1].to(dtype), axis.apply_tree("psum", sums.aux)
+        if self._buckets is None:
+            return Sums((), loss, counted, aux_sum)
+        reduced = self._buckets.sums
+        reduced |= reduced_pieces(grads, self._sharded, axis, self._gather)
+        ordered = [laid_out_like(leaf, reduced[at]) for at, leaf in enumerate(leaves)]
+        return Sums(tree.unflatten(structure, ordered), loss, counted, aux_sum)
 
     def _begin(self, following: Literal["agree", "sum"]) -> None:
         """From here on, ranks wait for what follows."""
@@ -196,7 +145,7 @@ class OwnPrograms(OneProgram):
         self._next = None
         if buckets is not None:
             buckets.launch()
-        wait = self._ranks.launch("psum", sent, sent)
+        wait = self._axis.launch(sent)
         self._confirm()  # before it waits for ranks that may have left
         if buckets is not None:
             buckets.wait()
@@ -205,7 +154,7 @@ class OwnPrograms(OneProgram):
 
     def _fail(self, error: BaseException) -> None:
         """Sends what the other ranks wait for, and that this one has failed."""
-        axis = self._ranks
+        axis = self._axis
         silent = not axis.on_host or (self._sharded and self._gather != "step")
         if self._next == "sum" and silent:
             return  # The others wait for its loss, or read nothing, until its process ends.
@@ -218,7 +167,7 @@ class OwnPrograms(OneProgram):
         if self._unread is None:
             return
         (read, compared), self._unread = self._unread, None
-        axis = self._ranks
+        axis = self._axis
         self._first = first = agreement.hear(axis, read(), axis.size, compared, ask=axis.on_host)
         if not axis.on_host and 0 < first.floating < first.holders:
             raise ValueError(
@@ -234,26 +183,3 @@ def _recorded(axis: Ranks) -> ValueError:
         "require grad, or a transform of torch.func is active: call it on detached tensors, or "
         "differentiate through the step with ps.VmapAxis"
     )
-
-
-def _sharded(places: Spread, axis: Axis) -> dict[int, Place]:
-    """The leaves that are sharded over the axis or a part of it, by position."""
-    return {at: place for at, place in enumerate(places) if place and within(place.axis, axis)}
-
-
-def _reduced_pieces(
-    grads: Sequence[Tensor], sharded: Mapping[int, Place], axis: Axis, gather: Gather
-) -> dict[int, Tensor]:
-    """The sums of sharded leaves over all ranks: of each one, this rank's piece."""
-    pieces = [grads[at] for at in sharded]
-    if gather == "step":
-        pieces = scattered(pieces, [*sharded.values()])
-    reduced = dict(zip(sharded, pieces, strict=True))
-    groups: dict[Axis, list[int]] = {}
-    for at, place in sharded.items():
-        if (over := summed_over(place, axis)) is not None:
-            groups.setdefault(over, []).append(at)
-    for over, group in groups.items():
-        totals = over.apply_tree("psum", [reduced[at] for at in group])
-        reduced |= zip(group, totals, strict=True)
-    return reduced

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from purestep import tree
 from purestep.axis.laws import collective
+from purestep.axis.local import OneProgram
 from purestep.axis.protocol import Gather
-from purestep.axis.session import OneProgram
 from purestep.types import Tree
 
 InDims: TypeAlias = Any

@@ -18,7 +18,7 @@ from torch.nn import functional
 from purestep import tree
 from purestep.axis.collectives import all_gather, psum_scatter, pvary, within
 from purestep.axis.protocol import Axis, Gather
-from purestep.tree.shard import Place, is_shard, own, own_programs
+from purestep.tree.shard import Place, Spread, is_shard, own, own_programs
 from purestep.types import Params, Tree
 
 if TYPE_CHECKING:
@@ -56,6 +56,29 @@ def summed_over(place: Place | None, axis: Axis) -> Axis | None:
     if place is None or not within(place.axis, axis):
         return axis
     return None if place.axis == axis else cast("Ranks", axis).across(place.axis)
+
+
+def sharded(places: Spread, axis: Axis) -> dict[int, Place]:
+    """The leaves that are sharded over the axis or a part of it, by position."""
+    return {at: place for at, place in enumerate(places) if place and within(place.axis, axis)}
+
+
+def reduced_pieces(
+    grads: Sequence[Tensor], apart: Mapping[int, Place], axis: Axis, gather: Gather
+) -> dict[int, Tensor]:
+    """The sums of sharded leaves over all ranks: of each one, this rank's piece."""
+    pieces = [grads[at] for at in apart]
+    if gather == "step":
+        pieces = scattered(pieces, [*apart.values()])
+    reduced = dict(zip(apart, pieces, strict=True))
+    groups: dict[Axis, list[int]] = {}
+    for at, place in apart.items():
+        if (over := summed_over(place, axis)) is not None:
+            groups.setdefault(over, []).append(at)
+    for over, group in groups.items():
+        totals = over.apply_tree("psum", [reduced[at] for at in group])
+        reduced |= zip(group, totals, strict=True)
+    return reduced
 
 
 def filled(

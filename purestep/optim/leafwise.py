@@ -133,7 +133,9 @@ def alike(*trees: Tree) -> tuple[list[list[Tensor]], list[Any], set[torch.dtype]
     count, shapes = structures[0].num_leaves, [*map(Tensor.size, leaves)]
     if structures != structures[:1] * len(trees) or shapes != shapes[:count] * len(trees):
         return None
-    dtypes = {leaf.dtype for leaf in leaves}
+    dtypes = set()
+    for leaf in leaves:
+        dtypes.add(leaf.dtype)
     if not dtypes <= SUMS:
         return None
     return [leaves[count * n : count * (n + 1)] for n in range(len(trees))], structures, dtypes

@@ -122,13 +122,12 @@ class ThreadAxis(Ranks):
         """The law on one plain tensor of each rank: the same arithmetic as on a dimension of ranks."""
         return x.view_as(x) if law == "pvary" else self._begin(law, x.detach())()
 
-    def launch(self, law: str, x: Tensor, out: Tensor) -> Wait:
-        """Hands over what ``x`` holds now; the result is in ``out`` when it has been waited for."""
-        stacked = x.view(self.size, *out.shape) if law == "psum_scatter" else x
-        result = self._begin(law, stacked.clone())
+    def launch(self, x: Tensor) -> Wait:
+        """Hands over what ``x`` holds now, which holds the sum when it has been waited for."""
+        result = self._begin("psum", x.clone())
 
         def wait() -> None:
-            out.copy_(result().view(out.shape))
+            x.copy_(result())
 
         return wait
 
