@@ -105,8 +105,7 @@ def backward(
     for leaf, so_far, dtype in zip(own, before, sums.dtypes, strict=True):
         if leaf.dtype is not dtype:
             leaf.grad_dtype = dtype
-        if not leaf.requires_grad:
-            leaf.requires_grad = True  # The loss has frozen it.
+        leaf.requires_grad = True  # The loss may have frozen it.
         leaf.grad = so_far
     if ready is not None:
         for index, leaf in enumerate(own):

@@ -129,11 +129,13 @@ def alike(*trees: Tree) -> tuple[list[list[Tensor]], list[Any], set[torch.dtype]
     Kernels would not ask, and plain arithmetic would broadcast, or round to integers.
     """
     leaves, structure = tree.flatten(trees)
-    structures = structure.children()
-    count, shapes = structures[0].num_leaves, [*map(Tensor.size, leaves)]
-    if structures != structures[:1] * len(trees) or shapes != shapes[:count] * len(trees):
+    structures, dtypes = structure.children(), set()
+    count = structures[0].num_leaves
+    if structures != structures[:1] * len(trees):
         return None
-    dtypes = set()
+    for leaf, other in zip(leaves, leaves[count:], strict=False):
+        if leaf.shape != other.shape:
+            return None
     for leaf in leaves:
         dtypes.add(leaf.dtype)
     if not dtypes <= SUMS:
