@@ -155,6 +155,9 @@ def test_prefetch_takes_no_error_for_the_end() -> None:
         next(ps.prefetch([labelled(1)], "cpu", weight_fn=weight_fn))
     with pytest.raises(ValueError, match=r"reads microbatch\['labels'\]"):
         next(ps.prefetch([[torch.ones(1)]], "cpu"))
+    for bare in ({"labels": torch.ones(2)}, torch.ones(2), ps.Count(torch.ones(2), torch.ones(2))):
+        with pytest.raises(TypeError, match=f"got {type(bare).__name__}: .*ps.group.*in a list"):
+            next(ps.prefetch([bare], "cpu"))  # type: ignore[list-item]
     with pytest.raises(ValueError, match="depth=0 leaves no room"):
         ps.prefetch([], "cpu", 0)
 
@@ -245,41 +248,6 @@ def test_prefetch_waits_for_no_source() -> None:
         thread.join(timeout=20)
         assert not thread.is_alive()
     assert set(asked) <= {"second"}
-
-
-def test_prefetch_of_a_source_that_fails_to_close() -> None:
-    """Whoever closes the stream hears of it, and nobody waits."""
-
-    def source() -> Iterator[list[Any]]:
-        try:
-            while True:
-                yield labelled(5)
-        finally:
-            raise OSError("cannot close the file")
-
-    groups = ps.prefetch(source(), "cpu", 1)
-    microbatches = iter(next(groups))
-    next(microbatches)
-    with pytest.raises(OSError, match="cannot close the file"):
-        groups.close()
-    groups.close()
-    with pytest.raises(RuntimeError, match="its iterator was closed"):
-        next(microbatches)
-    assert list(groups) == []
-
-
-def test_prefetch_tells_the_cause_before_what_closing_says() -> None:
-    def source() -> Iterator[list[Any]]:
-        try:
-            yield [torch.ones(1)]
-        finally:
-            raise OSError("cannot close the file")
-
-    groups = ps.prefetch(source(), "cpu")
-    with pytest.raises(ValueError, match=r"reads microbatch\['labels'\]"):
-        next(groups)
-    with pytest.raises(OSError, match="cannot close the file"):
-        groups.close()
 
 
 def test_prefetch_closes_nothing_of_the_users() -> None:
