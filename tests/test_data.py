@@ -323,6 +323,9 @@ def test_what_belongs_to_an_example_is_alike() -> None:
     assert "['class'] is torch.int64 of shape (2,)" in refused(
         {**one, "class": torch.tensor([1, 2])}, one
     )
+    assert "['class'] is torch.int64 of shape ()" in refused(
+        one, {**one, "class": torch.tensor([1, 2])}
+    )
     assert "common first dimension" in refused({"class": torch.tensor(1)})
     assert "make tensors of them" in refused({**one, "class": 1})
     with pytest.raises(ValueError, match=r"no pad value for example\['class'\]: add it to pad="):

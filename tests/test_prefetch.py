@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -295,6 +296,35 @@ def test_prefetch_of_groups_that_are_left_early() -> None:
             next(first)
         groups.close()
         assert list(groups) == []
+
+
+def test_prefetch_reads_ahead_of_a_group_after_one_that_was_left() -> None:
+    """The room of copies that were dropped is used again."""
+    made = threading.Semaphore(0)
+
+    class Counted(Tensor):
+        def to(self, *args: Any, **kwargs: Any) -> Any:
+            made.release()
+            return self.as_subclass(Tensor)
+
+    source = [[{"x": torch.ones(1).as_subclass(Counted)}] * 3 for _ in range(3)]
+    groups = ps.prefetch(source, "cpu", 3, weight_fn=lambda m: torch.ones(1))
+    for _ in source:
+        next(groups)
+        assert made.acquire(timeout=20)
+        assert made.acquire(timeout=20)
+    groups.close()
+
+
+def test_prefetch_reads_no_further_than_its_depth() -> None:
+    """Of groups without microbatches, too, which take no room."""
+    asked = iter(range(10**9))
+    groups = ps.prefetch(([] for _ in asked), "cpu", 2)
+    next(groups)
+    time.sleep(0.2)
+    # One in use, two ahead, one in the thread's hands.
+    assert next(asked) <= 4
+    groups.close()
 
 
 class Slow(Tensor):
