@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from hypothesis import given, strategies as st
 
 import purestep as ps
@@ -38,6 +39,8 @@ def test_balance_by_a_cost_of_ones_own() -> None:
     examples = examples_of([4, 2, 2, 2, 2])
     shares = ps.balance(examples, 2, cost=lambda example: len(example["tokens"]) ** 2)
     assert sorted(len(share) for share in shares) == [1, 4]
+    with pytest.raises(ValueError, match=r"leaves of examples\[1\] need one common first dim"):
+        ps.balance([examples[0], {"tokens": torch.ones(2), "labels": torch.ones(3)}], 2)
     with pytest.raises(ValueError, match="ranks=0 must be at least 1"):
         ps.balance(examples, 0)
     for cost in (-1.0, float("nan"), float("inf")):

@@ -39,11 +39,11 @@ def balance(
     [[5, 3], [4, 3, 1]]
     """
 
-    def length(example: Example) -> float:
+    def length(i: int, example: Example) -> int:
         example = tree.plain(example)
-        return common_length(example, "an example", whole_leaves(example, whole))
+        return common_length(example, f"examples[{i}]", whole_leaves(example, whole))
 
-    costs = [float((cost or length)(example)) for example in examples]
+    costs = [float(cost(e) if cost else length(i, e)) for i, e in enumerate(examples)]
     return [[examples[i] for i in part] for part in balancing(costs, ranks)]
 
 
