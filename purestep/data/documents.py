@@ -46,8 +46,8 @@ def pack_documents(
         if not isinstance(example, Mapping) or {"positions", "segments"} & {*example}:
             found = [*example] if isinstance(example, Mapping) else type(example).__name__
             raise ValueError(
-                f"pack_documents: examples[{i}] is {found}: documents are mappings by name, and "
-                "get 'positions' and 'segments'"
+                f"pack_documents: examples[{i}] is {found}: documents are mappings, without "
+                "'positions' and 'segments', which it adds: rename them"
             )
     lengths = lengths_of(examples, whole)
     rows = document_rows(lengths, row_tokens=row_tokens)
