@@ -64,7 +64,9 @@ def test_documents_refuse_nothing_at_all() -> None:
 @pytest.mark.parametrize("name", ["positions", "segments"])
 def test_documents_keep_what_is_the_examples_own(name: str) -> None:
     own = {"tokens": torch.ones(2), name: torch.tensor([7, 8])}
-    with pytest.raises(ValueError, match=rf"examples\[1\] is \['tokens', '{name}'\]: .*: rename them"):
+    with pytest.raises(
+        ValueError, match=rf"examples\[1\] is \['tokens', '{name}'\]: .*: rename them"
+    ):
         ps.pack_documents([{"tokens": torch.ones(2)}, own], row_tokens=4)
     below = ps.pack_documents([{"below": own}], row_tokens=3, pad=-1)
     assert below["below"][name].tolist() == [[7, 8, -1]]
