@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 import purestep as ps
-from purestep import batching, tree
+from purestep import data, tree
 from purestep.examples import gpt
 from purestep.examples.docstrings import docstrings
 
@@ -53,8 +53,7 @@ def cut_rows(examples: list[Example], rows: int, length: int | None = None) -> l
     """Microbatches of so many rows in order of arrival, padded to their longest, or to ``length``."""
     parts = [examples[i : i + rows] for i in range(0, len(examples), rows)]
     return [
-        batching.stack(part, length or max(len(e["tokens"]) for e in part), batching.PAD)
-        for part in parts
+        data.stack(part, length or max(len(e["tokens"]) for e in part), data.PAD) for part in parts
     ]
 
 
@@ -103,7 +102,7 @@ def measure(name: str, lengths: list[int], options: argparse.Namespace) -> dict[
         for way, result in results.items()
     }
     dealt = [sum(lengths[rank::RANKS]) for rank in range(RANKS)]
-    shares = [sum(lengths[i] for i in part) for part in batching.balancing(lengths, RANKS)]
+    shares = [sum(lengths[i] for i in part) for part in data.balancing(lengths, RANKS)]
     return {
         "name": name,
         "examples": len(lengths),
@@ -126,9 +125,9 @@ def planner(count: int) -> dict[str, float]:
     lengths = lognormal_lengths(count, 2048, torch.Generator().manual_seed(0))
     seconds = {}
     for name, plan in {
-        "pack": lambda: batching.packing(lengths, max_tokens=16384, multiple_of=MULTIPLE),
-        "balance": lambda: batching.balancing(lengths, RANKS),
-        "pack_documents": lambda: batching.document_rows(lengths, row_tokens=2048),
+        "pack": lambda: data.packing(lengths, max_tokens=16384, multiple_of=MULTIPLE),
+        "balance": lambda: data.balancing(lengths, RANKS),
+        "pack_documents": lambda: data.document_rows(lengths, row_tokens=2048),
     }.items():
         start = time.perf_counter()
         plan()

@@ -17,7 +17,8 @@ from purestep.axis import (
     psum_scatter,
     pvary,
 )
-from purestep.batching import (
+from purestep.compiler import compile
+from purestep.data import (
     BatchPlan,
     DataExhausted,
     balance,
@@ -31,7 +32,6 @@ from purestep.batching import (
     shift_labels,
     split,
 )
-from purestep.compiler import compile
 from purestep.evaluation import make_eval_step
 from purestep.grad_and_value import grad_and_value
 from purestep.modules import from_module, to_module
@@ -100,3 +100,9 @@ __all__ = [
     "checkpoint",
     "testing",
 ]
+
+__version__ = "0.1.0"
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]

@@ -1,12 +1,13 @@
-"""Randomness as data: a key is a tensor, and what is drawn is a function of the key and of coordinates alone.
+"""Randomness as data: a draw is a function of a key, which is a tensor, and of coordinates.
 
-Philox4x32-10 [Salmon et al., 2011], in whole numbers: a word of 32 bits follows from a key of 64 bits and four counters.
-Counters are an element's coordinates within its example, never its place in memory, so that neither padding nor packing nor the
-cut changes what is drawn for it.
+Philox4x32-10 [Salmon et al., 2011], in whole numbers: a word of 32 bits follows from a key of 64
+bits and four counters. The counters are an element's coordinates within its example, never its
+place in memory, so that neither padding nor packing nor the cut changes its draw.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias, TypeVar, cast
 
@@ -14,21 +15,33 @@ import torch
 from torch import Tensor
 
 from purestep import tree
-from purestep.quantile import normal_quantile
 from purestep.types import Tree
 
+__all__ = [
+    "key", "fold_in", "split", "bits", "uniform", "normal", "bernoulli", "dropout",
+    "TokenKeys", "token_keys", "with_keys",
+]  # fmt: skip
+
+
+def __dir__() -> list[str]:
+    return __all__
+
+
+# 32 bits: an int, or a tensor of dtype int64.
 _Word: TypeAlias = Any
-"""32 bits: an int, or a tensor of dtype int64."""
 
 _LOW = 2**32 - 1
-_APART = _LOW
-"""The last counter of what is a key itself. No example has as many coordinates."""
+
+# The third and the fourth counter of a new key: what it is made for, and a coordinate that no
+# example has, so that no draw shares its counters.
+_FOLD, _SPLIT, _DIMENSION = range(3)
+_NEW_KEY = _LOW
 
 
 class TokenKeys(NamedTuple):
-    """The key of each token, and its position in its own example: what several examples in one row draw from.
+    """Each token's key and its position in its own example, where a row holds several examples.
 
-    ``token_keys`` makes them. ``dropout`` and ``fold_in`` take them where they take keys.
+    ``token_keys`` makes them. ``dropout`` and ``fold_in`` take them in place of keys.
 
     >>> packed = TokenKeys(torch.tensor([[5, 5, 6]]), torch.tensor([[0, 1, 0]]))
     >>> dropout(torch.ones(1, 3), 0.5, packed)[:, 2] == dropout(torch.ones(1), 0.5, torch.tensor(6))
@@ -44,9 +57,9 @@ _K = TypeVar("_K", bound=Tensor | TokenKeys)
 
 
 def key(seed: int, device: torch.device | str | None = None) -> Tensor:
-    """The key of this seed, a tensor of dtype int64 without a dimension. Further dimensions make many keys.
+    """The key of this seed: an int64 tensor of shape (). A tensor with dimensions is many keys.
 
-    Draw from a key once; of what is to be drawn twice, ``fold_in`` or ``split`` makes keys.
+    Draw from a key once. For several draws, make several keys with ``fold_in`` or ``split``.
 
     >>> [hex(word) for word in bits(key(0), (4,)).tolist()]
     ['0x6627e8d5', '0xe169c58d', '0xbc57ac4c', '0x9b00dbd8']
@@ -57,7 +70,9 @@ def key(seed: int, device: torch.device | str | None = None) -> Tensor:
 
 
 def fold_in(key: _K, data: int | Tensor) -> _K:
-    """A new key of a key and a whole number: of the step, the layer, the place in the program. Tensors broadcast.
+    """A new key from a key and a number: of the step, the layer, the place in the program.
+
+    Tensors broadcast.
 
     >>> a, b = fold_in(key(0), torch.arange(2))
     >>> bool(a != b), bool(b == fold_in(key(0), 1))
@@ -65,30 +80,28 @@ def fold_in(key: _K, data: int | Tensor) -> _K:
     """
     if isinstance(key, TokenKeys):
         return cast(_K, TokenKeys(fold_in(key.keys, data), key.positions))
-    _check_keys(key)
     if isinstance(data, Tensor) and (data.is_floating_point() or data.is_complex()):
         raise TypeError(f"fold_in: data is {tree.kind(data)}, and must be whole numbers")
-    wide = data.to(torch.int64) if isinstance(data, Tensor) else data
-    return cast(_K, _as_key(philox(key, (wide & _LOW, (wide >> 32) & _LOW, 0, _APART))))
+    return cast(_K, _new_key(key, data, _FOLD))
 
 
 def split(key: Tensor, number: int = 2) -> Tensor:
-    """So many new keys, along a new last dimension.
+    """``number`` new keys, along a new last dimension.
 
     >>> a, b = split(key(0))
     >>> split(torch.stack([a, b]), 3).shape
     torch.Size([2, 3])
     """
     _check_keys(key)
-    places = torch.arange(number, device=key.device)
-    return _as_key(philox(key[..., None], (places, 0, 1, _APART)))
+    return _new_key(key[..., None], torch.arange(number, device=key.device), _SPLIT)
 
 
 def bits(key: Tensor, shape: Sequence[int] = ()) -> Tensor:
-    """32 random bits for each element, as whole numbers from 0 to 2³² − 1 of dtype int64.
+    """32 random bits for each element: whole numbers from 0 to 2³² − 1, of dtype int64.
 
-    ``shape`` is that of what each key draws: of keys of shape ``(rows,)`` come ``(rows, *shape)``. An element's value depends on its
-    key and its coordinates, so a larger shape with as many dimensions begins with the same.
+    ``shape`` is the shape of one key's draw: keys of shape ``(rows,)`` give ``(rows, *shape)``. An
+    element depends on its key and its coordinates alone, so that a larger shape of as many
+    dimensions begins with the same elements.
 
     >>> bits(key(0), (2, 3))[:, :2].equal(bits(key(0), (5, 2))[:2])
     True
@@ -97,26 +110,29 @@ def bits(key: Tensor, shape: Sequence[int] = ()) -> Tensor:
 
 
 def uniform(key: Tensor, shape: Sequence[int] = (), dtype: torch.dtype = torch.float32) -> Tensor:
-    """Evenly from 0 up to, but not including, 1: multiples of 2⁻²⁴ in float32, of 2⁻³² in float64, of 2⁻⁸ in bfloat16, of 2⁻¹¹ in float16.
+    """Uniform on [0, 1): multiples of 2⁻²⁴ in float32, of 2⁻³² in float64, of 2⁻⁸ in bfloat16.
 
-    Exact, and so the same everywhere.
+    Exact, and so the same on every device.
 
     >>> uniform(key(0), (2,))
     tensor([0.3990, 0.8805])
     """
-    digits = min(32, 1 - int(torch.tensor(torch.finfo(dtype).eps).log2()))
+    digits = min(32, 1 - round(math.log2(torch.finfo(dtype).eps)))
     return (bits(key, shape) >> (32 - digits)).to(dtype) * 2.0**-digits
 
 
 def normal(key: Tensor, shape: Sequence[int] = (), dtype: torch.dtype = torch.float32) -> Tensor:
-    """Of the normal distribution of mean 0 and deviation 1: the quantile of (bits + ½) / 2³², at most 6.338 away from 0.
+    """Normal with mean 0 and deviation 1: Φ⁻¹((bits + ½) / 2³²), at most 6.338 away from 0.
 
-    Computed in whole numbers, to within 2⁻²⁸, and rounded to ``dtype`` once: no logarithm whose last bit depends on the device.
+    Computed in float64 and rounded to ``dtype`` once. The bits are the same on every device; the
+    quantile's last digit is the device's.
 
     >>> normal(key(0), (2,))
     tensor([-0.2558,  1.1776])
     """
-    return normal_quantile(bits(key, shape)).to(dtype)
+    middle = (bits(key, shape).to(torch.float64) + 0.5) * 2.0**-32
+    quantile: Tensor = torch.special.ndtri(middle)
+    return quantile.to(dtype)
 
 
 def bernoulli(key: Tensor, p: float, shape: Sequence[int] = ()) -> Tensor:
@@ -130,13 +146,15 @@ def bernoulli(key: Tensor, p: float, shape: Sequence[int] = ()) -> Tensor:
 
 
 def dropout(x: Tensor, p: float, key: Keys) -> Tensor:
-    """``x / (1 - p)``, and 0 where ``bernoulli`` says so: with probability p, rounded to a multiple of 2⁻³².
+    """``x / (1 - p)``, with 0 where ``bernoulli(key, p)`` is True.
 
-    Keys of shape ``(rows,)`` are those of the rows of ``x``, ``(rows, ...)``: each row draws from its own, by the coordinates
-    within it. What is drawn for an element does not depend on how long its row is padded, nor on what else is in the batch.
+    Keys of shape ``(rows,)`` belong to the rows of ``x``, ``(rows, ...)``: each row draws from its
+    own key, by the coordinates within it. An element's draw depends neither on the padding of its
+    row nor on the rest of the batch.
 
-    Several examples in one row, as ``pack_documents`` makes them, draw from ``token_keys``: ``x`` is ``(rows, length, features)``, or a
-    weight for each pair, ``(rows, heads, length, length)``, or ``(rows, length)``. Each token draws what it draws alone.
+    Where a row holds several examples, as ``pack_documents`` makes it, pass ``token_keys``. Then
+    ``x`` is ``(rows, length, features)``, ``(rows, heads, length, length)`` (a weight for each
+    pair) or ``(rows, length)``. Each token draws as it does alone.
 
     >>> x = torch.ones(2, 3)
     >>> keys = torch.stack([key(1), key(2)])
@@ -153,7 +171,7 @@ def dropout(x: Tensor, p: float, key: Keys) -> Tensor:
 
 
 def scaled(x: Tensor, dropped: Tensor, p: float) -> Tensor:
-    """``x / (1 - p)``, and 0 where it is dropped.
+    """``x / (1 - p)``, with 0 where ``dropped`` is True.
 
     >>> scaled(torch.ones(2), torch.tensor([True, False]), 0.75)
     tensor([0., 4.])
@@ -162,11 +180,11 @@ def scaled(x: Tensor, dropped: Tensor, p: float) -> Tensor:
 
 
 def token_keys(keys: Tensor, segments: Tensor, positions: Tensor) -> TokenKeys:
-    """The keys of the tokens of rows that hold several examples, from what ``pack_documents`` returns.
+    """The keys of tokens in rows of several examples, from the leaves that ``pack_documents`` adds.
 
     Args:
         keys: of the examples, ``(rows, most segments of a row)``.
-        segments: of the tokens, ``(rows, length)``: from 1, and 0 where there is none.
+        segments: of the tokens, ``(rows, length)``: from 1, and 0 for padding.
         positions: of the tokens in their own examples, ``(rows, length)``.
 
     >>> segments, positions = torch.tensor([[1, 1, 2]]), torch.tensor([[0, 1, 0]])
@@ -181,7 +199,8 @@ def token_keys(keys: Tensor, segments: Tensor, positions: Tensor) -> TokenKeys:
     if segments.shape != positions.shape or keys.shape[:-1] != segments.shape[:-1]:
         raise ValueError(
             f"token_keys: keys {tuple(keys.shape)}, segments {tuple(segments.shape)} and positions "
-            f"{tuple(positions.shape)} must be those of pack_documents: (rows, segments), (rows, length), (rows, length)"
+            f"{tuple(positions.shape)} must be those of pack_documents: (rows, segments), "
+            "(rows, length), (rows, length)"
         )
     of_token = torch.gather(keys, -1, (segments.to(torch.int64) - 1).clamp(min=0))
     return TokenKeys(of_token, positions.to(torch.int64))
@@ -195,17 +214,18 @@ def with_keys(
     identity: str | None = None,
     name: str = "key",
 ) -> list[dict[str, Tree]]:
-    """The examples, each with a key of its own, before they are packed: ``fold_in`` of its number in the data.
+    """The examples, each with its key: ``fold_in(key, number)`` of its number in the data.
 
-    A key has no dimension, so that it belongs to its example as a whole: ``pack`` makes ``(rows,)`` of them, and ``pack_documents``
-    ``(rows, most segments)``. For new noise in each epoch or step, pass ``fold_in(key, step)``.
+    Call it before packing. A key has shape (), so it belongs to its example as a whole: ``pack``
+    makes ``(rows,)`` of keys, and ``pack_documents`` ``(rows, most segments)``. For new noise in
+    each epoch or step, pass ``fold_in(key, step)``.
 
     Args:
         examples: mappings by name.
-        key: of all of them.
-        start: the number of the first.
-        identity: the name of a leaf, a whole number that is the example's own, whose value is folded in instead of the number.
-        name: under which each finds its key.
+        key: one key for all of them.
+        start: the number of the first example.
+        identity: the name of a leaf, a whole number, that is folded in instead of the number.
+        name: the name under which each example holds its key.
 
     >>> examples = [{"tokens": torch.arange(n)} for n in (3, 1)]
     >>> keyed = with_keys(examples, key(0))
@@ -230,7 +250,7 @@ def with_keys(
 
 
 def drawn_for(x: Tensor, key: Keys, of: Callable[[Tensor], Tensor]) -> Tensor:
-    """``of`` the word that is drawn for each element of x, as ``dropout`` draws it.
+    """``of(word)`` for the word that ``dropout`` draws for each element of x.
 
     >>> drawn_for(torch.ones(2), key(0), lambda word: word).equal(bits(key(0), (2,)))
     True
@@ -240,27 +260,34 @@ def drawn_for(x: Tensor, key: Keys, of: Callable[[Tensor], Tensor]) -> Tensor:
     _check_keys(key)
     if x.shape[: key.ndim] != key.shape:
         raise ValueError(
-            f"keys of shape {tuple(key.shape)} for {tree.kind(x)}: its first dimensions must be those of the keys, "
-            "one key for each example"
+            f"keys of shape {tuple(key.shape)} for {tree.kind(x)}: its first dimensions must be "
+            "those of the keys, one key for each example"
         )
     return _drawn(key, x.shape[key.ndim :], of)
 
 
 def _drawn(key: Tensor, shape: Sequence[int], of: Callable[[Tensor], Tensor]) -> Tensor:
-    """``of`` the word of each element. The last coordinate counts by fours, since there are four words to a counter."""
+    """``of(word)`` for each element, whose coordinates are the counters, the last one first."""
     _check_keys(key)
     if not shape:
         return of(philox(key, (0, 0, 0, 0))[0])
     while len(shape) > 4:
-        key = fold_in(key[..., None], torch.arange(shape[0], device=key.device))
+        key = _new_key(key[..., None], torch.arange(shape[0], device=key.device), _DIMENSION)
         shape = shape[1:]
     *others, last = shape
-    sizes = [*others, -(-last // 4)]
     coordinates = [
         torch.arange(size, device=key.device).view(-1, *[1] * after)
-        for size, after in zip(sizes, range(len(sizes))[::-1], strict=True)
+        for size, after in zip(others, range(len(others), 0, -1), strict=True)
     ]
-    words = philox(key.view(*key.shape, *[1] * len(shape)), _counters(coordinates))
+    return _drawn_by_fours(key.view(*key.shape, *[1] * len(shape)), coordinates, last, of)
+
+
+def _drawn_by_fours(
+    key: Tensor, coordinates: Sequence[Tensor], last: int, of: Callable[[Tensor], Tensor]
+) -> Tensor:
+    """The last coordinate counts by fours, since there are four words to a counter."""
+    fours = torch.arange(-(-last // 4), device=key.device)
+    words = philox(key, _counters([*coordinates, fours]))
     return torch.stack([of(word) for word in words], -1).flatten(-2)[..., :last]
 
 
@@ -272,33 +299,31 @@ def _drawn_for_tokens(
     *rows, length = keys.shape
     extra = len(shape) - keys.ndim
     if extra == 1 and [*shape[:-1]] == [*rows, length]:
-        within = torch.arange(-(-shape[-1] // 4), device=keys.device)
-        words = philox(keys[..., None], _counters([positions[..., None], within]))
-        return torch.stack([of(word) for word in words], -1).flatten(-2)[..., : shape[-1]]
+        return _drawn_by_fours(keys[..., None], [positions[..., None]], shape[-1], of)
     if extra == 2 and [*shape[:-3], *shape[-2:]] == [*rows, length, length]:
         heads = torch.arange(shape[-3], device=keys.device).view(-1, 1, 1)
-        at, to = positions[..., None, :, None], positions[..., None, None, :]
-        counters, own = _counters([heads, at, to >> 2]), keys[..., None, :, None]
+        last, own = positions[..., None, None, :], keys[..., None, :, None]
+        others = [heads, positions[..., None, :, None]]
     elif extra == 0 and [*shape] == [*rows, length]:
-        to, own = positions, keys
-        counters = _counters([to >> 2])
+        last, own, others = positions, keys, []
     else:
         raise ValueError(
-            f"token keys of shape {tuple(keys.shape)} for a tensor of shape {tuple(shape)}: its dimensions must be (rows, length, "
-            "features), (rows, heads, length, length) or (rows, length)"
+            f"token keys of shape {tuple(keys.shape)} for a tensor of shape {tuple(shape)}: its "
+            "dimensions must be (rows, length, features), (rows, heads, length, length) or "
+            "(rows, length)"
         )
-    one, two, three, four = map(of, philox(own, counters))
-    odd, high = (to & 1) == 1, (to & 2) == 2
+    one, two, three, four = map(of, philox(own, _counters([*others, last >> 2])))
+    odd, high = (last & 1) == 1, (last & 2) == 2
     return torch.where(high, torch.where(odd, four, three), torch.where(odd, two, one))
 
 
 def _counters(coordinates: Sequence[Tensor]) -> tuple[_Word, _Word, _Word, _Word]:
-    """The last coordinate first, so that those that are not there count as 0."""
+    """The last coordinate first; a missing one counts as 0."""
     one, two, three, four = [*coordinates[::-1], 0, 0, 0][:4]
     return one, two, three, four
 
 
-# Less 2³², so that products of them and a word of 32 bits stay within 63.
+# Less 2³², so that products with a word of 32 bits stay within 63.
 _FACTORS = 0xD2511F53 - 2**32, 0xCD9E8D57 - 2**32
 _STEPS = 0x9E3779B9, 0xBB67AE85
 
@@ -314,11 +339,11 @@ def philox(
     first, second, third, fourth = counters
     low, high = key & _LOW, key >> 32
     for turn in range(10):
-        # Only words of 32 bits are multiplied; what else stands above them is cut off in time. Without this, torch's compiler
-        # multiplies what arange makes in 32 bits, too (pytorch#175966).
+        # Only words of 32 bits are multiplied; higher bits are cut off in time. Otherwise torch's
+        # compiler multiplies a result of arange in 32 bits, too (pytorch#175966).
         first, third = first & _LOW, third & _LOW
         one, two = first * _FACTORS[0], third * _FACTORS[1]
-        # The upper half of the product is that of this one, and the word that 2³² was multiplied with.
+        # The upper half of the product is that of this one, plus the word that 2³² multiplied.
         first, second, third, fourth = (
             ((two >> 32) + third) ^ second ^ (low + turn * _STEPS[0]),
             two,
@@ -328,14 +353,17 @@ def philox(
     return first & _LOW, second & _LOW, third & _LOW, fourth & _LOW
 
 
-def _as_key(words: tuple[_Word, _Word, _Word, _Word]) -> Tensor:
-    first, second, _, _ = words
-    made: Tensor = first | (second << 32)
+def _new_key(key: Tensor, number: int | Tensor, purpose: int) -> Tensor:
+    """A key from a key, a number and the purpose, with counters that no draw has."""
+    _check_keys(key)
+    wide = number.to(torch.int64) if isinstance(number, Tensor) else number
+    low, high, _, _ = philox(key, (wide & _LOW, (wide >> 32) & _LOW, purpose, _NEW_KEY))
+    made: Tensor = low | (high << 32)
     return made
 
 
 def limit_of(p: float) -> int:
-    """The words below it are those that come with probability p.
+    """The words below it come with probability p.
 
     >>> limit_of(0.5) == 2**31
     True
@@ -348,5 +376,6 @@ def limit_of(p: float) -> int:
 def _check_keys(key: Any) -> None:
     if not isinstance(key, Tensor) or key.dtype != torch.int64:
         raise TypeError(
-            f"{tree.kind(key)} is no key: keys are tensors of dtype int64, as ps.random.key(seed) makes them"
+            f"{tree.kind(key)} is no key: keys are tensors of dtype int64, as ps.random.key(seed) "
+            "makes them"
         )

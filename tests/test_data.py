@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 import purestep as ps
-from purestep import batching
+from purestep import data
 
 # shift_labels
 
@@ -91,9 +91,11 @@ def test_labels_are_made_where_the_text_is() -> None:
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        (([5, 6],), TypeError, r"input_ids is a list, not a tensor: .*torch.as_tensor\(input_ids\)"),
-        ((torch.ones(2),), TypeError, "input_ids is torch.float32, where integers are needed"),
-        ((torch.tensor([True]),), TypeError, "input_ids is torch.bool, where integers are needed"),
+        (([5, 6],), TypeError, "input_ids is list, no tensor, where a tensor of integers"),
+        (([],), TypeError, "input_ids is list, no tensor"),
+        ((torch.tensor(5.0),), TypeError, "input_ids is torch.float32 of shape"),
+        ((torch.ones(2),), TypeError, "input_ids is torch.float32 .*, where a tensor of integers"),
+        ((torch.tensor([True]),), TypeError, "input_ids is torch.bool .*, where a tensor of int"),
         ((torch.tensor(5),), ValueError, r"input_ids is a single token, torch.int64 of shape \(\)"),
         (
             (torch.ones(2, 3).long(), torch.ones(3).long()),
@@ -103,7 +105,7 @@ def test_labels_are_made_where_the_text_is() -> None:
         (
             (torch.tensor([5, 6]), torch.zeros(2)),
             TypeError,
-            "attention_mask is torch.float32, where integers are needed .*0 for padding",
+            "attention_mask is torch.float32 .*, where a tensor of integers is needed",
         ),
     ],
 )  # fmt: skip
@@ -222,7 +224,7 @@ def test_a_classifier_on_packed_text(examples: Reviews, budget: int, multiple_of
     """However its texts are packed, over rows or inside of them, its update is that of the texts one by one."""
     budget = max(budget, 6 + multiple_of)
     expected, told = update(class_losses, examples)
-    filling = {**batching.PAD, "id": -1, "weights": 0}
+    filling = {**data.PAD, "id": -1, "weights": 0}
     packed = ps.pack(examples, max_tokens=budget, multiple_of=multiple_of, whole=WHOLE)
     documents = ps.pack_documents(examples, row_tokens=budget, pad=filling, whole=WHOLE)
     ahead = ps.prefetch(ps.group(packed, len(packed)), "cpu")
@@ -256,7 +258,7 @@ def test_what_belongs_to_an_example_stays_with_it(examples: Reviews, budget: int
             assert torch.equal(weights, one["more"]["weights"])
             found.append(int(number))
     assert sorted(found) == list(range(len(examples)))
-    filling = {**batching.PAD, "id": -1, "weights": 0}
+    filling = {**data.PAD, "id": -1, "weights": 0}
     documents = ps.pack_documents(examples, row_tokens=budget, pad=filling, whole=WHOLE)
     ids = documents["more"]["id"]
     assert ids.shape[1] == documents["segments"].max()
@@ -286,7 +288,7 @@ def test_balance_by_length_alone() -> None:
         for n in (5, 4, 3, 3, 3)
     ]
     shares = ps.balance(examples, 2, whole=["image"])
-    assert [[int(one["labels"]) for one in share] for share in shares] == [[5, 4], [3, 3, 3]]
+    assert [[int(one["labels"]) for one in share] for share in shares] == [[5, 3], [4, 3, 3]]
 
 
 def refused(example: Any, *others: Any) -> str:
@@ -308,7 +310,7 @@ def test_what_belongs_to_no_tokens_is_refused() -> None:
     one = {"tokens": torch.ones(2), "class": torch.tensor(1)}
     empty = {"tokens": torch.ones(0), "class": torch.tensor(1)}
     message = refused(empty, one)
-    assert "examples[1] has length 0, but examples[1]['class'], torch.int64 of shape ()" in message
+    assert "examples[1] has length 0, but examples[1]['class'] belongs to it" in message
     assert "leave the example out" in message
     assert refused(empty).startswith("examples[0] has length 0")
 
@@ -320,6 +322,9 @@ def test_what_belongs_to_an_example_is_alike() -> None:
     )
     assert "['class'] is torch.int64 of shape (2,)" in refused(
         {**one, "class": torch.tensor([1, 2])}, one
+    )
+    assert "['class'] is torch.int64 of shape ()" in refused(
+        one, {**one, "class": torch.tensor([1, 2])}
     )
     assert "common first dimension" in refused({"class": torch.tensor(1)})
     assert "make tensors of them" in refused({**one, "class": 1})
@@ -362,9 +367,9 @@ def microbatch_of(rows: list[dict[str, Tensor]]) -> Any:
     return microbatch
 
 
-def loader(workers: int) -> Any:
-    """In an order of its own."""
-    order = torch.Generator().manual_seed(3)
+def loader(epoch: int, workers: int) -> Any:
+    """In an order that the epoch seeds."""
+    order = torch.Generator().manual_seed(epoch)
     return DataLoader(
         table(),
         batch_size=2,
@@ -375,7 +380,7 @@ def loader(workers: int) -> Any:
     )
 
 
-def stream(_: int) -> Any:
+def stream(epoch: int, workers: int) -> Any:
     """As it is read: of a table that need not fit into memory."""
     rows = table().with_format(None).to_iterable_dataset().with_format("torch")
     return DataLoader(rows, batch_size=2, collate_fn=microbatch_of)
@@ -396,30 +401,36 @@ def predictor() -> dict[str, Tensor]:
 
 @pytest.mark.parametrize(("source", "workers"), [(loader, 0), (loader, 2), (stream, 0)])
 def test_a_table_is_resumed_where_it_stopped(source: Any, workers: int, tmp_path: Path) -> None:
-    """Bit for bit, after whichever update it stopped."""
-    optimizer = ps.optim.adamw(0.1)
+    """Bit for bit, after whichever update of whichever epoch it stopped."""
+    optimizer, epochs = ps.optim.adamw(0.1), 2
     step = ps.make_update_step(token_losses, optimizer)
 
-    def train(state: Any, start: int, updates: int | None) -> tuple[Any, list[int], Any]:
-        """State, the tokens of each update, and where to go on."""
-        params, opt_state = state
+    def train(state: Any, updates: int) -> tuple[Any, list[int]]:
+        """Params, what the optimizer keeps, the epoch and the position; the tokens of each update."""
+        params, opt_state, epoch, position = state
         tokens: list[int] = []
-        groups = ps.prefetch(ps.group(source(workers), 2, start=start), "cpu")
-        for microbatches in islice(groups, updates):
-            params, opt_state, metrics = step(params, opt_state, microbatches)
-            tokens.append(int(metrics.num_tokens))
-        position = groups.position
-        groups.close()
-        return (params, opt_state), tokens, position
+        while epoch < epochs and len(tokens) < updates:
+            batches = source(int(epoch), workers)
+            groups = ps.prefetch(ps.group(batches, 2, start=int(position)), "cpu")
+            for microbatches in islice(groups, updates - len(tokens)):
+                params, opt_state, metrics = step(params, opt_state, microbatches)
+                tokens.append(int(metrics.num_tokens))
+            position = torch.tensor(groups.position)
+            groups.close()
+            if len(tokens) < updates:
+                epoch, position = epoch + 1, torch.tensor(0)
+        return (params, opt_state, epoch, position), tokens
 
-    begin = predictor(), optimizer.init(predictor())
-    whole, tokens, _ = train(begin, 0, None)
-    assert sum(tokens) == sum(len(ids) - 1 for ids in TABLE["input_ids"])
-    for stop in range(1, len(tokens)):
-        state, first, position = train(begin, 0, stop)
-        assert position == 2 * stop
+    torch.manual_seed(0)
+    begin = predictor(), optimizer.init(predictor()), torch.tensor(0), torch.tensor(0)
+    whole, tokens = train(begin, 100)
+    assert sum(tokens) == epochs * sum(len(ids) - 1 for ids in TABLE["input_ids"])
+    assert (tokens[:4] != tokens[4:]) == (source is loader), "each epoch has its own order"
+    for stop in (1, 4, 6):
+        state, first = train(begin, stop)
         ps.checkpoint.save(tmp_path / "state", state)
-        state, rest, _ = train(ps.checkpoint.load(tmp_path / "state", begin), position, None)
+        torch.manual_seed(stop)  # another program
+        state, rest = train(ps.checkpoint.load(tmp_path / "state", begin), 100)
         assert [*first, *rest] == tokens
         leaves = zip(ps.tree.leaves_of(state), ps.tree.leaves_of(whole), strict=True)
         assert all(torch.equal(ours, theirs) for ours, theirs in leaves)

@@ -57,14 +57,16 @@ def test_segment_mask_refuses_a_window_without_itself() -> None:
 def test_documents_refuse_nothing_at_all() -> None:
     with pytest.raises(ValueError, match="no examples"):
         ps.pack_documents([], row_tokens=8)
-    with pytest.raises(TypeError, match=r"examples\[0\] is Tensor: documents are mappings"):
+    with pytest.raises(ValueError, match=r"examples\[0\] is Tensor: documents are mappings, "):
         ps.pack_documents([torch.ones(2)], row_tokens=8)  # type: ignore[list-item]
 
 
 @pytest.mark.parametrize("name", ["positions", "segments"])
 def test_documents_keep_what_is_the_examples_own(name: str) -> None:
     own = {"tokens": torch.ones(2), name: torch.tensor([7, 8])}
-    with pytest.raises(ValueError, match=rf"puts '{name}' .*examples\[1\] has '{name}' of its own"):
+    with pytest.raises(
+        ValueError, match=rf"examples\[1\] is \['tokens', '{name}'\]: .*: rename them"
+    ):
         ps.pack_documents([{"tokens": torch.ones(2)}, own], row_tokens=4)
     below = ps.pack_documents([{"below": own}], row_tokens=3, pad=-1)
     assert below["below"][name].tolist() == [[7, 8, -1]]

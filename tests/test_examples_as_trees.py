@@ -11,7 +11,7 @@ from hypothesis import given, strategies as st
 from torch import Tensor
 
 import purestep as ps
-from purestep import batching
+from purestep import data
 from tests.examples import examples_of
 
 
@@ -38,7 +38,7 @@ TOGETHER: dict[str, Any] = {
     "pack_documents": lambda examples, budget: ps.pack_documents(
         examples, row_tokens=budget, pad=0
     ),
-    "stack": lambda examples, budget: batching.stack(examples, budget, 0),
+    "stack": lambda examples, budget: data.stack(examples, budget, 0),
     "merge": lambda examples, _: ps.merge(examples),
 }
 

@@ -6,7 +6,15 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, strategies as st
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    RandomSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
 
 import purestep as ps
 
@@ -93,3 +101,50 @@ def test_group_refuses() -> None:
         ps.group([], 1, "pad")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="start=-1 is no position"):
         ps.group([], 1, start=-1)
+
+
+DATA: Any = torch.arange(8)
+ROWS = range(8)
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"shuffle": True},
+        {"shuffle": True, "batch_size": None},
+        {"sampler": RandomSampler(ROWS), "generator": torch.Generator()},
+        {"sampler": SubsetRandomSampler(ROWS)},
+        {"sampler": WeightedRandomSampler([1.0] * 8, 8)},
+        {"batch_sampler": BatchSampler(RandomSampler(ROWS), 2, drop_last=False)},
+    ],
+)
+def test_group_resumes_no_order_of_the_global_generator(how: Any) -> None:
+    """Which is another one by then; nothing is asked where nothing is resumed."""
+    loader: Any = DataLoader(DATA, **how)
+    assert sum(map(len, ps.group(loader, 2))) == len(loader)
+    with pytest.raises(ValueError, match=r"start=2 .* global generator: .*manual_seed\(epoch\)"):
+        ps.group(loader, 2, start=2)
+
+
+def test_group_resumes_an_order_that_is_seeded() -> None:
+    """By a generator of the loader, or not shuffled at all, or by a sampler of another kind."""
+
+    def seeded() -> torch.Generator:
+        return torch.Generator().manual_seed(3)
+
+    for how in (
+        lambda: {"shuffle": True, "generator": seeded()},
+        lambda: {"sampler": WeightedRandomSampler([1.0] * 8, 8, generator=seeded())},
+        lambda: {"shuffle": False},
+        lambda: {"sampler": [3, 1, 2]},
+    ):
+        whole, rest = (
+            [
+                part.tolist()
+                for one in ps.group(DataLoader(DATA, **how()), 1, start=n)
+                for part in one
+            ]
+            for n in (0, 2)
+        )
+        assert rest == whole[2:]
+        assert len(rest) > 0

@@ -44,16 +44,16 @@ BUDGETS = {
     "axis": 1135,
     "sharding": 120,
     "optim": 845,
+    "data": 618,
 }
-"""Lines of code: no longer than they are, on the way to 900, 400, 850, 400 and 850."""
+"""Lines of code: no longer than they are, on the way to 900, 400, 850, 400, 850 and 600."""
 
 LATER = {
-    "batching": 811,
     "checkpoint": 712,
     "losses": 609,
     "testing": 1713,
     "examples": 1475,
-    "others": 2172,
+    "others": 2134,
 }
 """Rooms that are to be written again."""
 
@@ -76,12 +76,11 @@ ORDER = [
     "optim",
     "step",
     "evaluation",
-    "quantile",
     "random",
     "skeleton",
     "keyed",
     "modules",
-    "batching",
+    "data",
     "rematerialisation",
     "region",
     "losses",

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, strategies as st
 
 import purestep as ps
-from purestep import batching
+from purestep import data
 from tests.examples import LENGTHS, SMALL, examples_of, partitions
 
 
@@ -45,7 +45,7 @@ def test_no_cut_needs_fewer_microbatches(lengths: list[int], slack: int, multipl
         return max((len(part) * max(padded[i] for i in part) for part in parts), default=0)
 
     budget = max([1, *padded]) + slack
-    ours = batching.packing(lengths, max_tokens=budget, multiple_of=multiple_of)
+    ours = data.packing(lengths, max_tokens=budget, multiple_of=multiple_of)
     held = [i for i, length in enumerate(lengths) if length]
     assert sorted(i for part in ours for i in part) == held
     others = [parts for parts in partitions(held) if largest(parts) <= budget]
@@ -55,7 +55,7 @@ def test_no_cut_needs_fewer_microbatches(lengths: list[int], slack: int, multipl
 
 def test_pack_lowers_its_budget() -> None:
     """A budget that one example of the last microbatch overflows is not left with a microbatch of one."""
-    assert [len(part) for part in batching.packing([8] * 9, max_tokens=64)] == [5, 4]
+    assert [len(part) for part in data.packing([8] * 9, max_tokens=64)] == [5, 4]
 
 
 def test_pack_names_an_example_that_is_too_long() -> None:

@@ -11,7 +11,9 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
+from zipfile import ZipFile
 
 import pytest
 import torch
@@ -133,6 +135,29 @@ def test_every_package_is_installed() -> None:
     assert {*listed} == {"purestep", *(each.name for each in found if each.ispkg)}
 
 
+BUILD = "from setuptools import build_meta; build_meta.build_editable('wheel')"
+FIND = "import site; site.addsitedir('../site'); from importlib import util; print(util.find_spec('purestep').origin)"
+
+
+def test_an_editable_install_is_a_line_in_a_pth_file(tmp_path: Path) -> None:
+    """Which type checkers read, and which is found beside an empty folder of the package's name."""
+    for name in ("pyproject.toml", "README.md", "LICENSE", "purestep"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    (tmp_path / "wheel").mkdir()
+    (tmp_path / "beside" / "purestep").mkdir(parents=True)
+    run = partial(subprocess.run, check=True, capture_output=True, text=True, timeout=120)
+    run([sys.executable, "-c", BUILD], cwd=tmp_path)
+    (wheel,) = (tmp_path / "wheel").iterdir()
+    assert wheel.name.startswith(f"purestep-{ps.__version__}-")
+    ZipFile(wheel).extractall(tmp_path / "site")
+    found = run([sys.executable, "-S", "-c", FIND], cwd=tmp_path / "beside").stdout
+    assert found.strip() == str(tmp_path / "purestep" / "__init__.py")
+
+
+def test_the_package_shows_its_public_names() -> None:
+    assert dir(ps) == sorted([*ps.__all__, "__version__"])
+
+
 CODE = re.compile(r"^```python\n(.*?)^```", re.S | re.M)
 BLOCKS = CODE.findall((ROOT / "README.md").read_text())
 
@@ -160,9 +185,7 @@ def test_torch_is_claimed_alike_everywhere() -> None:
 
 
 def test_version_is_in_the_changelog() -> None:
-    version = re.search(r'^version = "(.*)"', (ROOT / "pyproject.toml").read_text(), re.M)
-    assert version
-    assert f"## {version[1]}" in (ROOT / "CHANGELOG.md").read_text()
+    assert f"## {ps.__version__}" in (ROOT / "CHANGELOG.md").read_text()
 
 
 def test_every_row_of_a_table_has_as_many_cells_as_its_head() -> None:

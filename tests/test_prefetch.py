@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -155,6 +156,9 @@ def test_prefetch_takes_no_error_for_the_end() -> None:
         next(ps.prefetch([labelled(1)], "cpu", weight_fn=weight_fn))
     with pytest.raises(ValueError, match=r"reads microbatch\['labels'\]"):
         next(ps.prefetch([[torch.ones(1)]], "cpu"))
+    for bare in ({"labels": torch.ones(2)}, torch.ones(2), ps.Count(torch.ones(2), torch.ones(2))):
+        with pytest.raises(TypeError, match=f"got {type(bare).__name__}: .*ps.group.*in a list"):
+            next(ps.prefetch([bare], "cpu"))  # type: ignore[list-item]
     with pytest.raises(ValueError, match="depth=0 leaves no room"):
         ps.prefetch([], "cpu", 0)
 
@@ -247,41 +251,6 @@ def test_prefetch_waits_for_no_source() -> None:
     assert set(asked) <= {"second"}
 
 
-def test_prefetch_of_a_source_that_fails_to_close() -> None:
-    """Whoever closes the stream hears of it, and nobody waits."""
-
-    def source() -> Iterator[list[Any]]:
-        try:
-            while True:
-                yield labelled(5)
-        finally:
-            raise OSError("cannot close the file")
-
-    groups = ps.prefetch(source(), "cpu", 1)
-    microbatches = iter(next(groups))
-    next(microbatches)
-    with pytest.raises(OSError, match="cannot close the file"):
-        groups.close()
-    groups.close()
-    with pytest.raises(RuntimeError, match="its iterator was closed"):
-        next(microbatches)
-    assert list(groups) == []
-
-
-def test_prefetch_tells_the_cause_before_what_closing_says() -> None:
-    def source() -> Iterator[list[Any]]:
-        try:
-            yield [torch.ones(1)]
-        finally:
-            raise OSError("cannot close the file")
-
-    groups = ps.prefetch(source(), "cpu")
-    with pytest.raises(ValueError, match=r"reads microbatch\['labels'\]"):
-        next(groups)
-    with pytest.raises(OSError, match="cannot close the file"):
-        groups.close()
-
-
 def test_prefetch_closes_nothing_of_the_users() -> None:
     """A data set, or an iterator of a class of one's own, is as it was."""
     data, threads = Positioned(9), set(threading.enumerate())
@@ -327,6 +296,35 @@ def test_prefetch_of_groups_that_are_left_early() -> None:
             next(first)
         groups.close()
         assert list(groups) == []
+
+
+def test_prefetch_reads_ahead_of_a_group_after_one_that_was_left() -> None:
+    """The room of copies that were dropped is used again."""
+    made = threading.Semaphore(0)
+
+    class Counted(Tensor):
+        def to(self, *args: Any, **kwargs: Any) -> Any:
+            made.release()
+            return self.as_subclass(Tensor)
+
+    source = [[{"x": torch.ones(1).as_subclass(Counted)}] * 3 for _ in range(3)]
+    groups = ps.prefetch(source, "cpu", 3, weight_fn=lambda m: torch.ones(1))
+    for _ in source:
+        next(groups)
+        assert made.acquire(timeout=20)
+        assert made.acquire(timeout=20)
+    groups.close()
+
+
+def test_prefetch_reads_no_further_than_its_depth() -> None:
+    """Of groups without microbatches, too, which take no room."""
+    asked = iter(range(10**9))
+    groups = ps.prefetch(([] for _ in asked), "cpu", 2)
+    next(groups)
+    time.sleep(0.2)
+    # One in use, two ahead, one in the thread's hands.
+    assert next(asked) <= 4
+    groups.close()
 
 
 class Slow(Tensor):

@@ -14,7 +14,6 @@ from torch import Tensor
 
 import purestep as ps
 from proofs.devices import Waits, lazy
-from purestep.quantile import normal_quantile
 from purestep.random import TokenKeys, philox as words_of
 
 MASK = 2**32 - 1
@@ -70,13 +69,22 @@ def test_an_element_is_drawn_by_its_coordinates(shape: tuple[int, ...]) -> None:
         assert drawn[(row, *place)] == expected
 
 
-def test_more_coordinates_than_counters_are_folded_in() -> None:
-    key, shape = ps.random.key(7), (2, 3, 1, 2, 2, 5)
+def test_more_coordinates_than_counters_make_keys() -> None:
+    """Of each further coordinate, with counters that neither a draw nor a child of the key has."""
+    seed, shape = 7, (2, 3, 1, 2, 2, 5)
+    key = ps.random.key(seed)
     drawn = ps.random.bits(key, shape)
+
+    def within(seed: int, coordinate: int) -> int:
+        low, high, _, _ = philox((coordinate, 0, 2, MASK), halves(seed))
+        return low | high << 32
+
     for i, j in itertools.product(range(2), range(3)):
-        own = ps.random.fold_in(ps.random.fold_in(key, i), j)
+        own = ps.random.key(within(within(seed, i), j))
         assert torch.equal(drawn[i, j], ps.random.bits(own, shape[2:]))
-    assert len(drawn.unique()) == drawn.numel()
+    children = [*ps.random.split(key, 2), *ps.random.fold_in(key, torch.arange(2))]
+    words = torch.stack([ps.random.bits(child, shape[1:]) for child in children])
+    assert len(torch.cat([drawn, words]).unique()) == 3 * drawn.numel()
 
 
 def test_keys_of_keys() -> None:
@@ -229,20 +237,14 @@ def test_uniform_is_below_one_in_every_dtype(dtype: torch.dtype) -> None:
     assert (exact >= drawn.double()).all()
 
 
-def test_normal_is_the_quantile() -> None:
-    """To within 2⁻²⁸ at the ends, at the borders of its parts, and in between."""
+def test_normal_is_the_quantile(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the middle of each word's interval, to float64's precision, also at both ends."""
     draw = random.Random(0)
-    words = [draw.randrange(2**32) for _ in range(5000)] + [
-        draw.randrange(2**10) for _ in range(500)
-    ]
-    words += [2**n + d for n in range(1, 32) for d in (-2, -1, 0, 1)] + [0, 1, MASK, MASK - 1]
-    made = normal_quantile(torch.tensor(words))
-    exact = torch.tensor(
-        [NormalDist().inv_cdf((w + 0.5) / 2**32) for w in words], dtype=torch.float64
-    )
-    assert (made - exact).abs().max() <= 2.0**-28
-    mirrored = normal_quantile(MASK - torch.tensor(words))
-    assert torch.equal(mirrored, -made)
+    words = [*(draw.randrange(2**32) for _ in range(5000)), *range(50), *range(MASK - 50, MASK + 1)]
+    monkeypatch.setattr(ps.random, "bits", lambda key, shape: torch.tensor(words))
+    made = ps.random.normal(ps.random.key(0), (len(words),), torch.float64)
+    exact = [NormalDist().inv_cdf((w + 0.5) / 2**32) for w in words]
+    torch.testing.assert_close(made.tolist(), exact, rtol=1e-12, atol=1e-12)
 
 
 def documents(lengths: list[int]) -> list[dict[str, Tensor]]:
@@ -346,6 +348,11 @@ def test_gradients_of_single_examples_draw_for_themselves() -> None:
     w, microbatch = torch.zeros(4), {"x": x, "key": keys}
     each = torch.vmap(lambda m: gradient(w, [{name: leaf[None] for name, leaf in m.items()}]))
     torch.testing.assert_close(each(microbatch).sum(0), gradient(w, [microbatch]))
+
+
+def test_public_names_are_what_it_shows() -> None:
+    assert dir(ps.random) == sorted(ps.random.__all__)
+    assert all(hasattr(ps.random, name) for name in ps.random.__all__)
 
 
 def test_draws_from_nothing_else() -> None:

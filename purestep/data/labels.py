@@ -1,0 +1,62 @@
+"""What each token of a text is to predict."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from purestep import tree
+from purestep.weights import IGNORE_INDEX
+
+
+def shift_labels(input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+    """The labels of a causal model: at each position the next token, and -100 at the end.
+
+    Make them once, in the data: then they stay right however the data are cut. A loss that shifts
+    loses a token wherever a row is cut or joined. A model that shifts its ``labels=`` itself, as
+    those of transformers do, must not get these: take its logits.
+
+    Args:
+        input_ids: one text, or a batch of them: integers of ``(..., length)``.
+        attention_mask: 0 at padding, on either side; of the shape of ``input_ids``. Padding is not
+            predicted, and predicts nothing.
+
+    Returns:
+        Labels, int64, of the shape of ``input_ids``.
+
+    >>> shift_labels(torch.tensor([5, 6, 7]))
+    tensor([   6,    7, -100])
+    >>> shift_labels(torch.tensor([[5, 6, 7], [8, 9, 0]]), torch.tensor([[1, 1, 1], [1, 1, 0]]))
+    tensor([[   6,    7, -100],
+            [   9, -100, -100]])
+    """
+    _check("input_ids", input_ids, bools=False)
+    if input_ids.ndim == 0:
+        raise ValueError(
+            f"shift_labels: input_ids is a single token, {tree.kind(input_ids)}: give the text"
+        )
+    length = input_ids.shape[-1]
+    counted = torch.arange(length, device=input_ids.device) < length - 1
+    if attention_mask is not None:
+        _check("attention_mask", attention_mask, bools=True)
+        if attention_mask.shape != input_ids.shape:
+            raise ValueError(
+                f"shift_labels: attention_mask has the shape {tuple(attention_mask.shape)}, but "
+                f"input_ids {tuple(input_ids.shape)}: give one number for each token"
+            )
+        real = attention_mask.to(torch.bool)
+        counted = counted & real & real.roll(-1, -1)
+    return torch.where(counted, input_ids.to(torch.int64).roll(-1, -1), IGNORE_INDEX)
+
+
+def _check(name: str, value: Tensor, *, bools: bool) -> None:
+    """Refuses all but integers; an empty text may have any dtype: torch.tensor([]) is float32."""
+    if isinstance(value, Tensor):
+        inexact = value.is_floating_point() or value.is_complex()
+        wrong = inexact or (value.dtype == torch.bool and not bools)
+        if not (wrong and value.numel()):
+            return
+    raise TypeError(
+        f"shift_labels: {name} is {tree.kind(value)}, where a tensor of integers is needed: "
+        "convert it where the data is made"
+    )
