@@ -49,7 +49,7 @@ BUDGETS = {
 
 LATER = {
     "batching": 811,
-    "checkpoint": 712,
+    "checkpoint": 364,
     "losses": 609,
     "testing": 1713,
     "examples": 1475,
