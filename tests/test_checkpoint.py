@@ -184,16 +184,16 @@ def test_export_writes_what_others_read(path: Path) -> None:
     with safetensors.safe_open(path, "pt") as file:
         assert file.metadata()["format"] == "pt"
     one = torch.ones(2)
-    refused: list[tuple[Any, type[Exception], str]] = [
-        ([model], TypeError, "not list: of a tree take"),
-        ({"a": {"b": 1}}, TypeError, "a is dict, no tensor"),
-        ({"a": {"b": one, "c": one}}, TypeError, "a is dict, no tensor"),
-        ({"__metadata__": one}, ValueError, "'__metadata__' names a tensor"),
-        ({0: one, "0": one}, ValueError, "0 names a tensor, and safetensors takes a str"),
-        ({None: one}, ValueError, "None names a tensor"),
+    refused: list[tuple[Any, str]] = [
+        ([model], "with names .* and here is <class 'list'>"),
+        ({"a": {"b": 1}}, "a is dict, no tensor"),
+        ({"a": {"b": one, "c": one}}, "a is dict, no tensor"),
+        ({"__metadata__": one}, "and here is '__metadata__'"),
+        ({0: one, "0": one}, "and here is 0"),
+        ({None: one}, "and here is None"),
     ]
-    for wrong, kind, text in refused:
-        with pytest.raises(kind, match=text):
+    for wrong, text in refused:
+        with pytest.raises(TypeError, match=text):
             ps.checkpoint.export(path, wrong)
     assert_same_bits(safetensors.torch.load_file(path), model)
 

@@ -298,7 +298,9 @@ def test_a_checkpoint_of_another_run_is_refused(tmp_path: Path) -> None:
     others: dict[str, elastic.Settings] = {
         r"with steps=48, but this one has steps=49: .* the same": {**SETTINGS, "steps": 49},
         r"with dtype='float64', but this one has dtype='float32'": {**SETTINGS, "dtype": "float32"},
-        r"does not fit like: .*\n  tree\[0\]\['dtype'\] is .*; like has no such leaf": {"steps": 48},
+        r"does not fit like: .*\n  tree\[0\]\['dtype'\] is .*; like has no such leaf": {
+            "steps": 48
+        },
     }
     for message, settings in others.items():
         with pytest.raises(ValueError, match=message):

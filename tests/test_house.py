@@ -44,12 +44,12 @@ BUDGETS = {
     "axis": 1135,
     "sharding": 120,
     "optim": 845,
+    "checkpoint": 355,
 }
-"""Lines of code: no longer than they are, on the way to 900, 400, 850, 400 and 850."""
+"""Lines of code: no longer than they are, on the way to 900, 400, 850, 400, 850 and 300."""
 
 LATER = {
     "batching": 811,
-    "checkpoint": 364,
     "losses": 609,
     "testing": 1713,
     "examples": 1475,

@@ -194,7 +194,13 @@ def test_what_has_no_name_that_stays_is_refused() -> None:
         A = object()
 
     key: Any
-    for key in (object(), Marker.A, frozenset({"a", "b"}), (1, test_a_message_has_an_end), Name("w")):
+    for key in (
+        object(),
+        Marker.A,
+        frozenset({"a", "b"}),
+        (1, test_a_message_has_an_end),
+        Name("w"),
+    ):
         with pytest.raises(ValueError, match=r"its key is of type .* make it a str"):
             ps.state_dict({"a": {key: one}})
     with pytest.raises(ValueError, match="is the name of two leaves"):

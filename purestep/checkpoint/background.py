@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 
 import torch
 import torch.distributed as dist
@@ -89,10 +90,8 @@ class Background:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         try:
-            self.wait()
-        except Exception:
-            if kind is None:
-                raise
+            with suppress(*[Exception] * (kind is not None)):
+                self.wait()
         finally:
             if self._group is not None:
                 dist.destroy_process_group(self._group)

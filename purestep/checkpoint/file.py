@@ -29,10 +29,9 @@ UNFINISHED = ".unfinished"
 def write(path: File, tensors: Mapping[str, Tensor]) -> None:
     """Puts a file of these tensors in the place of the one that was there."""
     tensors = {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
-    specs = {name: _spec(name, tensor) for name, tensor in tensors.items()}
-    checksum = 0
+    checksum, specs = 0, {}
     for name, tensor in sorted(tensors.items()):
-        checksum = _sum(name, tensor, checksum)
+        checksum, specs[name] = _sum(name, tensor, checksum), _spec(name, tensor)
     metadata = {"format": "pt", "crc32": f"{checksum:08x}"}
     place = Path(os.path.realpath(path))
     with naming(path), TemporaryDirectory(UNFINISHED, f"{place.name}.", place.parent) as folder:
@@ -83,16 +82,11 @@ def naming(path: File) -> Iterator[None]:
     try:
         yield
     except (OSError, SafetensorError) as error:
-        raise unwritten(path, getattr(error, "strerror", None) or error) from error
-
-
-def unwritten(path: File, reason: object) -> OSError:
-    """The error for a file or folder that the system does not write."""
-    return OSError(
-        f"{os.fspath(path)} cannot be written ({reason}): name a file in a folder that exists, is "
-        "yours and has room. A folder, as of a tree with Shard, is never replaced: give each a "
-        "different name, as save_step does"
-    )
+        raise OSError(
+            f"{os.fspath(path)} cannot be written ({getattr(error, 'strerror', None) or error}): "
+            "name a file in a folder that exists, is yours and has room. A folder, as of a tree "
+            "with Shard, is never replaced: give each a different name, as save_step does"
+        ) from error
 
 
 def _spec(name: str, tensor: Tensor) -> TensorSpec:

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from purestep import state, tree as trees
 from purestep.axis import RankError
-from purestep.checkpoint.file import UNFINISHED, File, damaged, naming, unwritten
+from purestep.checkpoint.file import UNFINISHED, File, damaged, naming
 from purestep.sharding import to_dtensor
 from purestep.state import Slot
 from purestep.tree.shard import is_shard
@@ -61,15 +61,15 @@ def agreed(
     """
     if group is None:
         return act()
-    error, result, words = None, None, set[str]()
+    error, result, mine = None, None, ("", set[str]())
     try:
         result = act()
-        words = said(result)
+        mine = "", said(result)
     except Exception as caught:
-        error = caught
+        error, mine = caught, (repr(caught), set())
     heard: list[Any] = [None] * dist.get_world_size(group)
     with _meeting():
-        dist.all_gather_object(heard, (error and repr(error), words), group=group)
+        dist.all_gather_object(heard, mine, group=group)
     for rank, (failure, theirs) in enumerate(heard):
         if failure:
             raise error or RankError(f"rank {rank} failed, and all ranks with it: {failure}")
@@ -102,27 +102,25 @@ def write(path: File, slots: Mapping[str, Slot], group: Group) -> None:
     place, first = os.path.realpath(path), is_first(group)
     folder = Path(place + UNFINISHED)
 
-    def seal(files: str) -> None:
-        with naming(path):
-            for file in folder.glob(files):
-                _seal(file)
-
     def publish() -> None:
         if first:
-            seal(_METADATA)
-            with naming(path):
-                folder.rename(place)
+            _seal(folder, _METADATA)
+            folder.rename(place)
 
     try:
         if first:
             shutil.rmtree(folder, ignore_errors=True)  # of a program that was killed
-        with _meeting():
-            save(to_dtensor(dict(slots)), checkpoint_id=folder, process_group=group)
-        agreed(group, lambda: seal(f"__{dist.get_rank(group)}_*"))
-        agreed(group, publish)
+        with naming(path):
+            with _meeting():
+                save(to_dtensor(dict(slots)), checkpoint_id=folder, process_group=group)
+            agreed(group, lambda: _seal(folder, f"__{dist.get_rank(group)}_*"))
+            agreed(group, publish)
     except CheckpointException as failed:
         rank, (error, _) = min(failed.failures.items())
-        raise unwritten(path, f"rank {rank}: {error}") from error
+        if not isinstance(error, Exception):  # such as KeyboardInterrupt
+            raise error from None
+        with naming(path):
+            raise OSError(f"rank {rank}: {error}") from error
     finally:
         if first:
             shutil.rmtree(folder, ignore_errors=True)
@@ -152,12 +150,13 @@ def read(path: File, slots: Mapping[str, Slot]) -> tuple[dict[str, Slot], str]:
     return fresh, str(metadata.storage_meta.save_id)
 
 
-def _seal(path: Path) -> None:
-    """Adds the checksum of a file to its end."""
-    checksum = _sum(path)
-    with path.open("ab", buffering=0) as file:
-        file.write(checksum.to_bytes(4, "little"))
-        os.fsync(file.fileno())
+def _seal(folder: Path, files: str) -> None:
+    """Adds the checksum of each of these files to its end."""
+    for path in folder.glob(files):
+        checksum = _sum(path)
+        with path.open("ab", buffering=0) as file:
+            file.write(checksum.to_bytes(4, "little"))
+            os.fsync(file.fileno())
 
 
 def _check(path: Path) -> None:

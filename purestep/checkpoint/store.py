@@ -73,8 +73,8 @@ def write(path: File, slots: Mapping[str, Slot], group: Group) -> None:
 def load(path: File, like: Tree) -> Tree:
     """The tree that was saved, in the containers, on the devices and in the memory order of like.
 
-    Its tensors are fresh. Names, shapes and dtypes must be those of ``like``, or the differences are
-    named. A file or folder that was cut short or changed is refused by its name. A file runs
+    Its tensors are fresh. Names, shapes and dtypes must be those of ``like``, or the differences
+    are named. A file or folder that was cut short or changed is refused by its name. A file runs
     nothing; a folder holds a pickle, so load no folder that you do not trust.
 
     How a tensor is spread over ranks is not part of what is saved: where ``like`` has a ``Shard``,
@@ -91,10 +91,12 @@ def load(path: File, like: Tree) -> Tree:
       tree['w'] is torch.float32 of shape (2,); like has torch.float32 of shape (3,)
     """
 
-    def read() -> tuple[dict[str, Slot], str]:
-        return (folder if os.path.isdir(path) else file).read(path, state.slots(like))
-
-    fresh, _ = agreed(world(like), read, lambda found: {f"the checkpoint, {path}, {found[1]}"})
+    read = folder.read if os.path.isdir(path) else file.read
+    fresh, _ = agreed(
+        world(like),
+        lambda: read(path, state.slots(like)),
+        lambda found: {f"the checkpoint, {path}, {found[1]}"},
+    )
     return trees.unflatten(trees.flatten(like)[1], [*map(state.local, fresh.values())])
 
 
@@ -110,16 +112,12 @@ def export(path: File, tensors: Mapping[str, Tensor | Shard]) -> None:
     ...     os.listdir(folder)
     ['model.safetensors']
     """
-    if not isinstance(tensors, Mapping):
-        raise TypeError(
-            "export takes a dict of tensors by name, such as the params of ps.from_module, and not "
-            f"{type(tensors).__name__}: of a tree take ps.state_dict(tree)"
-        )
-    for name in tensors:
+    names = tensors if isinstance(tensors, Mapping) else [type(tensors)]
+    for name in names:
         if not isinstance(name, str) or name == "__metadata__":
-            raise ValueError(
-                f"{name!r} names a tensor, and safetensors takes a str other than '__metadata__': "
-                "give it a different name"
+            raise TypeError(
+                "export takes a dict of tensors by name, such as the params of ps.from_module, "
+                f"with names that are str and not '__metadata__'; and here is {name!r}"
             )
 
     def find() -> dict[str, Slot]:

@@ -368,8 +368,7 @@ def train(options: argparse.Namespace, axis: ps.MeshAxis) -> None:
                 # Where this step's examples end, however many more have been prefetched.
                 state = (params, opt_state, torch.tensor(step), torch.tensor(stream.position))
                 if speaks or options.shard:
-                    state = written(settings), state
-                    ps.checkpoint.save_step(options.checkpoint, step, state, keep=1)
+                    ps.checkpoint.save_step(options.checkpoint, step, (written(settings), state))
 
     params = ps.unshard(params)
     if speaks:
