@@ -25,7 +25,8 @@ class Background:
     is what they were at the call, whatever a donated step does to them. Copies are made into the
     same memory each time, once the size of the state. What goes wrong is raised by the next call,
     by ``wait()``, or where the ``with`` block ends. A program that ends waits for its last save,
-    and then ends with the exit code that it has.
+    and keeps its exit code. Wait before ``torch.distributed.destroy_process_group()``, which ends
+    a save of ranks.
 
     Ranks that save together do so over a process group of gloo that they make at the first call,
     so that their steps go on meanwhile. All of them make the same calls in the same order, the end
