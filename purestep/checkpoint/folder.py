@@ -89,8 +89,8 @@ def _meeting() -> Iterator[None]:
     except RuntimeError as error:
         raise RankError(
             "ranks could not save or load together: one of them has ended, or is late, and its own "
-            "output says why. End the process, and start again from the last checkpoint, as "
-            f"torchrun --max-restarts does. The backend's message: {str(error).splitlines()[0]}"
+            "output says why. Start all of them again from the last checkpoint, as torchrun does. "
+            f"The backend's message: {str(error).splitlines()[0]}"
         ) from error
 
 

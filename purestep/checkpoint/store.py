@@ -93,9 +93,7 @@ def load(path: File, like: Tree) -> Tree:
 
     read = folder.read if os.path.isdir(path) else file.read
     fresh, _ = agreed(
-        world(like),
-        lambda: read(path, state.slots(like)),
-        lambda found: {f"the checkpoint, {path}, {found[1]}"},
+        world(like), lambda: read(path, state.slots(like)), lambda it: {f"{path}, {it[1]}"}
     )
     return trees.unflatten(trees.flatten(like)[1], [*map(state.local, fresh.values())])
 
