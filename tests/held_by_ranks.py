@@ -12,9 +12,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import purestep as ps
 from purestep import tree
-from purestep.checkpoint import files
 from purestep.testing.processes import World, values
-from tests.states import assert_same_bits, noise, zeros
+from tests.states import DTYPES, assert_same_bits, noise, zeros
 
 BAD = 1
 """The rank that goes wrong."""
@@ -27,7 +26,7 @@ def whole() -> Any:
         "columns": noise(torch.float64, 6, 4).T,
         "short": noise(torch.bfloat16, 1, 2),
         "empty": noise(torch.float32, 0, 3),
-        "by dtype": {dtype: noise(dtype, 4, 2) for dtype in files.DTYPES if not dtype.is_complex},
+        "by dtype": {dtype: noise(dtype, 4, 2) for dtype in DTYPES if not dtype.is_complex},
         "step": torch.tensor(7),
         "layers": [noise(torch.float32, 7), None],
     }

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
 import signal
 import sys
 import time
@@ -93,6 +94,8 @@ def wait_until(happened: Callable[[], Any], process: int) -> None:
 
 def kill_at_random(path: Path, draw: random.Random, in_a_save: bool) -> bool:
     """Lets it save a few times, and kills it a moment later; whether that was in the middle of a save."""
+    for left in unfinished(path):
+        shutil.rmtree(left)
     process = life(path)
     try:
         for _ in range(draw.randrange(4)):
@@ -117,7 +120,7 @@ def has_changed(path: Path, before: int | None) -> bool:
 
 
 def unfinished(path: Path) -> list[Path]:
-    """What a save has begun to write."""
+    """What a save has begun to write, or has left there when it was killed."""
     return [*path.parent.glob("*.unfinished")]
 
 
@@ -139,7 +142,7 @@ def main(folder: Path) -> None:
         tree.paths(found, "state"), tree.leaves_of(found), tree.leaves_of(expected), strict=True
     ):
         assert torch.equal(one.view(-1).view(torch.uint8), two.view(-1).view(torch.uint8)), name
-    assert [*killed.parent.iterdir()] == [killed]
+    assert {*killed.parent.iterdir()} == {killed, *unfinished(killed)}
     print(f"killed {LIVES} times, {in_saves} of them in the middle of a save: the same bits")
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import importlib
 import os
 import random
+import shutil
 import signal
 import sys
 import time
@@ -33,7 +34,7 @@ STEPS, LIVES, PATIENCE, KEEP = 50, 20, 30.0, 2
 OPTIMIZER = ps.optim.chain(ps.optim.clip_by_global_norm(1.0), ps.optim.adamw(1e-2))
 
 # What takes seconds to import, before any life begins.
-for module in ("torch._dynamo", "purestep.checkpoint.folders"):
+for module in ("torch._dynamo", "torch.distributed.checkpoint.state_dict_saver"):
     importlib.import_module(module)
 
 
@@ -126,6 +127,8 @@ def ends(processes: list[int]) -> Iterator[int]:
 
 def kill_at_random(folder: Path, draw: random.Random, number: int) -> bool:
     """Lets them save a few times, and kills one or all a moment later; whether that was in the middle of a save."""
+    for left in unfinished(folder / "state"):
+        shutil.rmtree(left)
     processes = life(folder, draw.choice([2, 3]), in_background=number % 4 >= 2)
     victims = processes if number % 3 == 0 else [draw.choice(processes)]
     # Whoever waits for a rank to make a group with waits as long as torch allows, so one dies after that.

@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from purestep import tree
-from purestep.checkpoint.files import DTYPES
+
+COMPLEX = [torch.complex128, torch.complex32]
+"""The dtypes that safetensors does not hold."""
+
+DTYPES = [
+    torch.float64, torch.float32, torch.float16, torch.bfloat16,
+    torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz,
+    torch.float8_e8m0fnu, torch.complex64, torch.int64, torch.int32, torch.int16, torch.int8,
+    torch.uint64, torch.uint32, torch.uint16, torch.uint8, torch.bool,
+]  # fmt: skip
+"""Those that it does."""
 
 
 class Moments(NamedTuple):
@@ -40,8 +51,8 @@ def noise(dtype: torch.dtype, *shape: int) -> Tensor:
     return torch.randint(0, 256, (size,), generator=generator).byte().view(dtype).view(shape)
 
 
-def anything() -> dict[str, Any]:
-    """Each dtype, in each way to lie in memory."""
+def anything(dtypes: Sequence[torch.dtype] = DTYPES) -> dict[str, Any]:
+    """Each of these dtypes, in each way to lie in memory."""
     by_dtype = {
         dtype: [
             noise(dtype),
@@ -53,7 +64,7 @@ def anything() -> dict[str, Any]:
             noise(dtype, 1).expand(4),
             noise(dtype, 10)[3:],
         ]
-        for dtype in DTYPES
+        for dtype in dtypes
     }
     one = noise(torch.float32, 3)
     z = noise(torch.complex64, 3)

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import errno
-import json
 import os
 import pickle
 import re
 import subprocess
 import sys
 import threading
-import zlib
 from pathlib import Path
 from typing import Any
 
@@ -22,15 +19,14 @@ from torch import Tensor
 import purestep as ps
 from proofs.devices import lazy
 from purestep import tree
-from purestep.checkpoint import files
 from tests.hazards import Bomb, room
+from tests.held_by_ranks import axis
 from tests.memory import LiveBytes
-from tests.states import anything, assert_same_bits, noise, zeros
+from tests.states import COMPLEX, anything, assert_same_bits, noise, zeros
 
 ROOT = Path(__file__).parent.parent
 
 
-@pytest.mark.filterwarnings("ignore:ComplexHalf support")
 def test_what_is_saved_comes_back_to_the_bit(path: Path) -> None:
     state = anything()
     ps.checkpoint.save(path, state)
@@ -47,26 +43,11 @@ def test_any_tree_is_a_state(state: Any, path: Path) -> None:
     assert_same_bits(ps.checkpoint.load(path, zeros(state)), state)
 
 
-@pytest.mark.filterwarnings("ignore:ComplexHalf support")
 def test_safetensors_opens_it(path: Path) -> None:
     state = anything()
-    for unknown in (torch.complex32, torch.complex128):
-        del state["by dtype"][unknown]
-    state["odd"] = noise(torch.int8, 3)
     ps.checkpoint.save(path, state)
-    length = int.from_bytes(path.read_bytes()[:8], "little")
-    entries = json.loads(path.read_bytes()[8 : 8 + length])
-    for name, tensor in ps.state_dict(state).items():
-        assert (8 + length + entries[name]["data_offsets"][0]) % tensor.itemsize == 0, "aligned"
     assert_same_bits(safetensors.torch.load_file(path), ps.state_dict(state))
     assert_same_bits(ps.load_state_dict(zeros(state), safetensors.torch.load_file(path)), state)
-
-
-def test_files_larger_than_a_chunk(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    state = [noise(torch.float32, 5000), noise(torch.int8, 7), noise(torch.float64, 300, 7).T]
-    monkeypatch.setattr(files, "CHUNK", 4096)
-    ps.checkpoint.save(path, state)
-    assert_same_bits(ps.checkpoint.load(path, zeros(state)), state)
 
 
 def test_devices_follow_like(path: Path) -> None:
@@ -80,16 +61,34 @@ def test_devices_follow_like(path: Path) -> None:
 
 
 def test_what_is_held_in_memory(path: Path) -> None:
-    """One leaf at a time that lies otherwise; and what is loaded, once."""
-    size = 4 * 2**16
-    rows, columns = torch.randn(5, 2**16), torch.randn(4, 2**8, 2**8).transpose(1, 2)
+    """Copies of the leaves that lie otherwise; and what is loaded, with one leaf more."""
+    size = 4 * 2**18
+    rows, columns = torch.randn(4, 2**16), torch.randn(4, 2**8, 2**8).transpose(1, 2)
     for state, most in [([*rows], 0), ([*columns], size)]:
         with LiveBytes() as live:
             ps.checkpoint.save(path, state)
         assert live.peak == most
         with LiveBytes() as live:
             found = ps.checkpoint.load(path, state)
-        assert live.peak == most + sum(leaf.nbytes for leaf in found)
+        assert live.peak <= size + size // 4
+        assert_same_bits(found, state)
+
+
+def test_state_in_pieces_of_an_optimizer_of_torch(path: Path) -> None:
+    """Counts stand beside the pieces, in a ``Shard`` that holds a dict."""
+    place: Any = {"init_method": f"file://{path}.store", "rank": 0, "world_size": 1}
+    torch.distributed.init_process_group("gloo", **place)
+    try:
+        optimizer = ps.optim.from_torch(torch.optim.Adam)
+        params = {"w": noise(torch.float32, 4, 3), "v": torch.ones(3)}
+        whole, pieces = (optimizer.init(p) for p in (params, ps.shard(params, axis())))
+        ps.checkpoint.save(path, tree.map(torch.ones_like, pieces))
+        for like in (whole, pieces):
+            found = ps.checkpoint.load(path, like)
+            assert tree.flatten(found)[1] == tree.flatten(like)[1]
+            assert_same_bits(found, tree.map(torch.ones_like, like))
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 # Files that are something else.
@@ -100,11 +99,11 @@ def test_every_difference_is_named(path: Path) -> None:
     with pytest.raises(ValueError, match="does not fit like") as refusal:
         ps.checkpoint.load(path, {"b": torch.ones(3, 1), "c": torch.tensor(1), "d": torch.ones(1)})
     assert str(refusal.value).split("\n  ") == [
-        f"{path} does not fit like:",
-        "tree['a'] has no place",
-        "tree['b'] is torch.float32 of shape (3,), and torch.float32 of shape (3, 1) was expected",
-        "tree['c'] is torch.float32 of shape (), and torch.int64 of shape () was expected",
-        "tree['d'] is missing",
+        f"{path} does not fit like: build like as the saved tree was",
+        "tree['a'] is torch.float32 of shape (2,); like has no such leaf",
+        "tree['b'] is torch.float32 of shape (3,); like has torch.float32 of shape (3, 1)",
+        "tree['c'] is torch.float32 of shape (); like has torch.int64 of shape ()",
+        "tree['d'] is missing; like has torch.float32 of shape (1,)",
     ]
 
 
@@ -119,13 +118,24 @@ def assert_refused(path: Path, like: Any) -> None:
 STATE = {"w": torch.arange(5.0), "flags": torch.tensor([True, False, True]), "n": torch.tensor(3)}
 
 
-def test_each_flipped_bit_is_noticed(path: Path) -> None:
+def test_no_flipped_bit_changes_what_comes_back(path: Path) -> None:
+    """Refused by the file's name, but for those of a word that nothing depends on."""
     ps.checkpoint.save(path, STATE)
     whole = path.read_bytes()
+    accepted, refusals = set(), []
     for place in range(len(whole)):
         for bit in range(8):
             path.write_bytes(whole[:place] + bytes([whole[place] ^ 1 << bit]) + whole[place + 1 :])
-            assert_refused(path, STATE)
+            try:
+                found = ps.checkpoint.load(path, STATE)
+            except ValueError as refusal:
+                refusals.append(str(refusal))
+            else:
+                assert_same_bits(found, STATE)
+                accepted.add(place)
+    assert all(str(path) in refusal for refusal in refusals)
+    note = whole.index(b'"format":"pt"')
+    assert accepted <= {*range(note, note + len(b'"format":"pt"'))}
 
 
 def test_each_missing_or_further_byte_is_noticed(path: Path) -> None:
@@ -140,78 +150,55 @@ def test_each_missing_or_further_byte_is_noticed(path: Path) -> None:
     assert_refused(path, STATE)
 
 
-def test_a_file_cut_short_is_noticed_where_memory_holds_what_is_missing(path: Path) -> None:
-    zero = {"w": torch.zeros(2**22)}
-    ps.checkpoint.save(path, zero)
-    os.truncate(path, 2**22)
-    assert_refused(path, zero)
-
-
-def test_nothing_in_a_file_is_run(path: Path) -> None:
+def test_what_is_no_checkpoint_is_refused_and_not_run(path: Path) -> None:
     bomb = path.with_name("bomb")
     pickled = pickle.dumps(Bomb(bomb))
     path.write_bytes(pickled)
     assert_refused(path, STATE)
     torch.save({"w": Bomb(bomb)}, path)
     assert_refused(path, STATE)
-    safetensors.torch.save_file(STATE, path)
+    safetensors.torch.save_file(ps.state_dict(STATE), path)
     assert_refused(path, STATE)
     assert not bomb.exists()
     pickle.loads(pickled)
     assert bomb.exists()
-
-
-@pytest.mark.parametrize(
-    "text",
-    ["", "}", '},"x":1}', '},"x":{}}', '},"x":[]}', '},"x":{"dtype":"?","shape":[]}}', '},"x":' + "[" * 10**5],
-    ids=lambda text: text[:12],
-)  # fmt: skip
-def test_a_forged_header_is_refused(text: str, path: Path) -> None:
-    """Even one whose checksum is right."""
-    header = files.START + files.BLANK + b'"' + text.encode()
-    sealed = files.START + b"%08x" % zlib.crc32(header) + header[len(files.START) + 8 :]
-    path.write_bytes(len(sealed).to_bytes(8, "little") + sealed)
-    assert_refused(path, STATE)
-
-
-def test_what_is_no_file_is_named(path: Path) -> None:
+    path.unlink()
     with pytest.raises(FileNotFoundError, match="state"):
         ps.checkpoint.load(path, STATE)
 
 
-def test_a_dtype_that_no_file_holds_is_refused(path: Path) -> None:
-    with pytest.raises(
-        TypeError, match=r"tree\['q'\] is torch.float4_e2m1fn_x2 of shape \(2,\), a dtype"
-    ):
-        ps.checkpoint.save(
-            path, {"q": torch.zeros(2, dtype=torch.uint8).view(torch.float4_e2m1fn_x2)}
-        )
-    assert not path.exists()
+@pytest.mark.filterwarnings("ignore:ComplexHalf support")
+@pytest.mark.parametrize("dtype", [*COMPLEX, torch.float4_e2m1fn_x2])
+def test_a_dtype_that_no_file_holds_is_refused(dtype: torch.dtype, path: Path) -> None:
+    with pytest.raises(TypeError, match=r"tree\['q'\] is torch.* of shape \(2,\), a dtype that"):
+        ps.checkpoint.save(path, {"q": torch.empty(2, dtype=dtype)})
+    assert not [*path.parent.iterdir()]
+
+
+def test_export_writes_what_others_read(path: Path) -> None:
+    """Tensors that share memory, or lie otherwise, too; names that others would mistake are refused."""
+    w = noise(torch.bfloat16, 7, 3)
+    model = {"wte.weight": w, "head": w, "rows": w.T, "b": noise(torch.float32)}
+    ps.checkpoint.export(path, model)
+    assert_same_bits(safetensors.torch.load_file(path), model)
+    with safetensors.safe_open(path, "pt") as file:
+        assert file.metadata()["format"] == "pt"
+    one = torch.ones(2)
+    refused: list[tuple[Any, str]] = [
+        ([model], "with names .* and here is <class 'list'>"),
+        ({"a": {"b": 1}}, "a is dict, no tensor"),
+        ({"a": {"b": one, "c": one}}, "a is dict, no tensor"),
+        ({"__metadata__": one}, "and here is '__metadata__'"),
+        ({0: one, "0": one}, "and here is 0"),
+        ({None: one}, "and here is None"),
+    ]
+    for wrong, text in refused:
+        with pytest.raises(TypeError, match=text):
+            ps.checkpoint.export(path, wrong)
+    assert_same_bits(safetensors.torch.load_file(path), model)
 
 
 # Saves that do not end well.
-
-
-def contents(folder: Path) -> dict[str, str]:
-    return {file.name: file.read_text() for file in folder.iterdir()}
-
-
-def test_a_file_is_replaced_as_a_whole_or_not_at_all(path: Path) -> None:
-    path.write_text("old")
-
-    def write(error: BaseException) -> None:
-        with ps.checkpoint.replacing(path) as file:
-            file.write(b"ne")
-            assert len(contents(path.parent)) == 2
-            raise error
-
-    for error in (OSError("No space left on device"), KeyboardInterrupt(), ValueError("mine")):
-        with pytest.raises(type(error)):
-            write(error)
-        assert contents(path.parent) == {"state": "old"}
-    with ps.checkpoint.replacing(path) as file:
-        file.write(b"new")
-    assert contents(path.parent) == {"state": "new"}
 
 
 @pytest.mark.parametrize("size", [0, 100, 5000, 4 * 10**5])
@@ -220,56 +207,29 @@ def test_a_full_disk_leaves_the_last_one(size: int, path: Path) -> None:
     large = {"w": torch.randn(10**5)}
     with (
         room(size),
-        pytest.raises(
-            OSError, match=r"state cannot be written \(File too large\): .* has room"
-        ) as refusal,
+        pytest.raises(OSError, match=r"state cannot be written \(.*File too large.*has room"),
     ):
         ps.checkpoint.save(path, large)
-    assert refusal.value.errno == errno.EFBIG
     assert [*path.parent.iterdir()] == [path]
     assert_same_bits(ps.checkpoint.load(path, STATE), STATE)
 
 
-def test_what_cannot_be_written_is_refused_early(path: Path) -> None:
+def test_what_cannot_be_written_is_refused_and_leaves_all_as_it_was(path: Path) -> None:
     path.write_text("old")
-    for refuse in (ps.checkpoint.check_writable, lambda where: ps.checkpoint.save(where, STATE)):
-        with pytest.raises(OSError, match=r"nowhere/state cannot be written \(No such file"):
-            refuse(path.parent / "nowhere" / "state")
-        with pytest.raises(OSError, match=r"cannot be written \(Not a directory\)"):
-            refuse(path / "state")
-        with pytest.raises(OSError, match=r"cannot be written \(Is a directory\)"):
-            refuse(path.parent)
-    ps.checkpoint.check_writable(path)
-    ps.checkpoint.check_writable(path.with_name("new"))
-    assert contents(path.parent) == {"state": "old"}
-
-
-def test_leftovers_go_and_nothing_else_does(path: Path) -> None:
-    others = [
-        "state.unfinished",
-        "state.0123abcX.unfinished",
-        "other.0123abcd.unfinished",
-        "state0123abcd.unfinished",
-    ]
-    for name in ["state.0123abcd.unfinished", *others]:
-        path.with_name(name).write_text("killed")
-    for write in (ps.checkpoint.check_writable, lambda where: ps.checkpoint.save(where, STATE)):
-        path.with_name("state.0123abcd.unfinished").write_text("killed")
-        write(path)
-        assert {file.name for file in path.parent.iterdir()} - {"state"} == {*others}
-
-
-def test_what_is_being_written_is_no_leftover(path: Path) -> None:
-    with ps.checkpoint.replacing(path) as file:
-        file.write(b"slow")
-        ps.checkpoint.check_writable(path)
-        ps.checkpoint.save(path, STATE)
-        assert_same_bits(ps.checkpoint.load(path, STATE), STATE)
-    assert contents(path.parent) == {"state": "slow"}
+    for place, reason in [
+        (path.parent / "nowhere" / "state", "No such file or directory"),
+        (path / "state", "Not a directory"),
+        (path.parent, "Is a directory"),
+    ]:
+        with pytest.raises(OSError, match=rf"cannot be written \({reason}\): name") as refusal:
+            ps.checkpoint.save(place, STATE)
+        assert str(place) in str(refusal.value)
+    assert [*path.parent.iterdir()] == [path]
+    assert path.read_text() == "old"
 
 
 def test_two_savers_at_once(path: Path) -> None:
-    """Whoever reads finds a whole one, of one of them, at every moment."""
+    """At every moment, a reader finds a whole one, of one of them."""
     states = [{"w": torch.full((10**5,), float(i))} for i in range(4)]
     ps.checkpoint.save(path, states[0])
     errors: list[BaseException] = []

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import threading
-import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
 import purestep as ps
-from purestep.checkpoint import background
-from purestep.checkpoint.ranks import LostError, together as meet
 from purestep.testing.processes import DeadRankError, World
 from tests.held_by_ranks import LARGE, axis, together
 from tests.memory import LiveBytes
@@ -24,7 +22,7 @@ from tests.states import assert_same_bits, noise, zeros
 
 def test_what_is_saved_in_the_background_is_what_it_was(three: World, path: Path) -> None:
     together(three, save_in_background, path)
-    for name in ("pieces", "file"):
+    for name in ("pieces1", "file"):
         found = ps.checkpoint.load(path.with_name(name), {"w": torch.zeros(1000)})
         assert torch.equal(found["w"], torch.full((1000,), 2.0))
 
@@ -34,8 +32,8 @@ def save_in_background(rank: int, path: Path) -> None:
     state = {"w": ps.shard(torch.ones(1000), axis())}
     alone = {"w": torch.ones(1000)}
     with ps.checkpoint.Background() as background, ps.checkpoint.Background() as other:
-        for _ in range(2):
-            background.save(path.with_name("pieces"), state)
+        for number in range(2):
+            background.save(path.with_name(f"pieces{number}"), state)
             if rank == 0:
                 other.save(path.with_name("file"), alone)
             state["w"].piece.mul_(2)
@@ -93,23 +91,20 @@ def test_what_goes_wrong_in_the_background_is_raised_once(path: Path) -> None:
 
 
 def test_a_rank_that_dies_is_heard_in_the_background(path: Path) -> None:
-    """Also by one that waits for another, which has heard of it, and does something else."""
     with World(3, timeout=40) as world:
         results = world.run(die_in_a_save, [path] * 3)
     assert [type(result) for result in results] == [ps.RankError, ps.RankError, DeadRankError]
     found = ps.checkpoint.load(path, [torch.zeros(3 * LARGE)])
     assert_same_bits(found, [torch.ones(3 * LARGE)])
-    ps.checkpoint.check_writable(path)
     assert [*path.parent.glob("state*")] == [path]
 
 
 def die_in_a_save(rank: int, path: Path) -> None:
-    """The last rank dies while it writes; the first one does something else until the other has heard of it."""
+    """The last rank dies while it writes."""
     state = ps.shard([torch.ones(3 * LARGE)], axis())
-    heard = path.with_name("heard")
 
     def die() -> None:
-        while not [*path.parent.glob("*.folder/__2_0.distcp")]:
+        while not [*path.parent.glob("*.unfinished/__2_0.distcp")]:
             pass
         os.kill(os.getpid(), signal.SIGKILL)
 
@@ -118,45 +113,32 @@ def die_in_a_save(rank: int, path: Path) -> None:
     saving.wait()
     if rank == 2:
         threading.Thread(target=die, daemon=True).start()
-    saving.save(path, state)
-    if rank == 0:
-        wait_for(heard)
-    try:
-        saving.wait()
-    finally:
-        heard.touch()
+    saving.save(path.with_name("state2"), state)
+    saving.wait()
 
 
-def test_who_is_lost_leaves_those_who_wait_for_it(path: Path) -> None:
-    with World(2, timeout=40) as world:
-        results = world.run(lose, [path] * 2)
-    assert [type(result) for result in results] == [ps.RankError, ps.RankError]
+@pytest.mark.parametrize("end", ["", "raise ValueError", "dist.destroy_process_group()"])
+def test_a_program_that_ends_keeps_its_exit_code(end: str, tmp_path: Path) -> None:
+    """While it saves; and what it saves is whole, as long as the processes are joined."""
+    program = [sys.executable, "-c", f"{ENDS}\n{end}", str(tmp_path)]
+    ranks = [
+        subprocess.Popen([*program, str(rank)], cwd=ROOT, env=LOCAL, stderr=subprocess.DEVNULL)
+        for rank in range(2)
+    ]
+    assert [rank.wait(timeout=60) for rank in ranks] == [1 if "raise" in end else 0] * 2
+    if "destroy" not in end:
+        found = ps.checkpoint.load(tmp_path / "state", [torch.zeros(LARGE)] * 8)
+        assert all(map(torch.equal, found, [torch.ones(LARGE)] * 8))
 
 
-def lose(rank: int, path: Path) -> None:
-    """What a rank sees that alone knows of a death: the other waits for it in the same group."""
-
-    def write(_: Any, __: Any, group: Any) -> None:
-        if rank == 0:
-            raise LostError("another rank has died")
-        meet(group, lambda: None)
-
-    monkey = pytest.MonkeyPatch()
-    monkey.setattr(background, "write", write)
-    heard = path.with_name("heard")
-    saving = ps.checkpoint.Background()
-    saving.save(path, ps.shard([torch.ones(3)], axis()))
-    if rank == 0:
-        wait_for(heard)
-    try:
-        saving.wait()
-    finally:
-        heard.touch()
-
-
-def wait_for(path: Path) -> None:
-    """Until it is there."""
-    until = time.monotonic() + 20
-    while not path.exists():
-        assert time.monotonic() < until, "nobody has heard of it"
-        time.sleep(0.01)
+ROOT = Path(__file__).parent.parent
+LOCAL = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+ENDS = f"""
+import sys, torch, torch.distributed as dist, purestep as ps
+from torch.distributed.device_mesh import init_device_mesh
+folder, rank = sys.argv[1:]
+dist.init_process_group("gloo", init_method=f"file://{{folder}}/store", rank=int(rank), world_size=2)
+axis = ps.MeshAxis(init_device_mesh("cpu", (2,), mesh_dim_names=("dp",)), "dp")
+state = ps.shard([torch.ones({LARGE})] * 8, axis)
+ps.checkpoint.Background().save(f"{{folder}}/state", state)
+"""

@@ -38,9 +38,22 @@ def test_the_last_ones_are_kept(tmp_path: Path) -> None:
         ps.checkpoint.save_step(folder / "notes", 1, state)
 
 
+def test_what_a_killed_program_left_goes_with_its_step(tmp_path: Path) -> None:
+    """Nothing else does: what belongs to a later step may be in the making."""
+    left, kept = ["00000004.0123abcd", "00000002"], ["00000005.0123abcd", "00000006", "mine", "7"]
+    for name in [*left, *kept]:
+        (tmp_path / f"{name}.unfinished").mkdir()
+    (tmp_path / f"{left[0]}.unfinished" / "new").write_text("killed")
+    (tmp_path / "00000003.unfinished").write_text("a file that was to be removed")
+    ps.checkpoint.save_step(tmp_path, 5, {"w": torch.ones(1)})
+    names = {"00000005", *(f"{name}.unfinished" for name in kept)}
+    assert {file.name for file in tmp_path.iterdir()} == names
+
+
 def test_ranks_keep_the_last_ones(three: World, tmp_path: Path) -> None:
     together(three, save_steps, tmp_path)
     assert {file.name for file in tmp_path.iterdir()} == {"00000003", "00000004"}
+    assert not (tmp_path / "00000004" / "__7_0.distcp").exists()
     last = ps.checkpoint.latest(tmp_path)
     assert last
     assert torch.equal(ps.checkpoint.load(last, torch.zeros(5)), torch.full((5,), 4.0))
@@ -50,11 +63,11 @@ def test_ranks_keep_the_last_ones(three: World, tmp_path: Path) -> None:
 
 
 def save_steps(_: int, folder: Path) -> None:
-    """What was left of one that was killed goes with the next, whichever step that is."""
+    """What a killed save of the last step left is no part of it."""
     for step in range(5):
-        if step == 2 and axis().rank == 0:
-            (folder / "00000000.0123abcd.unfinished").write_text("killed")
-            (folder / "00000000.0123abcd.folder").mkdir()
+        if step == 4 and axis().rank == 0:
+            (folder / f"{step:08}.unfinished").mkdir()
+            (folder / f"{step:08}.unfinished" / "__7_0.distcp").write_text("killed")
         ps.checkpoint.save_step(folder, step, ps.shard(torch.full((5,), float(step)), axis()), 2)
 
 

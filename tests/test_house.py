@@ -45,11 +45,11 @@ BUDGETS = {
     "sharding": 120,
     "optim": 845,
     "data": 618,
+    "checkpoint": 360,
 }
-"""Lines of code: no longer than they are, on the way to 900, 400, 850, 400, 850 and 600."""
+"""Lines of code: no longer than they are, on the way to the goals of the design."""
 
 LATER = {
-    "checkpoint": 712,
     "losses": 609,
     "testing": 1713,
     "examples": 1475,

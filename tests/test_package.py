@@ -34,14 +34,14 @@ after = (torch.get_rng_state().sum(), torch.is_grad_enabled(), torch.get_default
 assert before[:-1] == after, "importing purestep changed global state"
 new = set(sys.modules) - before[-1]
 # What takes a second to import (compilers, most of torch.distributed) is in none of these.
-assert {name.split(".")[0] for name in new} == {"purestep", "einops"}, new
-late = {"purestep.products", "purestep.rewrites", "purestep.axis.opaque", "purestep.region", "purestep.checkpoint.folders"}
+assert {name.split(".")[0] for name in new} == {"purestep", "einops", "safetensors"}, new
+late = {"purestep.products", "purestep.rewrites", "purestep.axis.opaque", "purestep.region"}
 assert not late & new, late & new
 """
 
 
 def test_import_is_light_and_silent() -> None:
-    """Nothing is loaded beyond torch, optree, einops and the package, and nothing else of these than they load alone."""
+    """Nothing is loaded beyond torch, optree, einops, safetensors and the package, and nothing else of these than they load alone."""
     run = subprocess.run(
         [sys.executable, "-W", "error", "-c", IMPORT],
         capture_output=True, text=True, timeout=120, cwd=ROOT,

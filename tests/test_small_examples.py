@@ -40,7 +40,7 @@ def test_a_picture_that_could_not_be_drawn_is_refused_early(
 ) -> None:
     with pytest.raises(SystemExit):
         maml.main(["--picture", str(tmp_path / "nowhere" / "picture.png")])
-    assert "picture.png cannot be written (No such" in capsys.readouterr().err
+    assert "picture.png: [Errno 2] No such file or directory" in capsys.readouterr().err
 
 
 def off_by(fraction: float) -> ps.optim.Transform:

@@ -200,8 +200,7 @@ def draw(
     for axes in (left, right):
         axes.set_xlabel("step")
         axes.spines[["top", "right"]].set_visible(False)
-    with ps.checkpoint.replacing(path) as file:
-        figure.savefig(file, format=path.suffix.removeprefix("."))
+    figure.savefig(path)
 
 
 def begin(
@@ -294,23 +293,25 @@ def written(settings: elastic.Settings) -> dict[str, Tensor]:
     return {name: torch.tensor(list(text.ljust(32))) for name, text in texts.items()}
 
 
-def resume(path: Path | None, settings: elastic.Settings, begun: Any) -> Any:
-    """What was saved, or the state ``begun`` where nothing was; refused where nothing could be saved later.
+def resume(folder: Path | None, settings: elastic.Settings, begun: Any) -> Any:
+    """The state that was saved last, or the state ``begun`` where none was.
 
-    Refused, too, where it was made with different settings: it would go on as a run that nobody has asked for.
+    Refused are a folder that cannot be made, and a state of a run with different settings.
     """
-    if path is None:
+    if folder is None:
         return begun
-    ps.checkpoint.check_writable(path)
-    if not path.exists():
+    folder.mkdir(exist_ok=True)
+    last = ps.checkpoint.latest(folder)
+    if last is None:
         return begun
-    saved, state = ps.checkpoint.load(path, like=(written(settings), begun))
+    saved, state = ps.checkpoint.load(last, like=(written(settings), begun))
     found = {name: ast.literal_eval(bytes(text.tolist()).decode()) for name, text in saved.items()}
     name = elastic.difference(settings, found)
     if name is not None:
         raise ValueError(
-            f"{path} is of a run with {elastic.said(name, found)}, but this one has {elastic.said(name, settings)}: "
-            "give it the same to go on, or name a different file to begin anew"
+            f"{folder} is of a run with {elastic.said(name, found)}, but this one has "
+            f"{elastic.said(name, settings)}: give it the same to go on, or name a different "
+            "folder to begin anew"
         )
     return state
 
@@ -367,7 +368,7 @@ def train(options: argparse.Namespace, axis: ps.MeshAxis) -> None:
                 # Where this step's examples end, however many more have been prefetched.
                 state = (params, opt_state, torch.tensor(step), torch.tensor(stream.position))
                 if speaks or options.shard:
-                    ps.checkpoint.save(options.checkpoint, (written(settings), state))
+                    ps.checkpoint.save_step(options.checkpoint, step, (written(settings), state))
 
     params = ps.unshard(params)
     if speaks:
@@ -421,7 +422,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         "--picture", type=Path, default=Path("docstrings.png"), help="not under torchrun"
     )
     parser.add_argument(
-        "--checkpoint", type=Path, help="file to save to and to go on from; only under torchrun"
+        "--checkpoint", type=Path, help="folder to save to and to go on from; only under torchrun"
     )
     parser.add_argument(
         "--shard",
@@ -447,9 +448,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     if options.picture.suffix.removeprefix(".") not in kinds:
         parser.error(f"--picture {options.picture} must end in one of {', '.join(kinds)}")
     try:
-        ps.checkpoint.check_writable(options.picture)
+        os.scandir(options.picture.parent).close()
     except OSError as error:
-        parser.error(f"--picture {error}")
+        parser.error(f"--picture {options.picture}: {error}")
     return options
 
 
@@ -464,7 +465,7 @@ def main() -> None:
         else:
             compare(options)
     except KeyboardInterrupt:
-        saved = options.checkpoint and options.checkpoint.exists()
+        saved = options.checkpoint and ps.checkpoint.latest(options.checkpoint)
         goes_on = f"; the same command goes on from {options.checkpoint}" if saved else ""
         elastic.end(130, f"interrupted{goes_on}")
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from matplotlib.figure import Figure
 
-import purestep as ps
 from purestep.examples.docstrings import positive
 
 BLUE, ORANGE, GREEN, GREY = "#0072b2", "#d55e00", "#009e73", "0.45"
@@ -26,9 +26,9 @@ def parse(
     parser.add_argument("--picture", type=Path, default=Path(f"{name}.png"))
     options = parser.parse_args(arguments)
     try:
-        ps.checkpoint.check_writable(options.picture)
+        os.scandir(options.picture.parent).close()
     except OSError as error:
-        parser.error(f"--picture {error}")
+        parser.error(f"--picture {options.picture}: {error}")
     return options
 
 
@@ -49,7 +49,6 @@ def say(axes: Any, words: str, at: tuple[float, float], color: str, **how: Any) 
 
 
 def save(figure: Figure, path: Path) -> None:
-    """Writes all of the picture or nothing."""
-    with ps.checkpoint.replacing(path) as file:
-        figure.savefig(file, format="png")
+    """Writes the picture."""
+    figure.savefig(path, format="png")
     print(f"picture: {path}")

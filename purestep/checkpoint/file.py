@@ -1,0 +1,107 @@
+"""One file in the format of safetensors, with a checksum of its tensors in its metadata."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import shutil
+import zlib
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TypeAlias
+
+from safetensors import SafetensorError, TensorSpec, safe_open, serialize_file
+from torch import Tensor
+
+from purestep import state
+from purestep.state import Slot
+from purestep.tree import kind
+from purestep.tree.shard import Shard
+
+File: TypeAlias = str | os.PathLike[str]
+
+UNFINISHED = ".unfinished"
+"""How a name ends of what is not whole yet, or no longer."""
+
+
+def write(path: File, tensors: Mapping[str, Tensor]) -> None:
+    """Puts a file of these tensors in the place of the one that was there."""
+    tensors = {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
+    checksum, specs = 0, {}
+    for name, tensor in sorted(tensors.items()):
+        checksum, specs[name] = _sum(name, tensor, checksum), _spec(name, tensor)
+    metadata = {"format": "pt", "crc32": f"{checksum:08x}"}
+    place = Path(os.path.realpath(path))
+    with naming(path), TemporaryDirectory(UNFINISHED, f"{place.name}.", place.parent) as folder:
+        new, blank = Path(folder, "new"), Path(folder, "blank")
+        serialize_file(specs, new, metadata)
+        blank.touch()  # with the rights of any new file
+        shutil.copymode(place if place.exists() else blank, new)
+        with new.open("rb") as file:
+            os.fsync(file.fileno())
+        os.replace(new, place)
+
+
+def read(path: File, slots: Mapping[str, Slot]) -> tuple[dict[str, Slot], str]:
+    """The values of a file in fresh memory, of a ``Shard`` the piece; and their checksum."""
+    fresh = {name: state.empty_like(slot) for name, slot in slots.items()}
+    found, checksum = dict[str, str](), 0
+    try:
+        # Not mapped: that opens the file twice, and it may be replaced in between.
+        with safe_open(os.fspath(path), "pt", backend="pread") as file:
+            for name in sorted(file.keys()):
+                values = file.get_tensor(name)
+                found[name], checksum = kind(values), _sum(name, values, checksum)
+                slot = fresh.get(name)
+                if slot is not None and state.kind(slot) == found[name]:
+                    if isinstance(slot, Shard):
+                        values = values.narrow(slot.dim, *slot.place.span)
+                    state.local(slot).copy_(values)
+            metadata = file.metadata() or {}
+    except SafetensorError as error:
+        raise damaged(path) from error
+    state.check_fit(found, slots, os.fspath(path))
+    if metadata.get("crc32") != f"{checksum:08x}":
+        raise damaged(path)
+    return fresh, f"{checksum:08x}"
+
+
+def damaged(path: File) -> ValueError:
+    """The error for bytes that ``save`` did not write."""
+    return ValueError(
+        f"{os.fspath(path)} is no checkpoint of ps.checkpoint.save, or was cut short or changed "
+        "since: take an earlier one, or begin anew with another name"
+    )
+
+
+@contextmanager
+def naming(path: File) -> Iterator[None]:
+    """Errors of the system name the file, and what to do."""
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        raise OSError(
+            f"{os.fspath(path)} cannot be written ({getattr(error, 'strerror', None) or error}): "
+            "name a file in a folder that exists, is yours and has room. A folder, as of a tree "
+            "with Shard, is never replaced: give each a different name, as save_step does"
+        ) from error
+
+
+def _spec(name: str, tensor: Tensor) -> TensorSpec:
+    """What safetensors takes; its ``save_file`` needs numpy."""
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    if dtype in ("complex128", "complex32", "float4_e2m1fn_x2"):
+        raise TypeError(
+            f"{name} is {kind(tensor)}, a dtype that safetensors does not hold: save it as another "
+            "one, as by torch.view_as_real"
+        )
+    at, size = tensor.data_ptr(), tensor.nbytes
+    return TensorSpec(dtype=dtype, shape=tensor.shape, data_ptr=at, data_len=size)
+
+
+def _sum(name: str, tensor: Tensor, checksum: int) -> int:
+    """Goes on with the checksum of names, dtypes, shapes and values."""
+    memory = (ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())
+    return zlib.crc32(memory, zlib.crc32(f"{name}: {kind(tensor)}".encode(), checksum))

@@ -1,0 +1,173 @@
+"""A folder for a tree whose tensors are sharded over ranks: ``torch.distributed.checkpoint``.
+
+Each rank writes a file with its pieces, and one rank ``.metadata``, a pickle that says where each
+piece is. The last four bytes of each file are the checksum of the others; readers pass over them.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeAlias, TypeVar, cast
+
+import torch.distributed as dist
+
+from purestep import state, tree as trees
+from purestep.axis import RankError
+from purestep.checkpoint.file import UNFINISHED, File, damaged, naming
+from purestep.sharding import to_dtensor
+from purestep.state import Slot
+from purestep.tree.shard import is_shard
+from purestep.types import Tree
+
+T = TypeVar("T")
+
+Group: TypeAlias = Any
+"""A process group; None for one process, or for each by itself."""
+
+_METADATA = ".metadata"
+
+_SEALED = 0x2144DF1C
+"""The CRC-32 of any bytes with their CRC-32 after them."""
+
+
+def world(tree: Tree) -> Group:
+    """All processes, where a tensor is sharded over some of them."""
+    if not any(map(is_shard, trees.flatten(tree, is_shard)[0])):
+        return None
+    if dist.group.WORLD is None:
+        raise ValueError(
+            "a tree with Shard is saved and loaded by processes together, while their process "
+            "group exists, and there is none: take ps.unshard(tree), whose tensors are whole"
+        )
+    return dist.group.WORLD
+
+
+def is_first(group: Group) -> bool:
+    """Whether this rank does what one of them has to do."""
+    return group is None or dist.get_rank(group) == 0
+
+
+def agreed(
+    group: Group, act: Callable[[], T], said: Callable[[T], set[str]] = lambda _: set()
+) -> T:
+    """What ``act`` returns on this rank; what is ``said`` of it must be the same on all ranks.
+
+    A rank on which it raises raises that; the others raise a ``RankError`` that names the rank.
+    """
+    if group is None:
+        return act()
+    error, result, mine = None, None, ("", set[str]())
+    try:
+        result = act()
+        mine = "", said(result)
+    except Exception as caught:
+        error, mine = caught, (repr(caught), set())
+    heard: list[Any] = [None] * dist.get_world_size(group)
+    with _meeting():
+        dist.all_gather_object(heard, mine, group=group)
+    for rank, (failure, theirs) in enumerate(heard):
+        if failure:
+            raise error or RankError(f"rank {rank} failed, and all ranks with it: {failure}")
+        if theirs != heard[0][1]:
+            raise ValueError(
+                f"rank {rank} differs from rank 0 in {min(theirs ^ heard[0][1])}: give all ranks "
+                "one path, on a disk that they share, and trees of one structure"
+            )
+    return cast("T", result)
+
+
+@contextmanager
+def _meeting() -> Iterator[None]:
+    """A broken connection, in words that say what to look for."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise RankError(
+            "ranks could not save or load together: one of them has ended, or is late, and its own "
+            "output says why. Start all of them again from the last checkpoint, as torchrun does. "
+            f"The backend's message: {str(error).splitlines()[0]}"
+        ) from error
+
+
+def write(path: File, slots: Mapping[str, Slot], group: Group) -> None:
+    """Writes what all ranks hold, each its pieces, and gives the folder its name."""
+    from torch.distributed.checkpoint.api import CheckpointException  # takes a second to import
+    from torch.distributed.checkpoint.state_dict_saver import save
+
+    place, first = os.path.realpath(path), is_first(group)
+    folder = Path(place + UNFINISHED)
+
+    def publish() -> None:
+        if first:
+            _seal(folder, _METADATA)
+            folder.rename(place)
+
+    try:
+        if first:
+            shutil.rmtree(folder, ignore_errors=True)  # of a program that was killed
+        with naming(path):
+            with _meeting():
+                save(to_dtensor(dict(slots)), checkpoint_id=folder, process_group=group)
+            agreed(group, lambda: _seal(folder, f"__{dist.get_rank(group)}_*"))
+            agreed(group, publish)
+    except CheckpointException as failed:
+        rank, (error, _) = min(failed.failures.items())
+        if not isinstance(error, Exception):  # such as KeyboardInterrupt
+            raise error from None
+        with naming(path):
+            raise OSError(f"rank {rank}: {error}") from error
+    finally:
+        if first:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def read(path: File, slots: Mapping[str, Slot]) -> tuple[dict[str, Slot], str]:
+    """The values of a folder in fresh memory, of a ``Shard`` the piece; and the name of its save.
+
+    Each rank reads for itself, and only the files that hold its pieces.
+    """
+    from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
+
+    folder, planner, reader = Path(path), DefaultLoadPlanner(), FileSystemReader(path)
+    _check(folder / _METADATA)
+    metadata: Any = reader.read_metadata()
+    entries = metadata.state_dict_metadata.items()
+    found = {name: f"{e.properties.dtype} of shape {tuple(e.size)}" for name, e in entries}
+    state.check_fit(found, slots, os.fspath(path))
+    fresh = {name: state.empty_like(slot) for name, slot in slots.items()}
+    planner.set_up_planner(to_dtensor(fresh), metadata)
+    reader.set_up_storage_reader(metadata, is_coordinator=True)
+    plan = planner.create_local_plan()
+    for name in {metadata.storage_data[item.storage_index].relative_path for item in plan.items}:
+        _check(folder / name)
+    reader.read_data(plan, planner).wait()
+    return fresh, str(metadata.storage_meta.save_id)
+
+
+def _seal(folder: Path, files: str) -> None:
+    """Adds the checksum of each of these files to its end."""
+    for path in folder.glob(files):
+        checksum = _sum(path)
+        with path.open("ab", buffering=0) as file:
+            file.write(checksum.to_bytes(4, "little"))
+            os.fsync(file.fileno())
+
+
+def _check(path: Path) -> None:
+    """Refuses a file that does not end in its checksum."""
+    if not path.exists() or _sum(path) != _SEALED:
+        raise damaged(path)
+
+
+def _sum(path: Path) -> int:
+    checksum = 0
+    with path.open("rb") as file:
+        while chunk := file.read(2**22):
+            checksum = zlib.crc32(chunk, checksum)
+    return checksum
