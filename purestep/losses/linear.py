@@ -8,7 +8,7 @@ from torch import Tensor
 
 from purestep.losses import vocabulary
 from purestep.losses.logits import check_temperature
-from purestep.rematerialisation import remat
+from purestep.remat import remat
 from purestep.tree import accumulation_dtype, at_hand
 from purestep.weights import IGNORE_INDEX
 

@@ -21,7 +21,7 @@ from einops import rearrange
 from torch import Tensor
 from torch.autograd import Function
 
-from purestep.rematerialisation import remat, replaced
+from purestep.remat import remat, replaced
 from purestep.tree import accumulation_dtype
 
 Statistics: TypeAlias = tuple[Tensor, Tensor, Tensor]
