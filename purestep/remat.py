@@ -1,4 +1,4 @@
-"""Rematerialisation: a backward pass computes a function again, instead of keeping what it computed.
+"""Rematerialisation: a backward pass computes a function again, and keeps its arguments alone.
 
 Autograd has a checkpoint for it, which no transform of ``torch.func`` takes. Under these stands a
 ``Function`` that saves the arguments; its backward pass is the vjp of the function itself.
@@ -43,7 +43,7 @@ def remat(fn: Callable[P, R]) -> Callable[P, R]:
 
     * Arguments and results are trees. Tensors among them are differentiated.
     * Random numbers are drawn again as they were: by keys, by torch's global generators, and by a
-      ``torch.Generator`` among the arguments. Generators are left as one call of ``fn`` leaves them.
+      ``torch.Generator`` among the arguments. One call of ``fn`` moves them, not two.
     * Collectives in ``fn`` are called again in the backward pass, by all ranks alike.
     * An argument that is written to, by ``fn`` or before the backward pass, is refused.
     * Under a transform, ``fn`` may neither close over a tensor that is differentiated or batched,
@@ -143,13 +143,13 @@ def _under_transforms(
     axes = mapping()
     operands = [*_tensors(leaves), *(axis.index for axis in axes)]
     # ``run`` holds no tensors: autograd saves them, and frees them as the backward pass goes.
-    rest = replaced(leaves, at, [None] * len(at))
+    rest = _replaced(leaves, at, [None] * len(at))
     found: list[Any] = []
     kind: tree.Structure = None
 
     def run(*given: Tensor) -> tuple[Tensor, ...]:
         nonlocal found, kind
-        args, kwargs = tree.unflatten(structure, replaced(rest, at, given[: len(at)]))
+        args, kwargs = tree.unflatten(structure, _replaced(rest, at, given[: len(at)]))
         with bound_as(axes, given[len(at) :]):
             results, kind = tree.flatten(fn(*args, **kwargs))
         # Each tensor once, and an argument that is returned as the argument itself.
@@ -203,14 +203,14 @@ class _Remat(Function):
         seeds = tuple(each.view_as(each) for each in cotangents if each is not None)
 
         def of_wanted(*chosen: Tensor) -> tuple[Tensor, ...]:
-            made = ctx.run(*replaced(given, wanted, chosen))
+            made = ctx.run(*_replaced(given, wanted, chosen))
             return tuple(made[index] for index in arrived)
 
         grads: list[Any] = [None] * len(given)
         if arrived:
             vjp: Callable[..., Any] = torch.func.vjp
             _, pull = vjp(of_wanted, *(given[index] for index in wanted))
-            grads = replaced(grads, wanted, pull(seeds, retain_graph=False))
+            grads = _replaced(grads, wanted, pull(seeds, retain_graph=False))
         return None, *grads
 
     @staticmethod
@@ -256,8 +256,7 @@ def _tensors(leaves: Sequence[Any]) -> list[Tensor]:
     return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
 
 
-def replaced(values: Sequence[Any], places: Sequence[int], new: Sequence[Any]) -> list[Any]:
-    """The values, with new ones at these places."""
+def _replaced(values: Sequence[Any], places: Sequence[int], new: Sequence[Any]) -> list[Any]:
     filled = [*values]
     for place, value in zip(places, new, strict=True):
         filled[place] = value

@@ -44,13 +44,13 @@ BUDGETS = {
     "axis": 1135,
     "sharding": 120,
     "optim": 845,
+    "losses": 378,
 }
-"""Lines of code: no longer than they are, on the way to 900, 400, 850, 400 and 850."""
+"""Lines of code: no longer than they are, on the way to 900, 400, 850, 400, 850 and 380."""
 
 LATER = {
     "batching": 811,
     "checkpoint": 712,
-    "losses": 609,
     "testing": 1713,
     "examples": 1475,
     "others": 1997,
@@ -114,6 +114,7 @@ SEAMS = {
     "optim/partition.py": 2,
     "optim/torch_optim.py": 1,
     "optim/master.py": 1,
+    "losses/vocabulary.py": 2,
 }
 """Where new code asks for compilers, transforms or autograd, and how often."""
 
