@@ -7,8 +7,9 @@ Autograd has a checkpoint for it, which no transform of ``torch.func`` takes. Un
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -43,14 +44,14 @@ def remat(fn: Callable[P, R]) -> Callable[P, R]:
 
     * Arguments and results are trees. Tensors among them are differentiated.
     * Random numbers are drawn again as they were: by keys, by torch's global generators, and by a
-      ``torch.Generator`` among the arguments. One call of ``fn`` moves them, not two.
+      ``torch.Generator`` among the arguments. Two calls of ``fn`` move these as one does.
     * Collectives in ``fn`` are called again in the backward pass, by all ranks alike.
     * An argument that is written to, by ``fn`` or before the backward pass, is refused.
     * Under a transform, ``fn`` may neither close over a tensor that is differentiated or batched,
-      nor return a view of an argument; both are refused. Pass params as arguments:
+      nor return views of arguments or of each other. Pass params as arguments:
       ``remat(block)(params, x)``, not ``remat(lambda x: block(params, x))(x)``.
-    * Outside of transforms, it is ``torch.utils.checkpoint``, which refuses ``torch.func.grad``
-      inside of ``fn``: call ``remat`` inside of ``grad``, or ``torch.autograd.grad`` inside of it.
+    * Outside of transforms, it is ``torch.utils.checkpoint``, and ``torch.func.grad`` inside of
+      ``fn`` is refused: call ``remat`` inside of ``grad``, or ``torch.autograd.grad`` inside of it.
     * Under a compiler, and for derivatives in forward mode, it is ``fn`` itself.
 
     >>> def block(w, x):
@@ -71,87 +72,32 @@ def remat(fn: Callable[P, R]) -> Callable[P, R]:
         recorded = torch.is_grad_enabled() and not in_forward_mode()
         if torch.compiler.is_dynamo_compiling() or not recorded:
             return fn(*args, **kwargs)
-        leaves, structure = tree.flatten((args, kwargs))
-        again = _repeatable(fn, leaves)
-        made: R
-        if transformed():
-            made = _under_transforms(again, leaves, structure)
-        else:
-            again = functools.partial(again, **kwargs)
-            made = checkpoint(again, *args, use_reentrant=False, preserve_rng_state=False)
-        return made
+        result: R = _of_tensors(fn, args, kwargs)
+        return result
 
     return run
 
 
-def _repeatable(fn: Callable[P, R], leaves: Sequence[Any]) -> Callable[P, R]:
-    """``fn``, of which each later call meets the autocast, keys and random numbers of the first."""
-    devices = {leaf.device for leaf in _tensors(leaves)}
-    casts = [
-        (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
-        for kind in {"cpu", *(device.type for device in devices)}
-        if torch.amp.is_autocast_available(kind)
-    ]
-    keys = keyed.again()
-    generators = [leaf for leaf in leaves if isinstance(leaf, torch.Generator)]
-    generators += [torch.default_generator]
-    generators += [torch.cuda.default_generators[d.index] for d in devices if d.type == "cuda"]
-    drawn: list[tuple[torch.Generator, Tensor]] | None = None
-    # Under transforms, autograd looks after what it has saved.
-    held = [] if transformed() else _tensors(leaves)
-    versions = versions_of(held)
-
-    def check_unwritten() -> None:
-        if versions_of(held) != versions:
-            raise _refused(fn, _WRITTEN)
-
-    def first(*args: P.args, **kwargs: P.kwargs) -> R:
-        nonlocal drawn
-        before = [(generator, generator.get_state()) for generator in generators]
-        result = fn(*args, **kwargs)
-        check_unwritten()
-        # Generators that the call has not moved are left alone: other threads draw from them.
-        drawn = [
-            (generator, state)
-            for generator, state in before
-            if is_watched() or not torch.equal(state, generator.get_state())
-        ]
-        return result
-
-    def run(*args: P.args, **kwargs: P.kwargs) -> R:
-        if drawn is None:
-            return first(*args, **kwargs)
-        check_unwritten()
-        with ExitStack() as within:
-            for generator, state in drawn:
-                within.callback(generator.set_state, generator.get_state())
-                generator.set_state(state)
-            # Its cache would keep the leaves that it has cast.
-            within.callback(torch.clear_autocast_cache)
-            for cast in casts:
-                within.enter_context(torch.autocast(*cast))
-            within.enter_context(keys())
-            return fn(*args, **kwargs)
-
-    return functools.wraps(fn)(run)
-
-
-def _under_transforms(
-    fn: Callable[..., Any], leaves: Sequence[Any], structure: tree.Structure
-) -> Any:
+def _of_tensors(fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """``fn(*args, **kwargs)`` by way of a function from tensors to tensors, which is repeated."""
+    by = _apply if transformed() else _by_checkpoint
+    if by is _apply and keyed.again() is not nullcontext:
+        raise _refused(fn, _KEYED)
+    leaves, structure = tree.flatten((args, kwargs))
     at = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
-    axes = mapping()
+    again, axes = _repeatable(fn, leaves), mapping()
     operands = [*_tensors(leaves), *(axis.index for axis in axes)]
     # ``run`` holds no tensors: autograd saves them, and frees them as the backward pass goes.
     rest = _replaced(leaves, at, [None] * len(at))
     found: list[Any] = []
     kind: tree.Structure = None
 
+    @functools.wraps(fn)
     def run(*given: Tensor) -> tuple[Tensor, ...]:
         nonlocal found, kind
         args, kwargs = tree.unflatten(structure, _replaced(rest, at, given[: len(at)]))
         with bound_as(axes, given[len(at) :]):
-            results, kind = tree.flatten(fn(*args, **kwargs))
+            results, kind = tree.flatten(again(*args, **kwargs))
         # Each tensor once, and an argument that is returned as the argument itself.
         places = {id(each): _Place(number) for number, each in enumerate(given)}
         made: list[Tensor] = []
@@ -162,12 +108,56 @@ def _under_transforms(
         found = [places[id(each)] if isinstance(each, Tensor) else each for each in results]
         return tuple(made)
 
-    values = [*operands, *_apply(functools.wraps(fn)(run), *operands)]
+    values = [*operands, *by(run, *operands)]
     return tree.unflatten(kind, [values[x] if isinstance(x, _Place) else x for x in found])
 
 
 class _Place(int):
     """Where a result's tensor stands among the arguments and what is made of them."""
+
+
+def _by_checkpoint(run: Callable[..., R], *operands: Tensor) -> R:
+    try:
+        made: R = checkpoint(run, *operands, use_reentrant=False, preserve_rng_state=False)
+    except RuntimeError as error:
+        if "torch.func" in str(error) and "saved tensor hooks" in str(error):
+            raise _refused(run, _DIFFERENTIATES) from error
+        raise
+    return made
+
+
+def _repeatable(fn: Callable[P, R], leaves: Sequence[Any]) -> Callable[P, R]:
+    """``fn``, of which each later call meets the autocast and the random numbers of the first."""
+    devices = {leaf.device for leaf in _tensors(leaves)}
+    casts = [
+        (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
+        for kind in {"cpu", *(device.type for device in devices)}
+        if torch.amp.is_autocast_available(kind)
+    ]
+    generators = [leaf for leaf in leaves if isinstance(leaf, torch.Generator)]
+    generators += [torch.default_generator]
+    generators += [torch.cuda.default_generators[d.index] for d in devices if d.type == "cuda"]
+    before = [(generator, generator.get_state()) for generator in generators]
+    moved: list[tuple[torch.Generator, Tensor]] | None = None
+
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        nonlocal moved
+        if moved is None:
+            result = fn(*args, **kwargs)
+            # Generators that the call has not moved are left alone: other threads draw from them.
+            moved = [x for x in before if is_watched() or not torch.equal(x[1], x[0].get_state())]
+            return result
+        with ExitStack() as within:
+            for generator, state in moved:
+                within.callback(generator.set_state, generator.get_state())
+                generator.set_state(state)
+            # Its cache would keep the leaves that it has cast.
+            within.callback(torch.clear_autocast_cache)
+            for cast in casts:
+                within.enter_context(torch.autocast(*cast))
+            return fn(*args, **kwargs)
+
+    return run
 
 
 class _Remat(Function):
@@ -183,7 +173,7 @@ class _Remat(Function):
             raise _refused(run, _CLOSES_OVER)
         if versions_of(given) != versions:
             raise _refused(run, _WRITTEN)
-        if {*map(storage_of, given)} & {*map(storage_of, made)}:
+        if _overlap(given, made):
             raise _refused(run, _VIEW)
         return made
 
@@ -252,6 +242,16 @@ def _is_tracked(tensor: Tensor) -> bool:
     return tensor.requires_grad
 
 
+def _overlap(given: Sequence[Tensor], made: Sequence[Tensor]) -> bool:
+    """Whether tensors that are made share memory with those that are given, or with each other."""
+    room = dict.fromkeys(map(storage_of, given), 0)
+    for each in made:
+        sizes = [size for size, stride in zip(each.shape, each.stride(), strict=True) if stride]
+        left = room.get(storage_of(each), each.untyped_storage().nbytes())
+        room[storage_of(each)] = left - math.prod(sizes) * each.element_size()
+    return any(left < 0 for left in room.values())
+
+
 def _tensors(leaves: Sequence[Any]) -> list[Tensor]:
     return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
 
@@ -268,13 +268,15 @@ _CLOSES_OVER = (
     "it as an argument, as in ps.remat(block)(params, x), not ps.remat(lambda x: block(params, "
     "x))(x); or detach it, if it is a constant"
 )
-_WRITTEN = (
-    "is to be computed again, but one of its arguments was written to in place, by it or before "
-    "the backward pass: compute a new tensor"
+_KEYED = "is inside of a module that draws by key=: under a transform, call ps.remat around apply"
+_DIFFERENTIATES = (
+    "calls torch.func.grad, vjp or the like, which no checkpoint takes outside of transforms: call "
+    "ps.remat inside of what is differentiated, or torch.autograd.grad(..., create_graph=True)"
 )
+_WRITTEN = "writes to one of its arguments in place, and would do so again: compute a new tensor"
 _VIEW = (
-    "returns a view of an argument, and what is written to one would be lost to the other under a "
-    "transform: return a clone, or make the view outside of it"
+    "returns a view of an argument, or of another result, and what is written to one would be lost "
+    "to the other under a transform: return a clone, or make the view outside of it"
 )
 
 

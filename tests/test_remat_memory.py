@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -48,3 +49,20 @@ def test_what_is_kept(reverse: Any) -> None:
     # tanh keeps what it returns. Beside that are alive a cotangent, what is made of it, and a product before tanh takes it.
     assert peak(lambda fn: fn) >= 5 * LAYERS * ACTIVATION
     assert peak(ps.remat) <= (LAYERS + 5 + 3) * ACTIVATION + grads
+
+
+def test_arguments_are_freed_as_the_backward_pass_goes() -> None:
+    """Even while its result is alive."""
+    held = []
+
+    def loss(x: Tensor) -> Tensor:
+        argument = 2 * x
+        held.append(weakref.ref(argument))
+        return ps.remat(torch.square)(argument).sum()
+
+    transform: Any = torch.func.vjp
+    value, pull = transform(loss, torch.ones(3))
+    assert held[0]() is not None
+    pull(torch.ones(()), retain_graph=False)
+    assert held[0]() is None
+    assert value == 12
