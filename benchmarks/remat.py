@@ -60,7 +60,6 @@ WAYS: dict[str, Callable[[], peers.Way]] = {
     "purestep": lambda: peers.purestep(problem(False), donate=True),
     "purestep, remat": lambda: peers.purestep(problem(True), donate=True),
     "purestep, compiled": lambda: peers.purestep(problem(False), donate=True, compile=True),
-    "purestep, compiled, remat": lambda: peers.purestep(problem(True), donate=True, compile=True),
 }
 
 

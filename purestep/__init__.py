@@ -35,7 +35,7 @@ from purestep.data import (
 from purestep.evaluation import make_eval_step
 from purestep.grad_and_value import grad_and_value
 from purestep.modules import from_module, to_module
-from purestep.rematerialisation import remat
+from purestep.remat import remat
 from purestep.sharding import from_dtensor, shard, to_dtensor, unshard
 from purestep.state import load_state_dict, state_dict
 from purestep.step import make_update_step

@@ -79,15 +79,6 @@ def is_watched() -> bool:
     return modes() > 0
 
 
-_level_of: Callable[[Tensor], int] = _private("_C._functorch.maybe_get_level")
-_level: Callable[[], int | None] = _private("_C._functorch.maybe_current_level")
-
-
-def is_active(tensor: Tensor) -> bool:
-    """Whether a tensor that ``torch.func`` made belongs to a transform that has not ended, nor stepped aside."""
-    return 0 < _level_of(tensor) <= (_level() or 0)
-
-
 holds_tensors: Callable[[Tensor], bool] = _private(
     "utils._python_dispatch.is_traceable_wrapper_subclass"
 )
@@ -319,48 +310,6 @@ def traced_writes(things: Sequence[Any]) -> dict[int, tuple[str, ...]]:
         }
     except (ImportError, AttributeError):
         return {}
-
-
-def operation_on_graphs(name: str, run: Callable[..., Any]) -> Callable[..., Any]:
-    """``run(function, *args, **kwargs)``, which a compiler calls with the graph of the function, and its tensors.
-
-    What the function closes over is among the tensors then. Where unknown, the function is called.
-    """
-    try:
-        from torch._dynamo.variables import higher_order_ops
-        from torch._ops import HigherOrderOperator
-
-        class AsOneNode(higher_order_ops.WrapHigherOrderVariable):
-            # As torch's own ``wrap`` allows it; from torch 2.15 on, each operation has to say so itself.
-            _HOP_NAME = name
-            supports_input_mutation = supports_aliasing = True
-
-        higher_order_ops._hop_name_to_variable_class[name] = AsOneNode
-    except (ImportError, AttributeError):
-        return lambda function, *args, **kwargs: function(*args, **kwargs)
-
-    class Operation(HigherOrderOperator):
-        def __init__(self) -> None:
-            super().__init__(name)  # type: ignore[no-untyped-call]
-
-        def __call__(self, function: Any, *args: Any, **kwargs: Any) -> Any:
-            return run(function, *args, **kwargs)
-
-    return Operation()
-
-
-def watching(look: Callable[[Any, Any, Any], None]) -> Any:
-    """Within it, ``look`` is shown each operation, and its arguments, before it is carried out, or recorded by a compiler."""
-    from torch.utils._python_dispatch import TorchDispatchMode
-
-    class Watch(TorchDispatchMode):
-        def __torch_dispatch__(
-            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-        ) -> Any:
-            look(func, args, kwargs or {})
-            return func(*args, **(kwargs or {}))
-
-    return Watch()  # type: ignore[no-untyped-call]
 
 
 def operations(func: Any) -> list[Any]:

@@ -46,14 +46,14 @@ BUDGETS = {
     "optim": 845,
     "data": 618,
     "checkpoint": 360,
+    "losses": 378,
 }
 """Lines of code: no longer than they are, on the way to the goals of the design."""
 
 LATER = {
-    "losses": 609,
     "testing": 1713,
     "examples": 1475,
-    "others": 2134,
+    "others": 1960,
 }
 """Rooms that are to be written again."""
 
@@ -81,8 +81,7 @@ ORDER = [
     "keyed",
     "modules",
     "data",
-    "rematerialisation",
-    "region",
+    "remat",
     "losses",
     "state",
     "checkpoint",
@@ -91,7 +90,7 @@ ORDER = [
 ]
 """Each imports from those before it alone."""
 
-PRIVATE = 47
+PRIVATE = 43
 """Private names of torch's, to become 16."""
 
 SEAMS = {
@@ -114,6 +113,7 @@ SEAMS = {
     "optim/partition.py": 2,
     "optim/torch_optim.py": 1,
     "optim/master.py": 1,
+    "losses/vocabulary.py": 2,
 }
 """Where new code asks for compilers, transforms or autograd, and how often."""
 

@@ -258,15 +258,19 @@ def test_remat_draws_the_same_again() -> None:
 
     for one, other in zip(gradient(around, params), gradient(plain, params), strict=True):  # fmt: skip
         assert torch.equal(one, other)
-    inside, by_hand = [
-        torch.autograd.grad(called(function, x).square().sum(), x)
+
+    def plainly(x: Tensor) -> Tensor:
+        return functional.dropout(functional.dropout(functional.dropout(x).tanh()))
+
+    inside, by_hand = (
+        torch.autograd.grad(called(function, x).square().sum(), x)[0]
         for x in [X.clone().requires_grad_()]
-        for function in (
-            within,
-            lambda x: functional.dropout(functional.dropout(functional.dropout(x).tanh())),
-        )
-    ]
-    assert torch.equal(inside[0], by_hand[0])
+        for function in (within, plainly)
+    )
+    assert torch.equal(inside, by_hand)
+    params, apply = ps.from_module(Calls(within))
+    with pytest.raises(ValueError, match=r"ps\.remat around apply"):
+        torch.func.grad(lambda x: apply(params, x, key=KEYS).sum())(X)
 
 
 def test_the_same_under_transforms() -> None:

@@ -262,12 +262,22 @@ def test_linear_derivatives_of_autograd() -> None:
     assert torch.autograd.gradgradcheck(loss, given_)
 
 
-def test_a_frozen_weight_gets_no_gradient() -> None:
+@pytest.mark.parametrize("frozen", [(0,), (1,), (2,), (0, 1), (1, 2), (0, 2)])
+def test_what_is_frozen_gets_no_gradient(frozen: tuple[int, ...]) -> None:
+    """The others get theirs, of a bias that nobody differentiates, too."""
     case = problem(4, 3, 7)
-    hidden = case.hidden.clone().requires_grad_()
-    linear_cross_entropy(hidden, case.weight, case.labels, chunk=3).sum().backward()
-    assert hidden.grad is not None
-    assert case.weight.grad is None
+    given_ = [case.hidden, case.weight, problem(1, 7, 1).hidden[0]]
+    moving = [number for number in range(3) if number not in frozen]
+
+    def grads(chunk: int) -> tuple[Tensor, ...]:
+        own = [each.clone().requires_grad_(i in moving) for i, each in enumerate(given_)]
+        losses = linear_cross_entropy(own[0], own[1], case.labels, own[2], chunk=chunk)
+        found = torch.autograd.grad(losses.sum(), [own[i] for i in moving])
+        assert all(own[i].grad is None for i in frozen)
+        return found
+
+    for one, other in zip(grads(3), grads(7), strict=True):
+        assert ((one - other).abs() <= gamma(200, torch.float64)).all()
 
 
 def test_linear_under_autocast() -> None:

@@ -6,12 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, library
+from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import purestep as ps
 from purestep.losses import linear_cross_entropy
-from purestep.losses.vocabulary import values
 from purestep.testing.bounds import gamma
 from tests.logits import problem
 from tests.torch_internals import compiled_with_graphs
@@ -83,44 +82,18 @@ def test_a_hugging_face_model_whose_logits_are_never_whole() -> None:
         assert ((one[name] - leaf).abs() <= bound).all(), name
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_compiled_it_is_one_operation(dtype: torch.dtype) -> None:
-    """However many chunks; with the bits of the eager one, of a transposed weight, too."""
-    case = problem(6, 4, 40, dtype)
+def test_compiled_the_logits_are_whole() -> None:
+    """One product in each pass, and not a copy of the loop for each chunk."""
+    case = problem(6, 4, 40)
 
-    def losses(hidden: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
+    def grads(hidden: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
         def total(hidden: Tensor, weight: Tensor) -> Tensor:
             return linear_cross_entropy(hidden, weight, case.labels, chunk=1).sum()
 
         return torch.func.grad(total, (0, 1))(hidden, weight)
 
-    compiled, graphs = compiled_with_graphs(losses)
-    for weight in (case.weight, case.weight.T.contiguous().T):
-        graphs.clear()
-        found = compiled(case.hidden, weight)
-        for one, other in zip(found, losses(case.hidden, weight), strict=True):
-            assert torch.equal(one, other)
-        assert sum(graph.count("purestep.vocabulary_values") for graph in graphs) == 1
-        assert sum(graph.count("purestep.vocabulary_gradients") for graph in graphs) == 1
-        assert not any(".mm" in graph for graph in graphs)
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_a_compiler_is_told_what_the_operations_give(dtype: torch.dtype) -> None:
-    """Shapes, dtypes and memory order, of transposed inputs, too; and that they write to none of them."""
-    from purestep.losses import operators  # noqa: F401
-
-    case = problem(6, 4, 10, dtype)
-    hidden, weight = case.hidden.T.contiguous().T, case.weight.T.contiguous().T
-    bias = weight[:, 0]
-    z, *others = values(hidden, weight, bias, case.labels, None, 3)
-    checks = ("test_schema", "test_faketensor")
-    library.opcheck(
-        torch.ops.purestep.vocabulary_values.default,
-        (hidden, weight, bias, case.labels, None, 3), test_utils=checks,
-    )  # fmt: skip
-    for wanted in ([True, True, True], [True, False, True], [False, True, False]):
-        library.opcheck(
-            torch.ops.purestep.vocabulary_gradients.default,
-            (hidden, weight, bias, case.labels, z, [z, *others], 2.0, None, wanted), test_utils=checks,
-        )  # fmt: skip
+    compiled, graphs = compiled_with_graphs(grads)
+    found = compiled(case.hidden, case.weight)
+    for one, other in zip(found, grads(case.hidden, case.weight), strict=True):
+        assert ((one - other).abs() <= gamma(1000, torch.float64) * (1 + other.abs())).all()
+    assert sum(graph.count(".mm") for graph in graphs) == 3

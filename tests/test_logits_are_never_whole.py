@@ -11,7 +11,7 @@ from torch import Tensor
 import purestep as ps
 from proofs.logits import Case
 from purestep.losses import linear_cross_entropy
-from purestep.losses.vocabulary import parts
+from purestep.losses.vocabulary import Head, chunk_size
 from tests.logits import problem
 from tests.memory import LiveBytes
 
@@ -59,13 +59,13 @@ def test_what_a_second_derivative_holds() -> None:
 
 
 def test_a_default_chunk_holds_so_many_logits() -> None:
-    def sizes(tokens: int, classes: int) -> set[int]:
-        return {size for _, size in parts(classes, torch.empty(tokens, 1), None)}
+    def size(tokens: int) -> int:
+        return chunk_size(torch.empty(tokens, 1), Head(torch.empty(2**17, 1)), None)
 
-    assert sizes(4096, 2**17) == {1024}
-    assert sizes(1, 2**17) == {2**17}
-    assert sizes(2**20, 2**17) == {256}
-    assert sizes(0, 5) == {5}
+    assert size(4096) == 1024
+    assert size(1) == 2**22
+    assert size(2**20) == 256
+    assert size(0) == 2**22
 
 
 def test_kl_divergence_never_whole_is_small() -> None:

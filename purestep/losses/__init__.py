@@ -1,4 +1,4 @@
-"""Losses per unit of loss, be it a token, a row or a pair: never a mean, never a sum, so that they can be counted together."""
+"""Losses per unit of loss, be it a token, a row or a pair: never a mean, never a sum."""
 
 from purestep.losses.linear import linear_cross_entropy, linear_kl_divergence
 from purestep.losses.logits import cross_entropy, kl_divergence

@@ -1,4 +1,4 @@
-"""Losses of hidden states and the matrix that makes logits of them, which are never whole."""
+"""Losses of hidden states and a matrix, whose product, the logits, is never whole."""
 
 from __future__ import annotations
 
@@ -6,9 +6,17 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
-from purestep.losses import vocabulary
 from purestep.losses.logits import check_temperature
-from purestep.rematerialisation import remat
+from purestep.losses.vocabulary import (
+    Head,
+    above,
+    chunk_size,
+    joined,
+    logits_of,
+    pieces,
+    statistics,
+)
+from purestep.remat import remat
 from purestep.tree import accumulation_dtype, at_hand
 from purestep.weights import IGNORE_INDEX
 
@@ -25,27 +33,30 @@ def linear_cross_entropy(
     soft_cap: float | None = None,
     chunk: int | None = None,
 ) -> Tensor:
-    """``cross_entropy(hidden @ weight.T, labels)``, of which a few logits are alive at once, and computed again in the backward pass.
+    """``cross_entropy(hidden @ weight.T, labels)``, of whose logits a chunk is alive at a time.
 
-    With 4,096 tokens and a vocabulary of 128k it takes less than a hundredth of the memory, and no more time: `benchmarks/losses.py`.
+    The backward pass computes them again: for 4,096 tokens of 128k classes it takes less than a
+    fiftieth of the memory, and no more time (`benchmarks/losses.py`).
 
-    * **Any cotangent**: the gradient is exact whatever weights the losses are given. A token without a label, or whose loss is given
-      no weight, gives exactly no gradient, even if its hidden state is NaN.
-    * **Everywhere**: in a step, under ``grad``, ``vjp``, ``jvp``, ``vmap`` and what is made of them, and under ``torch.compile``, where
-      it is one operation. A second derivative is right, too, but keeps two tensors as large as the logits.
-    * **Half precision**: products are those of its dtype, as in ``hidden @ weight.T``; logits' exponentials, the losses
-      and all sums are float32, the weight's gradient is rounded once.
+    * **Any cotangent**: the gradient is exact whatever weights the losses have. A token without a
+      label gives exactly no gradient, even if its hidden state is NaN; outside of transforms, so
+      does a token whose loss has no weight.
+    * **Under transforms**, each chunk is under ``remat``, and second derivatives hold more memory.
+      Under a compiler, logits are whole.
+    * **Half precision**: products are of its dtype, as in ``hidden @ weight.T``; exponentials,
+      losses and sums are float32, and the weight's gradient is rounded once.
 
     Args:
         hidden: of shape ``labels.shape + (features,)``.
-        weight: (classes, features), such as that of ``lm_head``, or an embedding that is tied to it.
+        weight: (classes, features), such as that of ``lm_head``, or of a tied embedding.
         labels: class numbers, or ``ignore_index``.
         bias: (classes,), added to the logits.
         ignore_index: the label that says there is no token, as in ``cross_entropy``.
         label_smoothing: how much of the target is spread evenly over all classes.
         z_loss: keeps log Σ exp x near 0.
         soft_cap: c, where logits are c · tanh(x / c), as in Gemma 2.
-        chunk: how many classes' logits are there at once; by default as many as fill 16 MiB, or 256. It changes sums by rounding.
+        chunk: how many classes' logits are alive at once; by default as many as fill 16 MiB on a
+            host, or 256. It changes sums by rounding.
 
     >>> hidden, weight = torch.zeros(1, 2, 8), torch.ones(4, 8)
     >>> linear_cross_entropy(hidden, weight, torch.tensor([[3, -100]]))
@@ -55,31 +66,29 @@ def linear_cross_entropy(
     classes = len(weight)
     if bias is not None and bias.shape != (classes,):
         raise ValueError(
-            f"bias of shape {tuple(bias.shape)} against weight of shape {tuple(weight.shape)}: bias needs one value for "
-            f"each class, so shape ({classes},)"
+            f"bias of shape {tuple(bias.shape)} against weight of shape {tuple(weight.shape)}: "
+            f"bias needs one value for each class, so shape ({classes},)"
         )
     if soft_cap is not None and not soft_cap > 0:
         raise ValueError(
             f"soft_cap={soft_cap}: logits are divided by it, so take one above 0, or None"
         )
-    _check_chunk(chunk)
     labels = labels.to(torch.int64)  # In uint8, ignore_index would wrap around to 156.
     known = at_hand(labels)
     if known is not None:
         wrong = known[((known < 0) | (known >= classes)) & (known != ignore_index)]
         if wrong.numel():
             raise ValueError(
-                f"a label is {int(wrong[0])}: weight has {classes} classes, so labels are from 0 to {classes - 1}, or "
-                f"ignore_index={ignore_index}"
+                f"a label is {int(wrong[0])}: weight has {classes} classes, so labels are from 0 "
+                f"to {classes - 1}, or ignore_index={ignore_index}"
             )
     present = labels != ignore_index
     hidden, weight = _autocast(hidden), _autocast(weight)
     # Taken away before it meets the weight, so that it is finite in every derivative.
     hidden = torch.where(present.unsqueeze(-1), hidden, 0)
-    z, picked, total = vocabulary.statistics(
-        rearrange(hidden, "... features -> (...) features"),
-        weight, bias, labels.reshape(-1), soft_cap, chunk,
-    )  # fmt: skip
+    rows = rearrange(hidden, "... features -> (...) features")
+    head = Head(weight, bias, soft_cap)
+    z, picked, total = statistics(rows, labels.reshape(-1), head, chunk)
     losses = z - picked
     if label_smoothing:
         losses = losses + label_smoothing * (picked - total / classes)
@@ -97,7 +106,9 @@ def linear_kl_divergence(
     temperature: float = 1.0,
     chunk: int | None = None,
 ) -> Tensor:
-    """``kl_divergence(hidden @ weight.T, teacher_hidden @ teacher_weight.T)``, of which neither logits are ever whole.
+    """``kl_divergence(hidden @ weight.T, teacher_hidden @ teacher_weight.T)``, chunk by chunk.
+
+    Neither the student's logits nor the teacher's are ever whole.
 
     Args:
         hidden: the student's, of shape tokens + (features,).
@@ -105,7 +116,7 @@ def linear_kl_divergence(
         teacher_hidden: of shape tokens + (features of the teacher,).
         teacher_weight: (classes, features of the teacher).
         temperature: T, as in ``kl_divergence``.
-        chunk: how many classes' logits are there at once, as in ``linear_cross_entropy``.
+        chunk: how many classes' logits are alive at once, as in ``linear_cross_entropy``.
 
     >>> student, teacher = torch.zeros(3, 8), torch.zeros(3, 16)
     >>> linear_kl_divergence(student, torch.ones(4, 8), teacher, torch.ones(4, 16))
@@ -115,11 +126,10 @@ def linear_kl_divergence(
     _check(teacher_hidden, teacher_weight, hidden.shape[:-1], "hidden without its features")
     if len(weight) != len(teacher_weight):
         raise ValueError(
-            f"weight of shape {tuple(weight.shape)} against teacher_weight of shape {tuple(teacher_weight.shape)}: "
-            "student and teacher need the same classes"
+            f"weight of shape {tuple(weight.shape)} against teacher_weight of shape "
+            f"{tuple(teacher_weight.shape)}: student and teacher need the same classes"
         )
     check_temperature(temperature)
-    _check_chunk(chunk)
     hidden, weight, teacher_hidden, teacher_weight = (
         _autocast(each) for each in (hidden, weight, teacher_hidden, teacher_weight)
     )
@@ -128,48 +138,33 @@ def linear_kl_divergence(
         rearrange(each, "... features -> (...) features").to(accumulation_dtype(each.dtype))
         for each in (hidden, teacher_hidden)
     )
-    made = [
-        remat(_divergence)(
-            flat, weight[start : start + size],
-            teacher_flat, teacher_weight[start : start + size], temperature,
-        )
-        for start, size in vocabulary.parts(len(weight), flat, chunk)
-    ]  # fmt: skip
+    head, teacher = Head(weight), Head(teacher_weight)
+    size = chunk_size(flat, head, chunk)
+    pairs = zip(pieces(head, size), pieces(teacher, size), strict=True)
+    made = [remat(_divergence)(flat, teacher_flat, *pair, temperature) for pair in pairs]
     most, exponentials, teacher_most, teacher_exponentials, gaps = (
         torch.stack(each) for each in zip(*made, strict=True)
     )
-    z, _ = _joined(most, exponentials)
-    teacher_z, scale = _joined(teacher_most, teacher_exponentials)
+    z, _ = joined(most, exponentials)
+    teacher_z, scale = joined(teacher_most, teacher_exponentials)
     gap = (gaps * scale).sum(0) / (teacher_exponentials * scale).sum(0)
     return temperature**2 * (gap + z - teacher_z).reshape(hidden.shape[:-1])
 
 
 def _divergence(
-    hidden: Tensor,
-    weight: Tensor,
-    teacher_hidden: Tensor,
-    teacher_weight: Tensor,
-    temperature: float,
+    hidden: Tensor, teacher_hidden: Tensor, head: Head, teacher_head: Head, temperature: float
 ) -> tuple[Tensor, ...]:
-    """Of a chunk: both greatest logits, the exponentials above each, and Σ exp x′ · (x′ − x), x′ the teacher's."""
-    x = (hidden.to(weight.dtype) @ weight.T).to(hidden.dtype) / temperature
-    teacher = (teacher_hidden.to(teacher_weight.dtype) @ teacher_weight.T).to(teacher_hidden.dtype)
-    teacher = teacher / temperature
-    most, teacher_most = x.detach().amax(-1), teacher.detach().amax(-1)
-    weights = (teacher - teacher_most.unsqueeze(-1)).exp()
-    exponentials = (x - most.unsqueeze(-1)).exp().sum(-1)
-    return most, exponentials, teacher_most, weights.sum(-1), (weights * (teacher - x)).sum(-1)
-
-
-def _joined(most: Tensor, exponentials: Tensor) -> tuple[Tensor, Tensor]:
-    """log Σ exp of all chunks, and what each one's exponentials are multiplied by."""
-    shift = most.amax(0)
-    scale = (most - shift).exp()
-    return shift + (exponentials * scale).sum(0).log(), scale
+    """The greatest logits and the exponentials above, of both; Σ exp x′ · (x′ − x)."""
+    x = logits_of(hidden, head) / temperature
+    teacher = logits_of(teacher_hidden, teacher_head) / temperature
+    most, exponentials = above(x)
+    teacher_most, weights = above(teacher)
+    gaps = weights * (teacher - x)
+    return most, exponentials.sum(-1), teacher_most, weights.sum(-1), gaps.sum(-1)
 
 
 def _autocast(tensor: Tensor) -> Tensor:
-    """What a product makes of it, within autocast; cast here, so that the backward pass computes with the same."""
+    """The tensor as autocast hands it to a product, so that the backward pass has the same."""
     kind = tensor.device.type
     if tensor.dtype == torch.float64 or not torch.is_autocast_enabled(kind):
         return tensor
@@ -179,23 +174,16 @@ def _autocast(tensor: Tensor) -> Tensor:
 def _check(hidden: Tensor, weight: Tensor, tokens: torch.Size, whose: str) -> None:
     if hidden.ndim == 0 or hidden.shape[:-1] != tokens:
         raise ValueError(
-            f"hidden of shape {tuple(hidden.shape)} against {whose} of shape {tuple(tokens)}: hidden needs that shape and then "
-            "one dimension of features"
+            f"hidden of shape {tuple(hidden.shape)} against {whose} of shape {tuple(tokens)}: "
+            "hidden needs that shape and then one dimension of features"
         )
     if weight.ndim != 2 or weight.shape[1] != hidden.shape[-1]:
         raise ValueError(
-            f"weight of shape {tuple(weight.shape)} against hidden of shape {tuple(hidden.shape)}: weight needs shape "
-            f"(classes, {hidden.shape[-1]}), as torch.nn.Linear has it"
+            f"weight of shape {tuple(weight.shape)} against hidden of shape {tuple(hidden.shape)}: "
+            f"weight needs shape (classes, {hidden.shape[-1]}), as torch.nn.Linear has it"
         )
     if weight.dtype != hidden.dtype and not torch.is_autocast_enabled(hidden.device.type):
         raise ValueError(
-            f"hidden is {hidden.dtype} and weight is {weight.dtype}: their product needs one dtype, as in "
-            "hidden.to(weight.dtype), or autocast"
-        )
-
-
-def _check_chunk(chunk: int | None) -> None:
-    if chunk is not None and chunk < 1:
-        raise ValueError(
-            f"chunk={chunk}: it counts classes, so take 1 or more, or None for a size that suits"
+            f"hidden is {hidden.dtype} and weight is {weight.dtype}: their product needs one "
+            "dtype, as in hidden.to(weight.dtype), or autocast"
         )

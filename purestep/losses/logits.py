@@ -5,11 +5,10 @@ from __future__ import annotations
 import math
 
 import torch
-from einops import rearrange
 from torch import Tensor
 from torch.nn import functional
 
-from purestep.losses.shapes import check_same_shape
+from purestep.losses.shapes import paired
 from purestep.tree import accumulation_dtype
 from purestep.weights import IGNORE_INDEX
 
@@ -22,15 +21,17 @@ def cross_entropy(
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
 ) -> Tensor:
-    """Each token's cross entropy, 0 where its label is ``ignore_index``; half precision is lifted to float32.
+    """Each token's cross entropy, in float32 or better, and 0 where its label is ``ignore_index``.
 
-        ℓ = (1 − s) (z − xᵧ) + s (z − mean x) + z_loss · z²        z = log Σ exp x,  y the label,  s the smoothing
+        ℓ = (1 − s) (z − xᵧ) + s (z − mean x) + z_loss · z²
+
+    with z = log Σ exp x, y the label and s the smoothing.
 
     Args:
         logits: x, of shape ``labels.shape + (classes,)``.
         labels: class numbers, or ``ignore_index``.
-        ignore_index: the label that says there is no token. A ``weight_fn`` has to leave it out as well, or N
-            still counts it: the default one knows of -100 alone.
+        ignore_index: the label that says there is no token. A ``weight_fn`` has to leave it out,
+            too, or N still counts it: the default one knows of -100 alone.
         label_smoothing: how much of the target is spread evenly over all classes.
         z_loss: keeps log Σ exp x near 0, which keeps logits from drifting [PaLM, 2022].
 
@@ -39,20 +40,15 @@ def cross_entropy(
     """
     if logits.ndim == 0 or logits.shape[:-1] != labels.shape:
         raise ValueError(
-            f"logits of shape {tuple(logits.shape)} against labels of shape {tuple(labels.shape)}: logits "
-            "need the labels' shape and then one dimension of classes"
+            f"logits of shape {tuple(logits.shape)} against labels of shape {tuple(labels.shape)}: "
+            "logits need the labels' shape and then one dimension of classes"
         )
     logits = logits.to(accumulation_dtype(logits.dtype))
     labels = labels.to(torch.int64)  # In uint8, ignore_index would wrap around to 156.
-    rows, targets = logits, labels
-    if labels.ndim != 1:
-        # torch's own has the classes second.
-        rows = rearrange(logits, "... classes -> (...) classes")
-        targets = rearrange(labels, "... -> (...)")
     losses = functional.cross_entropy(
-        rows, targets, ignore_index=ignore_index, label_smoothing=label_smoothing, reduction="none"
-    )
-    losses = losses if labels.ndim == 1 else losses.reshape(labels.shape)
+        logits.reshape(-1, logits.shape[-1]), labels.reshape(-1),
+        ignore_index=ignore_index, label_smoothing=label_smoothing, reduction="none",
+    ).reshape(labels.shape)  # fmt: skip
     if z_loss == 0:
         return losses
     z = torch.logsumexp(logits, -1)
@@ -60,12 +56,13 @@ def cross_entropy(
 
 
 def kl_divergence(logits: Tensor, teacher_logits: Tensor, *, temperature: float = 1.0) -> Tensor:
-    """Each token's KL(teacher ‖ student), for distillation; half precision is lifted to float32.
+    """Each token's KL(teacher ‖ student), for distillation, in float32 or better.
 
         ℓ = T² Σ q (log q − log p)        p = softmax(x / T),  q = softmax(x′ / T)
 
-    T² keeps gradients of one size at all temperatures [Hinton, 2015]. A class that the teacher rules out, by a logit of
-    −∞, says nothing. Nothing is detached: what a loss closes over is a constant to a step anyway.
+    T² keeps gradients of one size at all temperatures [Hinton, 2015]. A class that the teacher
+    rules out, by a logit of −∞, says nothing. Nothing is detached: what a loss closes over is a
+    constant to a step anyway.
 
     Args:
         logits: x, the student's, of shape tokens + (classes,).
@@ -79,10 +76,9 @@ def kl_divergence(logits: Tensor, teacher_logits: Tensor, *, temperature: float 
         raise ValueError(
             "logits of shape () have no classes: their last dimension is that of classes"
         )
-    check_same_shape(logits=logits, teacher_logits=teacher_logits)
     check_temperature(temperature)
-    log_p = _log_softmax(logits, temperature)
-    log_q = _log_softmax(teacher_logits, temperature)
+    both = paired(logits=logits, teacher_logits=teacher_logits)
+    log_p, log_q = ((x / temperature).log_softmax(-1) for x in both)
     q = log_q.exp()
     # Selected before it is multiplied: where q is 0, log q has no number.
     return temperature**2 * (q * torch.where(q > 0, log_q - log_p, 0)).sum(-1)
@@ -94,7 +90,3 @@ def check_temperature(temperature: float) -> None:
         raise ValueError(
             f"temperature={temperature}: logits are divided by it, so take one above 0"
         )
-
-
-def _log_softmax(logits: Tensor, temperature: float) -> Tensor:
-    return (logits.to(accumulation_dtype(logits.dtype)) / temperature).log_softmax(-1)

@@ -5,8 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 from torch.nn import functional
 
-from purestep.losses.shapes import check_same_shape
-from purestep.tree import accumulation_dtype
+from purestep.losses.shapes import paired
 
 
 def dpo(
@@ -18,9 +17,10 @@ def dpo(
     beta: float = 0.1,
     label_smoothing: float = 0.0,
 ) -> Tensor:
-    """Each pair's loss of direct preference optimisation [2023]; half precision is lifted to float32.
+    """Each pair's loss of direct preference optimisation [2023], in float32 or better.
 
-        ℓ = −(1 − s) log σ(β Δ) − s log σ(−β Δ)        Δ = (chosen − reference chosen) − (rejected − reference rejected)
+        ℓ = −(1 − s) log σ(β Δ) − s log σ(−β Δ)
+        Δ = (chosen − reference chosen) − (rejected − reference rejected)
 
     Args:
         chosen: log π(text) of the preferred text of each pair, summed over its tokens.
@@ -31,18 +31,15 @@ def dpo(
         label_smoothing: s, how often a pair is thought to stand the wrong way round.
 
     >>> import torch
-    >>> dpo(torch.tensor([-4.0]), torch.tensor([-9.0]), torch.tensor([-5.0]), torch.tensor([-5.0]), beta=1.0)
+    >>> won, lost, reference = torch.tensor([[-4.0], [-9.0], [-5.0]])
+    >>> dpo(won, lost, reference, reference, beta=1.0)
     tensor([0.0067])
     """
-    check_same_shape(
+    chosen, rejected, reference_chosen, reference_rejected = paired(
         chosen=chosen,
         rejected=rejected,
         reference_chosen=reference_chosen,
         reference_rejected=reference_rejected,
-    )
-    chosen, rejected, reference_chosen, reference_rejected = (
-        each.to(accumulation_dtype(each.dtype))
-        for each in (chosen, rejected, reference_chosen, reference_rejected)
     )
     gap = beta * ((chosen - reference_chosen) - (rejected - reference_rejected))
     losses = -functional.logsigmoid(gap)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from purestep.losses.shapes import check_same_shape
-from purestep.tree import accumulation_dtype
+from purestep.losses.shapes import paired
 
 
 def policy_gradient(
@@ -16,7 +15,7 @@ def policy_gradient(
     *,
     clip: float | tuple[float, float] = 0.2,
 ) -> Tensor:
-    """Each action's loss with a clipped ratio, as in PPO [2017] and GRPO; half precision is lifted to float32.
+    """Each action's loss with a clipped ratio, as in PPO [2017] and GRPO, in float32 or better.
 
         ℓ = −min(r A, clip(r, 1 − low, 1 + high) A)        r = π(a) / π_old(a)
 
@@ -24,23 +23,25 @@ def policy_gradient(
 
     Args:
         log_probs: log π(a), of each action that was taken.
-        old_log_probs: the same under the policy that acted, a constant; ``log_probs.detach()`` where that is the same one.
+        old_log_probs: the same under the policy that acted, a constant; ``log_probs.detach()``
+            where that is the same one.
         advantages: A, of the same shape: GRPO's one for each text is expanded to its tokens by
             ``advantages[:, None].expand_as(log_probs)``. It may be negative; a weight could not.
-        clip: how far r may move before its gradient ends; ``(low, high)`` for one distance to each side.
+        clip: how far r may move before its gradient ends; ``(low, high)`` for one distance to each
+            side.
 
-    >>> log_probs = torch.log(torch.tensor([0.5, 0.5, 0.5]))
-    >>> policy_gradient(log_probs, log_probs - torch.tensor([0.0, 1.0, 1.0]), torch.tensor([2.0, 1.0, -1.0]))
+    >>> log_probs, change = torch.full((3,), -0.7), torch.tensor([0.0, 1.0, 1.0])
+    >>> policy_gradient(log_probs, log_probs - change, torch.tensor([2.0, 1.0, -1.0]))
     tensor([-2.0000, -1.2000,  2.7183])
     """
-    check_same_shape(log_probs=log_probs, old_log_probs=old_log_probs, advantages=advantages)
+    log_probs, old_log_probs, advantages = paired(
+        log_probs=log_probs, old_log_probs=old_log_probs, advantages=advantages
+    )
     low, high = clip if isinstance(clip, tuple) else (clip, clip)
     if not (0 <= low <= 1 and high >= 0):
         raise ValueError(
-            f"clip={clip!r}: how far the ratio may fall, from 0 to 1, and rise, from 0 on, as in 0.2 or (0.2, 0.28)"
+            f"clip={clip!r}: how far the ratio may fall, from 0 to 1, and rise, from 0 on, as in "
+            "0.2 or (0.2, 0.28)"
         )
-    log_probs, old_log_probs, advantages = (
-        each.to(accumulation_dtype(each.dtype)) for each in (log_probs, old_log_probs, advantages)
-    )
     ratio = (log_probs - old_log_probs).exp()
     return -torch.minimum(ratio * advantages, ratio.clamp(1 - low, 1 + high) * advantages)

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
-from purestep.losses.shapes import check_same_shape
-from purestep.tree import accumulation_dtype
+from purestep.losses.shapes import paired
 
 
 def mse(predictions: Tensor, targets: Tensor, *, unit_dims: int = 1) -> Tensor:
-    """Each unit's squared error, a mean over its elements; half precision is lifted to float32.
+    """Each unit's squared error, a mean over its elements, in float32 or better.
 
         ℓᵢ = meanⱼ (xᵢⱼ − yᵢⱼ)²
 
@@ -19,18 +17,19 @@ def mse(predictions: Tensor, targets: Tensor, *, unit_dims: int = 1) -> Tensor:
     Args:
         predictions: x.
         targets: y, of the same shape.
-        unit_dims: how many leading dimensions tell units apart. 1: a unit is a row, whatever it holds. 2: of a shape
-            (rows, time, features), each time step of each row, for a weight of its own. All dimensions: each element.
+        unit_dims: how many leading dimensions tell units apart. 1: a unit is a row, whatever it
+            holds. 2: of a shape (rows, time, features), each time step of each row, for a weight of
+            its own. All dimensions: each element.
 
+    >>> import torch
     >>> mse(torch.tensor([[1.0, 3.0], [0.0, 0.0]]), torch.zeros(2, 2))
     tensor([5., 0.])
     """
-    check_same_shape(predictions=predictions, targets=targets)
+    predictions, targets = paired(predictions=predictions, targets=targets)
     if not 0 <= unit_dims <= predictions.ndim:
         raise ValueError(
-            f"unit_dims={unit_dims} of predictions of shape {tuple(predictions.shape)}: it counts leading dimensions, "
-            f"so take one from 0 to {predictions.ndim}"
+            f"unit_dims={unit_dims} of predictions of shape {tuple(predictions.shape)}: it counts "
+            f"leading dimensions, so take one from 0 to {predictions.ndim}"
         )
-    dtype = accumulation_dtype(torch.promote_types(predictions.dtype, targets.dtype))
-    squares = (predictions.to(dtype) - targets.to(dtype)).square()
+    squares = (predictions - targets).square()
     return squares.flatten(unit_dims).mean(-1) if unit_dims < squares.ndim else squares

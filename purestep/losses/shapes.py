@@ -1,23 +1,27 @@
-"""What the losses refuse."""
+"""Tensors of a loss, one value for each unit."""
 
 from __future__ import annotations
 
 from torch import Tensor
 
+from purestep.tree import accumulation_dtype
 
-def check_same_shape(**tensors: Tensor) -> None:
-    """Refuses tensors that would be broadcast: one loss for each unit needs one value for each.
+
+def paired(**tensors: Tensor) -> list[Tensor]:
+    """The tensors in float32 or better; shapes that would be broadcast are refused.
 
     >>> import torch
-    >>> check_same_shape(chosen=torch.ones(2), rejected=torch.ones(2, 1))
+    >>> paired(chosen=torch.ones(2), rejected=torch.ones(2, 1))
     Traceback (most recent call last):
     ...
-    ValueError: rejected of shape (2, 1) against chosen of shape (2,): they are paired one by one and never broadcast; reshape one of them
+    ValueError: rejected of shape (2, 1) against chosen of shape (2,): ... reshape one of them
     """
     (first, like), *others = tensors.items()
     for name, tensor in others:
         if tensor.shape != like.shape:
             raise ValueError(
-                f"{name} of shape {tuple(tensor.shape)} against {first} of shape {tuple(like.shape)}: they are paired one "
-                "by one and never broadcast; reshape one of them"
+                f"{name} of shape {tuple(tensor.shape)} against {first} of shape "
+                f"{tuple(like.shape)}: they are paired one by one and never broadcast; reshape one "
+                "of them"
             )
+    return [each.to(accumulation_dtype(each.dtype)) for each in tensors.values()]
