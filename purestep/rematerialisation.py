@@ -19,9 +19,10 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.overrides import TorchFunctionMode
 
-from purestep import keyed, tree
+from purestep import tree
 from purestep.axis.vmap import bound_as, mapping
 from purestep.checks import recomputing
+from purestep.modules import keyed
 from purestep.torch_internals import (
     in_forward_mode,
     is_active,

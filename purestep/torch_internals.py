@@ -278,7 +278,7 @@ def asked_once(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def traced_versions(tensors: Sequence[Tensor]) -> tuple[int, ...]:
-    """How often the function that is being traced has written to each tensor by now. Where unknown, never."""
+    """How often the function that is being traced has written to each tensor by now; -1 where it has not come across it. Where unknown, never."""
     try:
         from torch._dynamo.symbolic_convert import InstructionTranslator
 
@@ -286,7 +286,7 @@ def traced_versions(tensors: Sequence[Tensor]) -> tuple[int, ...]:
         there = [mode.fake_tensor_converter._get_memo(tensor) for tensor in tensors]
     except (ImportError, AttributeError):
         return (0,) * len(tensors)
-    return tuple(0 if each is None else version(each) for each in there)
+    return tuple(-1 if each is None else version(each) for each in there)
 
 
 @asked_once

@@ -49,6 +49,5 @@ def test_buffers_are_carried() -> None:
 def test_buffers_that_are_replaced_are_carried_too() -> None:
     params, apply = ps.from_module(made("keeping"))
     start = {"count": torch.tensor(4.0)}
-    for f in (apply, torch.compile(apply, backend="eager", fullgraph=True)):
-        assert f(params, data(), buffers=start)[1] == {"count": torch.tensor(5.0)}
+    assert apply(params, data(), buffers=start)[1] == {"count": torch.tensor(5.0)}
     assert start == {"count": torch.tensor(4.0)}

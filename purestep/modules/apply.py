@@ -1,0 +1,344 @@
+"""An ``nn.Module`` as a pure function of its parameters.
+
+    params, apply = from_module(module)        apply(params, x) = module(x), with params for its own
+
+Each call runs on the module's objects made anew. So nothing is swapped into the module and back,
+threads do not meet, and a checkpoint computes again with the params of its call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from fnmatch import fnmatchcase
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import Module, Parameter
+
+from purestep import tree
+from purestep.modules import huggingface, keyed, plan, refused, watch
+from purestep.random import Keys
+from purestep.torch_internals import (
+    asked_once,
+    hooks_backward,
+    never_compiled_alone,
+    traced_versions,
+)
+
+
+def from_module(
+    module: Module, *, trainable: str | Callable[[str, Parameter], bool] | None = None
+) -> tuple[dict[str, Tensor], Apply]:
+    """The parameters of a module that train, and the module as a pure function of them.
+
+    Args:
+        module: as it is now: ``apply`` does not see later changes of its mode, hooks and
+            attributes, only of values that are written in place. It is never changed itself.
+        trainable: which parameters train: a pattern of names (``"*.bias"``), or a function of name
+            and parameter. None: those that require grad, which is what LoRA needs. A tied one
+            matches by any of its names.
+
+    Returns:
+        ``params``, copies of these by name, each tied one once, and ``apply(params, *args,
+        **kwargs)``. All other parameters and all buffers are constants, and not copied.
+        ``apply.eval`` is the same function of the module in evaluation mode, for
+        ``make_eval_step``.
+
+    **Buffers.** ``apply(params, *args, buffers=buffers)`` returns ``(output, buffers)``, the latter
+    as the call has left them. A module that writes to its buffers in training, as BatchNorm does,
+    needs that, and so do its ``apply.eval`` and ``to_module``, for these are the buffers that belong
+    to the params. ``dict(module.named_buffers())`` is the start.
+
+    **The first call** with arguments of one kind is looked at, and refused by name where it writes
+    to a tensor of the module or of params, or computes with a parameter of the module itself. A
+    compiler is asked the same, but for writes through ``.data``. Objects that lead to the module
+    are made anew for each call, and all others are shared.
+
+    **Checkpoints** (``use_reentrant=False``) compute again with the params of their call.
+    ``torch.func`` knows no checkpoints, and a step refuses reentrant ones.
+
+    **Dropout** in training mode draws from torch's global generator, as in every module.
+    ``apply(params, *args, key=keys)`` draws from keys instead, of shape ``(rows,)``, one for each
+    example along the first dimension (``ps.random.with_keys``); or from ``ps.random.token_keys``,
+    where a row holds several examples, or the module drops tokens of all rows in one dimension. Each
+    example's noise is its own then: it depends neither on the cut, nor on padding, order or
+    neighbours. This holds for all of ``torch.nn.functional``'s kinds of dropout, attention's
+    included, and for DropPath and StochasticDepth, which draw one number for each example. Other
+    draws are refused by name.
+
+    >>> params, apply = from_module(torch.nn.Linear(2, 1))
+    >>> {name: tuple(p.shape) for name, p in params.items()}
+    {'weight': (1, 2), 'bias': (1,)}
+    >>> apply({"weight": torch.tensor([[2.0, 3.0]]), "bias": torch.zeros(1)}, torch.ones(2))
+    tensor([5.])
+    """
+    refused.check_module(module)
+    named = [*module.named_parameters(remove_duplicate=False)]
+    if isinstance(trainable, str):
+        chosen = {id(p) for name, p in named if fnmatchcase(name, trainable)}
+    elif trainable is None:
+        chosen = {id(p) for _, p in named if p.requires_grad}
+    elif callable(trainable):
+        chosen = {id(p) for name, p in named if trainable(name, p)}
+    else:
+        raise TypeError(
+            f"{trainable=} must be a pattern of names, such as '*.bias', a function of name and "
+            "parameter, or None"
+        )
+    trained = {name: p for name, p in module.named_parameters() if id(p) in chosen}
+    if not trained:
+        raise ValueError(
+            f"{trainable=} leaves nothing to train of {type(module).__name__}, whose parameters "
+            f"are {refused.listed(name for name, _ in named)}: choose some by name, or let some "
+            "require grad"
+        )
+    params = {name: p.detach().clone() for name, p in trained.items()}
+    return params, Apply(_parts_of(module, trained))
+
+
+def to_module(
+    params: Mapping[str, Tensor], module: Module, *, buffers: Mapping[str, Tensor] | None = None
+) -> None:
+    """Writes params, and buffers, into the module's tensors of the same names; others stay.
+
+    A module whose buffers training writes, as those of BatchNorm, needs ``buffers=``.
+
+    >>> module = torch.nn.Linear(1, 1)
+    >>> to_module({"bias": torch.tensor([3.0])}, module)
+    >>> module.bias.item()
+    3.0
+    """
+    parameters = dict(module.named_parameters(remove_duplicate=False))
+    own = dict(module.named_buffers(remove_duplicate=False))
+    refused.check_names("params", params, parameters, (), "pass params of this module")
+    refused.check_buffers(buffers, own, refused.written_in_training(module))
+    pairs = [(f"params[{name!r}]", name, parameters[name], p) for name, p in params.items()]
+    for name, value in (buffers or {}).items():
+        pairs.append((f"buffers[{name!r}]", name, own[name], _whole(value, own[name])))
+    for path, name, place, value in pairs:
+        if tree.kind(value) != tree.kind(place):
+            raise ValueError(
+                f"{path} is {tree.kind(value)}, and {type(module).__name__}.{name} is "
+                f"{tree.kind(place)}: write back what from_module gave, of this module or of one "
+                "like it"
+            )
+    with torch.no_grad():
+        for _, _, place, value in pairs:
+            place.copy_(value)
+
+
+class _Parts(NamedTuple):
+    """A module as ``apply`` holds it: its tensors by name, and the plan of its objects."""
+
+    trained: dict[str, Parameter]
+    buffers: dict[str, Tensor]
+    others: dict[str, Tensor]
+    written: dict[str, None]  # the buffers to which training writes, as far as calls have shown
+    plan: plan.Plan
+    models: huggingface.Names
+    hooks_backward: bool
+    training: bool
+
+
+def _parts_of(module: Module, trained: dict[str, Parameter]) -> _Parts:
+    buffers = dict(module.named_buffers())
+    others: dict[str, Tensor] = {
+        name: each
+        for name, each in [*module.named_parameters(), *plan.held_by(module).items()]
+        if isinstance(each, Tensor) and name not in trained
+    }
+    refused.check_params(trained, {**buffers, **others})
+    return _Parts(
+        trained,
+        buffers,
+        {name: each.detach() for name, each in others.items()},
+        dict.fromkeys(refused.written_in_training(module)),
+        plan.plan_of(module, [*trained.values(), *buffers.values(), *others.values()]),
+        huggingface.models_of(module),
+        hooks_backward(module),
+        module.training,
+    )
+
+
+class Apply:
+    """``apply(params, *args, **kwargs)``: the function that ``from_module`` makes of a module."""
+
+    eval: Apply
+    """The same of the module in evaluation mode."""
+
+    def __init__(self, parts: _Parts, evaluates: bool = False) -> None:
+        self._parts, self._seen = parts, set[Any]()
+        never_compiled_alone(Apply.__call__, callees=False)
+        still = parts._replace(plan=plan.in_evaluation(parts.plan), training=False)
+        self.eval = self if evaluates else Apply(still, evaluates=True)
+
+    def __call__(
+        self,
+        params: Mapping[str, Tensor],
+        /,
+        *args: Any,
+        buffers: Mapping[str, Tensor] | None = None,
+        key: Keys | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """The module's output; with ``buffers``, ``(output, buffers)``; with ``key``, its noise."""
+        parts = self._parts
+        names = parts.trained
+        refused.check_names("params", params, names, names, "pass those of from_module, no others")
+        refused.check_buffers(buffers, parts.buffers, parts.written)
+        given = {
+            name: _whole(value, parts.buffers[name]).clone()
+            for name, value in (buffers or {}).items()
+        }
+        if key is not None:
+            _check_key(key)
+        run = self._trace if torch.compiler.is_dynamo_compiling() else self._call
+        try:
+            output, given = run([params[name] for name in names], given, key, args, kwargs)
+        except RuntimeError as error:
+            for words, way_out in huggingface.TRANSFORMS.items():
+                if words in str(error):
+                    raise ValueError(way_out) from error
+            raise
+        return output if buffers is None else (output, given)
+
+    def _call(
+        self,
+        params: list[Tensor],
+        given: dict[str, Tensor],
+        key: Keys | None,
+        args: Any,
+        kwargs: Any,
+    ) -> tuple[Any, dict[str, Tensor]]:
+        parts, kind = self._parts, _kind(given, key, args, kwargs)
+        aliases = [*map(_as_parameter, params)]
+        if kind in self._seen:
+            held = {**parts.buffers, **given, **parts.others}
+            with nullcontext() if key is None else keyed.Keyed(key, trusted=True):
+                return self._run([*aliases, *held.values()], given, args, kwargs)
+        constants = {n: each for n, each in parts.buffers.items() if n not in given}
+        passed = dict(zip(parts.trained, params, strict=True))
+        tensors = watch.Tensors(passed, constants, parts.others, parts.trained)
+        # What the module assigns to ``.data`` of these is not there in what they are made of.
+        own = {n: each.detach() for n, each in {**constants, **parts.others}.items()}
+        held = {**parts.buffers, **given, **own}
+        before = {n: each.clone() for n, each in given.items()}
+        mode = nullcontext() if key is None else keyed.Keyed(key)
+        inputs = tree.leaves_of((args, kwargs))
+        with mode, watch.watched(tensors, inputs, key is not None, parts.training):
+            result = self._run([*aliases, *held.values()], given, args, kwargs, first=True)
+        watch.check_assigned({**dict(zip(passed, aliases, strict=True)), **own}, tensors)
+        if isinstance(mode, keyed.Keyed) and mode.doubtful:
+            self._check_examples(params, before, mode, args, kwargs)
+        if tree.untransformed():
+            changed = [n for n in given if not torch.equal(before[n], result[1][n])]
+            parts.written.update(dict.fromkeys(changed))
+        self._seen |= {kind, key is not None}
+        return result
+
+    def _run(
+        self,
+        tensors: list[Tensor],
+        given: Mapping[str, Tensor],
+        args: Any,
+        kwargs: Any,
+        first: bool = False,
+    ) -> tuple[Any, dict[str, Tensor]]:
+        module = plan.build(self._parts.plan, tensors)
+        if first:
+            refused.check_normalised(module)
+            huggingface.look_at(module, self._parts.models)
+        output = module(*args, **kwargs)
+        return output, {name: module.get_buffer(name) for name in given}
+
+    def _check_examples(
+        self,
+        params: list[Tensor],
+        given: dict[str, Tensor],
+        mode: keyed.Keyed,
+        args: Any,
+        kwargs: Any,
+    ) -> None:
+        """Calls with one example more, where another dimension has as many as there are examples."""
+        more = mode.with_one_more
+        held = {**self._parts.buffers, **given, **self._parts.others}
+        args, kwargs = tree.map(more, (args, kwargs))
+        try:
+            with torch.no_grad(), keyed.Keyed(tree.map(more, mode.keys)):
+                self._run([*params, *held.values()], given, args, kwargs)
+        except Exception as error:
+            raise ValueError(keyed.DOUBT) from error
+
+    def _trace(
+        self,
+        params: list[Tensor],
+        given: dict[str, Tensor],
+        key: Keys | None,
+        args: Any,
+        kwargs: Any,
+    ) -> tuple[Any, dict[str, Tensor]]:
+        parts = self._parts
+        if parts.hooks_backward:
+            raise ValueError("a compiler leaves hooks on a module's backward pass out")
+        held = {**parts.buffers, **given, **parts.others}
+        tensors = [*params, *held.values()]
+        assert all(isinstance(each, Tensor) for each in tensors)  # The compiler knows them now.
+        before = _versions_in_trace(self)
+        with nullcontext() if key is None else keyed.Keyed(key, trusted=True in self._seen):
+            result = self._run(tensors, given, args, kwargs, first=True)
+        _check_trace(parts, before, _versions_in_trace(self))
+        return result
+
+
+def _kind(given: Any, key: Any, args: Any, kwargs: Any) -> tuple[Any, ...]:
+    """What calls have in common that are alike: only the first of them is looked at."""
+    values = [
+        each if isinstance(each, bool | str | None) else (type(each), getattr(each, "dtype", None))
+        for each in (*args, *kwargs.values())
+    ]
+    return (bool(given), type(key), *kwargs, *values)
+
+
+def _as_parameter(p: Tensor) -> Tensor:
+    """An alias that is an ``nn.Parameter`` to the module, where the param is a leaf.
+
+    A cast of a param, or what ``unshard`` returns, is no leaf, and ``checks.recomputation`` takes
+    parameters for those of another module.
+    """
+    plain = type(p) in (Tensor, Parameter) and p.is_leaf
+    return p.as_subclass(Parameter) if plain else p  # type: ignore[arg-type]
+
+
+def _whole(value: Tensor, like: Tensor) -> Tensor:
+    """A mean of whole numbers, of steps say, as the whole number that it is."""
+    if value.is_floating_point() and not (like.is_floating_point() or like.is_complex()):
+        return value.round().to(like.dtype)
+    return value
+
+
+def _check_key(key: Keys) -> None:
+    leaves = tree.leaves_of(key)
+    if not all(isinstance(each, Tensor) and each.dtype == torch.int64 for each in leaves):
+        raise TypeError(
+            f"key= are keys of ps.random, tensors of dtype int64, got {tree.kind(leaves[0])}: pass "
+            "a module's own argument of that name by position"
+        )
+
+
+@asked_once
+def _versions_in_trace(apply: Apply) -> tuple[int, ...]:
+    parts = apply._parts
+    return traced_versions(
+        [*parts.buffers.values(), *parts.others.values(), *parts.trained.values()]
+    )
+
+
+def _check_trace(parts: _Parts, before: Sequence[int], after: Sequence[int]) -> None:
+    """Refuses what a traced call has written to, and parameters of the module that it has seen."""
+    kinds = [("buffer", parts.buffers), ("tensor", parts.others), ("", parts.trained)]
+    named = [(kind, name) for kind, some in kinds for name in some]
+    for (kind, name), was, now in zip(named, before, after, strict=True):
+        if now > (max(was, 0) if kind else was):
+            raise ValueError(watch.written(kind, name) if kind else watch.elsewhere(name))
