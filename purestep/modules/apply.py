@@ -8,6 +8,7 @@ threads do not meet, and a checkpoint computes again with the params of its call
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from fnmatch import fnmatchcase
@@ -95,7 +96,7 @@ def from_module(
             "require grad"
         )
     params = {name: p.detach().clone() for name, p in trained.items()}
-    return params, Apply(_parts_of(module, trained))
+    return params, Apply(_parts_of(module, trained), trained)
 
 
 def to_module(
@@ -110,11 +111,12 @@ def to_module(
     >>> module.bias.item()
     3.0
     """
-    parameters = dict(module.named_parameters(remove_duplicate=False))
-    own = dict(module.named_buffers(remove_duplicate=False))
-    refused.check_names("params", params, parameters, (), "pass params of this module")
-    refused.check_buffers(buffers, own, refused.written_in_training(module))
-    pairs = [(f"params[{name!r}]", name, parameters[name], p) for name, p in params.items()]
+    own: dict[str, Tensor] = dict(module.named_parameters(remove_duplicate=False))
+    refused.check_names("params", params, own, (), "pass params of this module")
+    known = dict(module.named_buffers(remove_duplicate=False))
+    refused.check_buffers(buffers, known, refused.written_in_training(module))
+    own |= known
+    pairs = [(f"params[{name!r}]", name, own[name], p) for name, p in params.items()]
     for name, value in (buffers or {}).items():
         pairs.append((f"buffers[{name!r}]", name, own[name], _whole(value, own[name])))
     for path, name, place, value in pairs:
@@ -132,12 +134,13 @@ def to_module(
 class _Parts(NamedTuple):
     """A module as ``apply`` holds it: its tensors by name, and the plan of its objects."""
 
-    trained: dict[str, Parameter]
+    names: tuple[str, ...]
     buffers: dict[str, Tensor]
     others: dict[str, Tensor]
     written: dict[str, None]  # the buffers to which training writes, as far as calls have shown
     plan: plan.Plan
     models: huggingface.Names
+    inspected: list[tuple[Module, str]]  # methods whose signatures a compiler has to know before
     hooks_backward: bool
     training: bool
 
@@ -151,12 +154,13 @@ def _parts_of(module: Module, trained: dict[str, Parameter]) -> _Parts:
     }
     refused.check_params(trained, {**buffers, **others})
     return _Parts(
-        trained,
+        (*trained,),
         buffers,
         {name: each.detach() for name, each in others.items()},
         dict.fromkeys(refused.written_in_training(module)),
         plan.plan_of(module, [*trained.values(), *buffers.values(), *others.values()]),
         huggingface.models_of(module),
+        [(module, "register_buffer"), *huggingface.inspected(module)],
         hooks_backward(module),
         module.training,
     )
@@ -168,11 +172,14 @@ class Apply:
     eval: Apply
     """The same of the module in evaluation mode."""
 
-    def __init__(self, parts: _Parts, evaluates: bool = False) -> None:
-        self._parts, self._seen = parts, set[Any]()
+    def __init__(
+        self, parts: _Parts, trained: Mapping[str, Tensor], evaluates: bool = False
+    ) -> None:
+        # The module's own parameters are apart from what compilers look at.
+        self._parts, self._trained, self._seen = parts, trained, set[Any]()
         never_compiled_alone(Apply.__call__, callees=False)
         still = parts._replace(plan=plan.in_evaluation(parts.plan), training=False)
-        self.eval = self if evaluates else Apply(still, evaluates=True)
+        self.eval = self if evaluates else Apply(still, trained, evaluates=True)
 
     def __call__(
         self,
@@ -185,18 +192,14 @@ class Apply:
     ) -> Any:
         """The module's output; with ``buffers``, ``(output, buffers)``; with ``key``, its noise."""
         parts = self._parts
-        names = parts.trained
+        names = parts.names
         refused.check_names("params", params, names, names, "pass those of from_module, no others")
         refused.check_buffers(buffers, parts.buffers, parts.written)
-        given = {
-            name: _whole(value, parts.buffers[name]).clone()
-            for name, value in (buffers or {}).items()
-        }
-        if key is not None:
-            _check_key(key)
+        given = {n: _whole(each, parts.buffers[n]).clone() for n, each in (buffers or {}).items()}
+        call = _Call([params[name] for name in names], given, key, args, kwargs)
         run = self._trace if torch.compiler.is_dynamo_compiling() else self._call
         try:
-            output, given = run([params[name] for name in names], given, key, args, kwargs)
+            output, given = run(call)
         except RuntimeError as error:
             for words, way_out in huggingface.TRANSFORMS.items():
                 if words in str(error):
@@ -204,111 +207,92 @@ class Apply:
             raise
         return output if buffers is None else (output, given)
 
-    def _call(
-        self,
-        params: list[Tensor],
-        given: dict[str, Tensor],
-        key: Keys | None,
-        args: Any,
-        kwargs: Any,
-    ) -> tuple[Any, dict[str, Tensor]]:
-        parts, kind = self._parts, _kind(given, key, args, kwargs)
-        aliases = [*map(_as_parameter, params)]
+    def _call(self, call: _Call) -> tuple[Any, dict[str, Tensor]]:
+        """The first of a kind of calls is looked at, and refused before it does any harm."""
+        parts, kind = self._parts, _kind(call)
+        aliases = [*map(_as_parameter, call.params)]
         if kind in self._seen:
-            held = {**parts.buffers, **given, **parts.others}
-            with nullcontext() if key is None else keyed.Keyed(key, trusted=True):
-                return self._run([*aliases, *held.values()], given, args, kwargs)
-        constants = {n: each for n, each in parts.buffers.items() if n not in given}
-        passed = dict(zip(parts.trained, params, strict=True))
-        tensors = watch.Tensors(passed, constants, parts.others, parts.trained)
+            with call.noise(trusted=True):
+                return _run(parts, call, aliases, parts.others)
+        constants = {n: each for n, each in parts.buffers.items() if n not in call.given}
+        passed = dict(zip(parts.names, call.params, strict=True))
+        tensors = watch.Tensors(passed, constants, parts.others, self._trained)
         # What the module assigns to ``.data`` of these is not there in what they are made of.
         own = {n: each.detach() for n, each in {**constants, **parts.others}.items()}
-        held = {**parts.buffers, **given, **own}
-        before = {n: each.clone() for n, each in given.items()}
-        mode = nullcontext() if key is None else keyed.Keyed(key)
-        inputs = tree.leaves_of((args, kwargs))
-        with mode, watch.watched(tensors, inputs, key is not None, parts.training):
-            result = self._run([*aliases, *held.values()], given, args, kwargs, first=True)
+        before = {n: each.clone() for n, each in call.given.items()}
+        with (
+            call.noise(trusted=True in self._seen),
+            watch.watched(tensors, call[3:], call.key is not None, parts.training),
+        ):
+            result = _run(parts, call, aliases, own, first=True)
         watch.check_assigned({**dict(zip(passed, aliases, strict=True)), **own}, tensors)
-        if isinstance(mode, keyed.Keyed) and mode.doubtful:
-            self._check_examples(params, before, mode, args, kwargs)
         if tree.untransformed():
-            changed = [n for n in given if not torch.equal(before[n], result[1][n])]
+            changed = [n for n in before if not torch.equal(before[n], result[1][n])]
             parts.written.update(dict.fromkeys(changed))
-        self._seen |= {kind, key is not None}
+        self._seen |= {kind, call.key is not None}
         return result
 
-    def _run(
-        self,
-        tensors: list[Tensor],
-        given: Mapping[str, Tensor],
-        args: Any,
-        kwargs: Any,
-        first: bool = False,
-    ) -> tuple[Any, dict[str, Tensor]]:
-        module = plan.build(self._parts.plan, tensors)
-        if first:
-            refused.check_normalised(module)
-            huggingface.look_at(module, self._parts.models)
-        output = module(*args, **kwargs)
-        return output, {name: module.get_buffer(name) for name in given}
-
-    def _check_examples(
-        self,
-        params: list[Tensor],
-        given: dict[str, Tensor],
-        mode: keyed.Keyed,
-        args: Any,
-        kwargs: Any,
-    ) -> None:
-        """Calls with one example more, where another dimension has as many as there are examples."""
-        more = mode.with_one_more
-        held = {**self._parts.buffers, **given, **self._parts.others}
-        args, kwargs = tree.map(more, (args, kwargs))
-        try:
-            with torch.no_grad(), keyed.Keyed(tree.map(more, mode.keys)):
-                self._run([*params, *held.values()], given, args, kwargs)
-        except Exception as error:
-            raise ValueError(keyed.DOUBT) from error
-
-    def _trace(
-        self,
-        params: list[Tensor],
-        given: dict[str, Tensor],
-        key: Keys | None,
-        args: Any,
-        kwargs: Any,
-    ) -> tuple[Any, dict[str, Tensor]]:
+    def _trace(self, call: _Call) -> tuple[Any, dict[str, Tensor]]:
+        """What a compiler traces: each call is looked at, as far as a compiler tells."""
         parts = self._parts
         if parts.hooks_backward:
             raise ValueError("a compiler leaves hooks on a module's backward pass out")
-        held = {**parts.buffers, **given, **parts.others}
-        tensors = [*params, *held.values()]
-        assert all(isinstance(each, Tensor) for each in tensors)  # The compiler knows them now.
+        assert all(isinstance(each, Tensor) for each in call.params)  # Now the compiler knows them.
+        for owner, name in parts.inspected:
+            inspect.signature(getattr(owner, name))
         before = _versions_in_trace(self)
-        with nullcontext() if key is None else keyed.Keyed(key, trusted=True in self._seen):
-            result = self._run(tensors, given, args, kwargs, first=True)
+        with call.noise(trusted=True in self._seen):
+            result = _run(parts, call, call.params, parts.others, first=True)
         _check_trace(parts, before, _versions_in_trace(self))
         return result
 
 
-def _kind(given: Any, key: Any, args: Any, kwargs: Any) -> tuple[Any, ...]:
-    """What calls have in common that are alike: only the first of them is looked at."""
+class _Call(NamedTuple):
+    """What a call is passed: the buffers that were, ``given``, are copies."""
+
+    params: list[Tensor]
+    given: dict[str, Tensor]
+    key: Keys | None
+    args: Any
+    kwargs: Any
+
+    def noise(self, trusted: bool) -> AbstractContextManager[object]:
+        """The context in which dropout draws from the key, if there is one."""
+        return nullcontext() if self.key is None else keyed.Keyed(self.key, trusted=trusted)
+
+
+def _run(
+    parts: _Parts, call: _Call, params: Sequence[Tensor], others: Any, first: bool = False
+) -> tuple[Any, dict[str, Tensor]]:
+    """The output of the module around these tensors, and the buffers that it leaves behind."""
+    held = {**parts.buffers, **parts.others, **others, **call.given}
+    module = plan.build(parts.plan, [*params, *held.values()])
+    if first:
+        refused.check_normalised(module)
+        huggingface.look_at(module, parts.models)
+    output = module(*call.args, **call.kwargs)
+    return output, {name: module.get_buffer(name) for name in call.given}
+
+
+def _kind(call: _Call) -> tuple[Any, ...]:
+    """What calls have in common that are alike."""
     values = [
         each if isinstance(each, bool | str | None) else (type(each), getattr(each, "dtype", None))
-        for each in (*args, *kwargs.values())
+        for each in (*call.args, *call.kwargs.values())
     ]
-    return (bool(given), type(key), *kwargs, *values)
+    return (bool(call.given), type(call.key), *call.kwargs, *values)
 
 
 def _as_parameter(p: Tensor) -> Tensor:
-    """An alias that is an ``nn.Parameter`` to the module, where the param is a leaf.
+    """An alias that is an ``nn.Parameter`` to the module, where the param is a leaf, and wide.
 
     A cast of a param, or what ``unshard`` returns, is no leaf, and ``checks.recomputation`` takes
-    parameters for those of another module.
+    parameters for those of another module. In half precision a leaf sums in float32, and an alias
+    does not.
     """
     plain = type(p) in (Tensor, Parameter) and p.is_leaf
-    return p.as_subclass(Parameter) if plain else p  # type: ignore[arg-type]
+    wide = tree.accumulation_dtype(p.dtype) is p.dtype
+    return p.as_subclass(Parameter) if plain and wide else p
 
 
 def _whole(value: Tensor, like: Tensor) -> Tensor:
@@ -318,27 +302,18 @@ def _whole(value: Tensor, like: Tensor) -> Tensor:
     return value
 
 
-def _check_key(key: Keys) -> None:
-    leaves = tree.leaves_of(key)
-    if not all(isinstance(each, Tensor) and each.dtype == torch.int64 for each in leaves):
-        raise TypeError(
-            f"key= are keys of ps.random, tensors of dtype int64, got {tree.kind(leaves[0])}: pass "
-            "a module's own argument of that name by position"
-        )
-
-
 @asked_once
 def _versions_in_trace(apply: Apply) -> tuple[int, ...]:
     parts = apply._parts
-    return traced_versions(
-        [*parts.buffers.values(), *parts.others.values(), *parts.trained.values()]
-    )
+    held = [*parts.buffers.values(), *parts.others.values()]
+    return traced_versions([*held, *apply._trained.values()])
 
 
 def _check_trace(parts: _Parts, before: Sequence[int], after: Sequence[int]) -> None:
     """Refuses what a traced call has written to, and parameters of the module that it has seen."""
-    kinds = [("buffer", parts.buffers), ("tensor", parts.others), ("", parts.trained)]
-    named = [(kind, name) for kind, some in kinds for name in some]
+    named = [("buffer", name) for name in parts.buffers]
+    named += [("tensor", name) for name in parts.others]
+    named += [("", name) for name in parts.names]
     for (kind, name), was, now in zip(named, before, after, strict=True):
         if now > (max(was, 0) if kind else was):
             raise ValueError(watch.written(kind, name) if kind else watch.elsewhere(name))

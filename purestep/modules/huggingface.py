@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -55,6 +54,13 @@ def models_of(module: Module) -> Names:
     }
 
 
+def inspected(module: Module) -> list[tuple[Module, str]]:
+    """Methods for whose signatures transformers asks, one of each class."""
+    name = "feed_forward_chunk"
+    chunked = {type(each): each for each in module.modules() if hasattr(each, name)}
+    return [(each, name) for each in chunked.values()]
+
+
 def look_at(module: Module, models: Names) -> None:
     """Lets each of these models in the module look at its arguments and at its result."""
     calls: list[type] = []
@@ -66,7 +72,6 @@ def look_at(module: Module, models: Names) -> None:
 def _looking(
     model: Module, forward: Callable[..., Any], names: tuple[str, ...], calls: list[type]
 ) -> Callable[..., Any]:
-    @functools.wraps(forward)
     def looking(*args: Any, **kwargs: Any) -> Any:
         given = {**dict(zip(names, args, strict=False)), **kwargs}
         config = getattr(model, "config", None)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from types import FunctionType, MethodType
 from typing import Any
 
@@ -30,6 +31,7 @@ from purestep.random import (
     uniform,
 )
 from purestep.torch_internals import (
+    asked_once,
     checkpoint_frame,
     function_modes,
     in_reentrant_checkpoint,
@@ -48,8 +50,8 @@ def again() -> Callable[[], AbstractContextManager[object]]:
 class Keyed(TorchFunctionMode):
     """Within it, dropout draws from the keys, from the ``count``-th place on.
 
-    ``doubtful``: another dimension than the first was as long as there are examples, unless the
-    keys are ``trusted`` to be those of the first.
+    ``trusted``: the keys are known to be those of the first dimension, of whatever length others
+    are.
 
     >>> from purestep import random
     >>> keys = torch.stack([random.key(0), random.key(1)])
@@ -61,11 +63,16 @@ class Keyed(TorchFunctionMode):
 
     def __init__(self, keys: Keys, count: int = 0, trusted: bool = False) -> None:
         super().__init__()
-        self.keys, self._first, self._count, self._trusted = keys, count, count, trusted
-        self._shape = keys.keys.shape[:-1] if isinstance(keys, TokenKeys) else keys.shape
-        self._places: list[Keys] = []
+        leaves = tree.leaves_of(keys)
+        if not all(isinstance(each, Tensor) and each.dtype == torch.int64 for each in leaves):
+            raise TypeError(
+                f"key= are keys of ps.random, tensors of dtype int64, got {tree.kind(leaves[0])}: "
+                "pass a module's own argument of that name by position"
+            )
+        self._keys, self._count, self._trusted = keys, count, trusted
+        self._tokens = keys.keys.shape if isinstance(keys, TokenKeys) else keys.shape
+        self._shape = self._tokens[:-1] if isinstance(keys, TokenKeys) else keys.shape
         self._recorded = torch.is_grad_enabled()
-        self.doubtful = False
         # A compiler's regions cannot write to what is there before them: the compiler counts.
         self._call = None
         if torch.compiler.is_dynamo_compiling():
@@ -73,14 +80,8 @@ class Keyed(TorchFunctionMode):
             self._call = f"call {number}"
 
     def again(self) -> Callable[[], AbstractContextManager[object]]:
-        """Contexts that draw from the same place on."""
-        keys, count = self.keys, self._count
-        return lambda: Keyed(keys, count, trusted=True)
-
-    def with_one_more(self, leaf: Any) -> Any:
-        """A tensor that has an entry for each example, with the last one twice."""
-        there = isinstance(leaf, Tensor) and leaf.shape[:1] == self._shape[:1]
-        return torch.cat([leaf, leaf[-1:]]) if there else leaf
+        """A function that makes contexts which draw from the same place on."""
+        return partial(Keyed, self._keys, self._count, trusted=True)
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -90,7 +91,7 @@ class Keyed(TorchFunctionMode):
             self._follow()
         elif args and isinstance(args[0], FunctionType | MethodType | torch.nn.Module):
             # A region, which a compiler traces without this mode.
-            args = (self._within(args[0]), *args[1:])
+            args = (partial(_within, lambda: self, args[0]), *args[1:])
         if func in _DROPOUTS:
             return self._dropout(func, *args, **kwargs)
         if func is torch.rand or func is Tensor.bernoulli_:
@@ -101,67 +102,47 @@ class Keyed(TorchFunctionMode):
             return self._attention(func, *args, **kwargs)
         if func is functional.multi_head_attention_forward:
             return self._heads(func, *args, **kwargs)
-        if self._call is not None and _draws(func, args, kwargs):
+        if self._call is not None and _draws(func):
             raise ValueError(f"{func.__name__} draws random numbers that no key reaches: {NOISE}")
         return func(*args, **kwargs)
-
-    def _within(self, region: Callable[..., Any]) -> Callable[..., Any]:
-        def run(*args: Any, **kwargs: Any) -> Any:
-            with self:
-                return region(*args, **kwargs)
-
-        return run
 
     def _follow(self) -> None:
         """Lets a checkpoint that has begun draw the same when it computes again."""
         frame = checkpoint_frame()
-        if frame is not None and not isinstance(frame.recompute_fn, _Replay):
-            frame.recompute_fn = _Replay(frame.recompute_fn, self.again())
+        if frame is not None and getattr(frame.recompute_fn, "func", None) is not _within:
+            # Its function is called without this mode.
+            frame.recompute_fn = partial(_within, self.again(), frame.recompute_fn)
 
     def _next(self) -> Keys:
-        """The keys of the next place. Those of many are made at once, in the time of one."""
-        if self._recorded and not torch.is_grad_enabled() and self._call is None:
-            if in_reentrant_checkpoint():
-                raise ValueError(
-                    "a reentrant checkpoint would draw different numbers when it computes again: "
-                    "pass use_reentrant=False"
-                )
+        """The keys of the next place."""
         if self._call is not None:
             (place,) = traced_number(self._call)
-            return fold_in(self.keys, self._first + place)
-        if not self._places:
-            keys = self.keys.keys if isinstance(self.keys, TokenKeys) else self.keys
-            numbers = torch.arange(self._count, self._count + 16, device=keys.device)
-            made = fold_in(keys[..., None], numbers).unbind(-1)
-            if isinstance(self.keys, TokenKeys):
-                self._places += [TokenKeys(each, self.keys.positions) for each in made]
-            else:
-                self._places += made
+            return fold_in(self._keys, self._count + place)
+        if self._recorded and not torch.is_grad_enabled() and in_reentrant_checkpoint():
+            raise ValueError(
+                "a reentrant checkpoint would draw different numbers when it computes again: pass "
+                "use_reentrant=False"
+            )
         self._count += 1
-        return self._places.pop(0)
+        return fold_in(self._keys, self._count - 1)
 
     def _dropped(self, x: Tensor, p: float, what: str) -> Tensor:
         """Which elements are dropped, at the next place."""
-        shape, limit = self._shape, limit_of(p)
-        tokens = self.keys.keys.shape if isinstance(self.keys, TokenKeys) else shape
-        pairs = x
-        if x.shape[: len(shape)] != shape and x.shape[:1] == (tokens.numel(),):
-            pairs = x.unflatten(0, tokens)
+        shape, limit, pairs = self._shape, limit_of(p), x
+        if x.shape[: len(shape)] != shape and x.shape[:1] == (self._tokens.numel(),):
+            pairs = x.unflatten(0, self._tokens)
         if pairs.shape[: len(shape)] != shape:
-            flat = (
-                tokens == shape
-                and len(shape) == 1
-                and x.ndim
-                and x.shape[0] % max(1, shape[0]) == 0
-            )
+            flat = self._tokens == shape and x.ndim and x.shape[0] % max(1, shape.numel()) == 0
             raise ValueError(
                 f"{what} in the module drops {tree.kind(x)}, whose first dimension is not that of "
                 f"the {tuple(shape)} examples of key=: {_TOKENS if flat else _ROWS}"
             )
-        if not self._trusted and shape and shape[0] in pairs.shape[1:]:
-            if self._call is not None:
-                raise ValueError(DOUBT)
-            self.doubtful = True
+        if not self._trusted and pairs.ndim == 3 and pairs.shape[:2] == 2 * tuple(shape):
+            raise ValueError(
+                f"{what} in the module drops {tree.kind(x)}, and examples may be along either of "
+                f"two dimensions: {_ROWS}; or, where it does so, begin with a call for fewer "
+                "examples, apply(params, x[:-1], key=keys[:-1])"
+            )
         dropped = drawn_for(pairs, self._next(), lambda word: word < limit)
         return dropped.view(x.shape) if pairs is not x else dropped
 
@@ -171,7 +152,7 @@ class Keyed(TorchFunctionMode):
         shape = (*first.shape,) if writes else args if isinstance(first, int) else (*first,)
         p, rows = (*args[1:], kwargs.get("p", 0.5))[0] if writes else 0.5, len(self._shape)
         alone = shape and shape[:rows] == (*self._shape,) and {*shape[rows:]} <= {1}
-        if not alone or isinstance(self.keys, TokenKeys) or not isinstance(p, float | int):
+        if not alone or isinstance(self._keys, TokenKeys) or not isinstance(p, float | int):
             return None
         keys = self._next()
         assert isinstance(keys, Tensor)
@@ -196,7 +177,7 @@ class Keyed(TorchFunctionMode):
             return func(input, p, training)
         shaped = input
         if func in _CHANNELS:
-            if isinstance(self.keys, TokenKeys):
+            if isinstance(self._keys, TokenKeys):
                 raise ValueError(f"{func.__name__} drops channels, which are no tokens: {_ROWS}")
             shaped = input.new_empty(input.shape[: len(self._shape) + 1])
         dropped = self._dropped(shaped, p, func.__name__)
@@ -266,17 +247,24 @@ class Keyed(TorchFunctionMode):
         return body(*args, **kwargs)
 
 
-class _Replay:
-    """A function that computes again, within the context of its first time."""
+def _within(
+    context: Callable[[], AbstractContextManager[object]],
+    run: Callable[..., Any],
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    with context():
+        return run(*args, **kwargs)
 
-    def __init__(
-        self, run: Callable[..., Any], again: Callable[[], AbstractContextManager[object]]
-    ) -> None:
-        self._run, self._again = run, again
 
-    def __call__(self, *args: Any) -> Any:
-        with self._again():
-            return self._run(*args)
+@asked_once
+def _draws(func: Any) -> bool:
+    """Whether a function that is traced may draw: torch says so of each of its operations."""
+    operation = getattr(torch.ops.aten, func.__name__, None)
+    overloads = [getattr(operation, each) for each in getattr(operation, "overloads", list)()]
+    python = ("gumbel_softmax", "fractional_max_pool2d", "fractional_max_pool3d", "rrelu")
+    drawing = any(torch.Tag.nondeterministic_seeded in each.tags for each in overloads)
+    return drawing or func.__name__ in python
 
 
 def _alpha(x: Tensor, dropped: Tensor, p: float) -> Tensor:
@@ -306,40 +294,9 @@ _CHANNELS = _named(
 )
 _IN_PLACE = _named("dropout_ alpha_dropout_ feature_dropout_ feature_alpha_dropout_")
 _DROPOUTS = _named("dropout") | _ALPHA | _CHANNELS | _IN_PLACE
-_RECURRENT = _named("lstm gru rnn_tanh rnn_relu")
-_LEAKY = _named("rrelu rrelu_")
-_POOLING = _named(
-    "fractional_max_pool2d fractional_max_pool2d_with_indices fractional_max_pool3d "
-    "fractional_max_pool3d_with_indices"
-)
-_DRAWING = _named(
-    "bernoulli bernoulli_ binomial cauchy_ exponential_ geometric_ gumbel_softmax log_normal_ "
-    "miopen_rnn multinomial native_dropout normal normal_ poisson rand rand_like randint randint_like randn "
-    "randn_like random_ randperm uniform_"
-)
-KNOWN = _DROPOUTS | _RECURRENT | _LEAKY | _POOLING | _DRAWING
-"""What draws by key, or is refused where it is traced; elsewhere each operation is asked."""
-
-
-def _draws(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
-    """Whether a traced call draws random numbers."""
-    if func in _RECURRENT:
-        # The only float is the share to drop, and whether it trains comes next.
-        rates = [place for place, each in enumerate(args) if isinstance(each, float)]
-        return bool(rates and args[rates[0]] > 0 and args[rates[0] + 1])
-    if func in _LEAKY:
-        return bool(kwargs.get("training", args[3:4] == (True,)))
-    return func in _DRAWING or (func in _POOLING and kwargs.get("_random_samples") is None)
-
-
 _ROWS = (
     "let the module take examples first (batch_first=True), or call it for one example with key= "
     "without a dimension, under torch.vmap"
-)
-DOUBT = (
-    "another dimension is as long as there are keys of examples, and the module may drop along that "
-    f"one: {_ROWS}; or, where it does take them first, call apply without a compiler and with "
-    "another number of examples first"
 )
 _TOKENS = (
     "it drops tokens of all examples in one dimension. Say which tokens are whose: "

@@ -77,20 +77,19 @@ def plan_of(module: Module, tensors: Sequence[Tensor]) -> Plan:
 
     objects = [each for each in anew.values() if _is_object(each)]
     containers = [each for each in anew.values() if type(each) in _CONTAINERS]
-    at: dict[Any, int] = {}
-    for each in [*tensors, *containers, *objects]:
-        at[id(each)] = len(at)
+    first = [*tensors, *containers, *objects]
+    at = {id(each): position for position, each in enumerate(first)}
     plan = Plan([each.copy() for each in containers], [], [], [], [], at[id(module)])
 
     def position_of(thing: Any, begun: tuple[int, ...] = ()) -> int:
         if id(thing) not in at:
-            maker, parts = partial(_same, thing), []
-            if id(thing) in anew:
-                maker = _maker(thing)
-                if maker is None or id(thing) in begun:
-                    raise TypeError(_refused(thing, module, holders))
-                parts = [position_of(part, (*begun, id(thing))) for _, part in _parts(thing)]
-            at[id(thing)] = len(at)
+            is_new = id(thing) in anew
+            maker = _maker(thing) if is_new else lambda: thing
+            if maker is None or id(thing) in begun:
+                raise TypeError(_refused(thing, module, holders))
+            inside = [part for _, part in _parts(thing)] if is_new else []
+            parts = [position_of(part, (*begun, id(thing))) for part in inside]
+            at[id(thing)] = len(first) + len(plan.made)
             plan.made.append((maker, parts))
         return at[id(thing)]
 
@@ -114,9 +113,9 @@ def plan_of(module: Module, tensors: Sequence[Tensor]) -> Plan:
         for name, method in cached:
             # What a class caches would keep the object of each call.
             if type(method) is _CACHED and name not in state:
-                plan.attributes.append((at[id(thing)], name, len(at)))
+                plan.attributes.append((at[id(thing)], name, len(first) + len(plan.made)))
                 plan.made.append((method.__wrapped__.__get__, [at[id(thing)]]))
-                at[id(state), name] = len(at)
+                state[name] = None
         plan.objects.append((type(thing), state))
     return plan
 
@@ -232,8 +231,11 @@ def _is_object(thing: Any) -> bool:
 
 
 def _object(kind: type, state: dict[str, Any]) -> Any:
-    new = object.__new__(kind)
+    new: Any = object.__new__(kind)
     new.__dict__.update(state)
+    if torch.compiler.is_dynamo_compiling() and issubclass(kind, Module):
+        # Of methods that a compiler finds in an object it has made, it does not know the closures.
+        new.__dict__.setdefault("forward", partial(kind.forward, new))
     return new
 
 
@@ -254,10 +256,6 @@ _MAKERS: dict[type, Callable[..., Any]] = {
     _CACHED: lambda function: function,
     ref: ref,
 }
-
-
-def _same(thing: Any) -> Any:
-    return thing
 
 
 def _function(function: FunctionType, *parts: Any) -> FunctionType:

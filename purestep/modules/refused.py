@@ -87,14 +87,19 @@ def check_params(params: Mapping[str, Parameter], others: Mapping[str, Tensor]) 
 
 def _overlap(one: Tensor, other: Tensor) -> bool:
     """Whether the bytes of two tensors in one storage meet, where strides leave none out."""
-    (start, stop), (begin, end) = map(_span, (one, other))
+    (start, stop), (begin, end) = [
+        (
+            size * t.storage_offset(),
+            size * (t.storage_offset() + 1 + sum(map(_reach, t.shape, t.stride()))),
+        )
+        for t in (one, other)
+        for size in [t.element_size()]
+    ]
     return start < end and begin < stop
 
 
-def _span(tensor: Tensor) -> tuple[int, int]:
-    reach = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    start = tensor.storage_offset() * tensor.element_size()
-    return start, start + (1 + reach) * tensor.element_size()
+def _reach(length: int, stride: int) -> int:
+    return (length - 1) * stride
 
 
 def written_in_training(module: Module) -> list[str]:

@@ -87,7 +87,7 @@ def watched(tensors: Tensors, inputs: Sequence[Any], keyed: bool, training: bool
     def look(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         known = operation._schema.arguments
         given = {each.name: each.default_value for each in known if each.has_default_value()}
-        given |= dict(zip([each.name for each in known], args, strict=False)) | kwargs
+        given |= dict(zip([each.name for each in known], args, strict=False)) | dict(kwargs)
         for tensor, is_written in _operands(operation, given):
             at = place(tensor)
             message = read.get(at) or (kept.get(at) if is_written else None)
