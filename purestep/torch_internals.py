@@ -94,15 +94,6 @@ holds_tensors: Callable[[Tensor], bool] = _private(
 """Whether a tensor is of a subclass whose values lie in other tensors."""
 
 
-def values_inside(tensor: Tensor) -> Tensor | None:
-    """What holds the values of a sparse or nested tensor, without a copy; None where there is no such tensor."""
-    try:
-        inside: Tensor = tensor._values() if tensor.layout is torch.sparse_coo else tensor.values()
-    except RuntimeError:
-        return None
-    return inside
-
-
 is_deferred: Callable[[Tensor], bool] = _private("_is_functional_tensor")
 """Whether a tensor's values are computed later than its device was told, so that they lie nowhere yet."""
 
@@ -302,25 +293,6 @@ def traced_number(name: str) -> tuple[int]:
     return (counts[name],)
 
 
-def traced_writes(things: Sequence[Any]) -> dict[int, tuple[str, ...]]:
-    """The things that the function that is being traced has changed by now, by position, and which of their attributes.
-
-    Where unknown, none.
-    """
-    try:
-        from torch._dynamo.symbolic_convert import InstructionTranslator
-
-        effects = InstructionTranslator.current_tx().output.side_effects
-        there = {i: effects.id_to_variable.get(id(thing)) for i, thing in enumerate(things)}
-        return {
-            i: (*effects.store_attr_mutations.get(each, ()),)
-            for i, each in there.items()
-            if each is not None and effects.is_modified(each)
-        }
-    except (ImportError, AttributeError):
-        return {}
-
-
 def operation_on_graphs(name: str, run: Callable[..., Any]) -> Callable[..., Any]:
     """``run(function, *args, **kwargs)``, which a compiler calls with the graph of the function, and its tensors.
 
@@ -361,13 +333,6 @@ def watching(look: Callable[[Any, Any, Any], None]) -> Any:
             return func(*args, **(kwargs or {}))
 
     return Watch()  # type: ignore[no-untyped-call]
-
-
-def operations(func: Any) -> list[Any]:
-    """The operations that a function of ``torch.ops`` may be, with all that is known of them; none for any other function."""
-    if isinstance(func, torch._ops.OpOverloadPacket):
-        return [getattr(func, overload) for overload in func.overloads()]
-    return [func] if isinstance(func, torch._ops.OpOverload) else []
 
 
 def may_draw(operation: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
@@ -519,16 +484,3 @@ def hooks_backward(module: torch.nn.Module) -> bool:
         for each in module.modules()
         for name in ("_backward_hooks", "_backward_pre_hooks")
     )
-
-
-def is_of_transformers(module: Any) -> bool:
-    """Whether it is a model of Hugging Face's. Where transformers' models no longer look so, what they are given is not checked."""
-    return hasattr(type(module), "base_model_prefix") and "config" in vars(module)
-
-
-def adds_its_masks(module: Any) -> bool:
-    """Whether it is a Hugging Face model whose attention adds masks to scores.
-
-    Where transformers no longer says so, masks of bools are not refused.
-    """
-    return getattr(getattr(module, "config", None), "_attn_implementation", None) == "eager"

@@ -108,7 +108,7 @@ def test_a_batch_norm_without_statistics_is_refused() -> None:
     module = nn.Sequential(nn.Linear(D, D), nn.BatchNorm1d(D, track_running_stats=False)).double()
     params, apply = ps.from_module(module)
     for call in (apply, apply.eval):
-        with pytest.raises(ValueError, match="^1 normalises by its microbatch"):
+        with pytest.raises(ValueError, match=r"^1 normalises by its microbatch"):
             call(params, data())
     params, apply = ps.from_module(nn.Sequential(nn.Linear(D, D), nn.InstanceNorm1d(D)).double())
     apply(params, data()[:, None].expand(-1, D, -1))

@@ -44,6 +44,7 @@ BUDGETS = {
     "axis": 1135,
     "sharding": 120,
     "optim": 845,
+    "modules": 960,
 }
 """Lines of code: no longer than they are, on the way to 900, 400, 850, 400 and 850."""
 
@@ -53,7 +54,7 @@ LATER = {
     "losses": 609,
     "testing": 1713,
     "examples": 1475,
-    "others": 2172,
+    "others": 1287,
 }
 """Rooms that are to be written again."""
 
@@ -78,8 +79,6 @@ ORDER = [
     "evaluation",
     "quantile",
     "random",
-    "skeleton",
-    "keyed",
     "modules",
     "batching",
     "rematerialisation",
@@ -92,7 +91,7 @@ ORDER = [
 ]
 """Each imports from those before it alone."""
 
-PRIVATE = 47
+PRIVATE = 46
 """Private names of torch's, to become 16."""
 
 SEAMS = {
@@ -111,6 +110,9 @@ SEAMS = {
     "step.py": 4,
     "checks.py": 1,
     "weights.py": 2,
+    "modules/apply.py": 2,
+    "modules/keyed.py": 1,
+    "modules/plan.py": 1,
     "optim/leafwise.py": 1,
     "optim/partition.py": 2,
     "optim/torch_optim.py": 1,

@@ -433,7 +433,7 @@ def test_rows_and_tokens_of_one_number() -> None:
     params, apply = ps.from_module(Second())
     for x in (square, X):
         with pytest.raises(
-            ValueError, match="either of two dimensions|first dimension is not that"
+            ValueError, match=r"either of two dimensions|first dimension is not that"
         ):
             apply(params, x, key=KEYS)
     params, apply = ps.from_module(Calls(functional.dropout))

@@ -49,8 +49,8 @@ def from_module(
 
     **Buffers.** ``apply(params, *args, buffers=buffers)`` returns ``(output, buffers)``, the latter
     as the call has left them. A module that writes to its buffers in training, as BatchNorm does,
-    needs that, and so do its ``apply.eval`` and ``to_module``, for these are the buffers that belong
-    to the params. ``dict(module.named_buffers())`` is the start.
+    needs that, and so do its ``apply.eval`` and ``to_module``, for these are the buffers that
+    belong to the params. ``dict(module.named_buffers())`` is the start.
 
     **The first call** with arguments of one kind is looked at, and refused by name where it writes
     to a tensor of the module or of params, or computes with a parameter of the module itself. A
@@ -63,8 +63,8 @@ def from_module(
     **Dropout** in training mode draws from torch's global generator, as in every module.
     ``apply(params, *args, key=keys)`` draws from keys instead, of shape ``(rows,)``, one for each
     example along the first dimension (``ps.random.with_keys``); or from ``ps.random.token_keys``,
-    where a row holds several examples, or the module drops tokens of all rows in one dimension. Each
-    example's noise is its own then: it depends neither on the cut, nor on padding, order or
+    where a row holds several examples, or the module drops tokens of all rows in one dimension.
+    Each example's noise is its own then: it depends neither on the cut, nor on padding, order or
     neighbours. This holds for all of ``torch.nn.functional``'s kinds of dropout, attention's
     included, and for DropPath and StochasticDepth, which draw one number for each example. Other
     draws are refused by name.
@@ -222,7 +222,7 @@ class Apply:
         before = {n: each.clone() for n, each in call.given.items()}
         with (
             call.noise(trusted=True in self._seen),
-            watch.watched(tensors, call[3:], call.key is not None, parts.training),
+            watch.watched(tensors, tree.leaves_of(call[3:]), call.key is not None, parts.training),
         ):
             result = _run(parts, call, aliases, own, first=True)
         watch.check_assigned({**dict(zip(passed, aliases, strict=True)), **own}, tensors)

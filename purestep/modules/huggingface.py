@@ -17,22 +17,20 @@ _NOT = "or take a step that is not transformed"
 TRANSFORMS = {
     "saved tensor hooks": (
         "the module checkpoints activations, which torch.func knows nothing of: switch that off "
-        f"(activation_checkpointing_disable() of a Hugging Face model) before from_module, {_NOT}"
+        f"before from_module, by activation_checkpointing_disable() of Hugging Face's, {_NOT}"
     ),
     "Tensor.requires_grad_()": (
-        "the module lets a tensor require grad, which torch.func refuses: remove the hook that does "
-        "so before from_module (activation_checkpointing_disable() and "
-        f"disable_input_require_grads() of a Hugging Face model), {_NOT}"
+        "the module lets a tensor require grad, which torch.func refuses: remove the hook, by "
+        f"activation_checkpointing_disable() and disable_input_require_grads(), {_NOT}"
     ),
     "mutate a captured Tensor": f"the module writes to its buffer or other tensor: {BUFFERS}",
     "setup_context": (
-        "the module has hooks on its backward pass (register_full_backward_hook), or an "
-        f"autograd.Function without setup_context, which torch.func refuses: remove them, {_NOT}"
+        "the module has a hook on its backward pass (register_full_backward_hook), or a Function "
+        f"without setup_context, which torch.func refuses: remove it, {_NOT}"
     ),
     "data-dependent control flow": (
-        "the module looks at values, which vmap hides. A Hugging Face model looks at masks of two "
-        "dimensions and at position_ids without a mask: pass "
-        "attention_mask=ps.segment_mask(attention_mask), or that of segments"
+        "the module looks at values, which vmap hides, as Hugging Face's do at 2D masks, and at "
+        "position_ids without a mask: pass attention_mask=ps.segment_mask(attention_mask)"
     ),
 }
 """What a transform refuses of a module, by words of its error."""

@@ -1,8 +1,8 @@
 """A module's objects made anew around other tensors, by a plan that is made once.
 
-The plan follows attributes, containers, methods, partials and closures, and nothing else. What leads
-to the module or to one of its tensors is made anew, and so are the containers in the attributes of
-modules. All other objects are shared.
+The plan follows attributes, containers, methods, partials and closures, and nothing else. What
+leads to the module or to one of its tensors is made anew, and so are the containers in the
+attributes of modules. All other objects are shared.
 """
 
 from __future__ import annotations
