@@ -86,7 +86,7 @@ def plan_of(module: Module, tensors: Sequence[Tensor]) -> Plan:
             is_new = id(thing) in anew
             maker = _maker(thing) if is_new else lambda: thing
             if maker is None or id(thing) in begun:
-                raise TypeError(_refused(thing, module, holders))
+                raise TypeError(_refused(thing, holders))
             inside = [part for _, part in _parts(thing)] if is_new else []
             parts = [position_of(part, (*begun, id(thing))) for part in inside]
             at[id(thing)] = len(first) + len(plan.made)
@@ -97,14 +97,11 @@ def plan_of(module: Module, tensors: Sequence[Tensor]) -> Plan:
         for key, part in _parts(thing):
             if id(part) in anew:
                 if key is _A_KEY:
-                    raise TypeError(_refused(thing, module, holders))
+                    raise TypeError(_refused(thing, holders))
                 copy[key] = None
                 plan.places.append((at[id(thing)], key, position_of(part)))
     for thing in objects:
-        state = {
-            name: OrderedDict() if name in _NEVER_RUN else part
-            for name, part in vars(thing).items()
-        }
+        state = dict(vars(thing))
         for name, part in _parts(thing):
             if id(part) in anew:
                 state[name] = None
@@ -163,14 +160,10 @@ def _holders(module: Module) -> Holders:
     return found
 
 
-def _refused(thing: Any, module: Module, holders: Holders) -> str:
-    path, here = "", thing
-    while here is not module:
-        here, key = holders[id(here)][0]
-        if key != "_modules" and key is not _A_KEY:
-            path = (f".{key}" if isinstance(key, str) else f"[{key}]") + path
+def _refused(thing: Any, holders: Holders) -> str:
+    holder, key = holders[id(thing)][0]
     return (
-        f"{type(module).__name__}{path} is a {type(thing).__name__} that leads back to the module "
+        f"{type(holder).__name__}.{key} is a {type(thing).__name__} that leads back to the module "
         "or a part of it, and apply cannot make it anew for each call: take it away, or pass that "
         "part to it when it is called"
     )
@@ -181,11 +174,6 @@ _HELD = (dict, list, deque, set, tuple, Tensor)
 _ATOMS = (str, bytes, int, float, complex, type, ModuleType, CodeType, Tensor)
 _CACHED = type(cache(len))
 _A_KEY = object()
-_NEVER_RUN = {
-    *("_state_dict_hooks", "_state_dict_pre_hooks"),
-    *("_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"),
-}
-"""Hooks of a module that no call runs."""
 
 
 def _parts(thing: Any) -> list[tuple[Any, Any]]:
@@ -213,9 +201,7 @@ def _parts(thing: Any) -> list[tuple[Any, Any]]:
     if kind is ref:
         return [("()", thing())]
     state = getattr(thing, "__dict__", None)
-    if type(state) is not dict:
-        return []
-    return [(name, part) for name, part in state.items() if name not in _NEVER_RUN]
+    return [*state.items()] if type(state) is dict else []
 
 
 def _is_object(thing: Any) -> bool:
