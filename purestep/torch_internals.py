@@ -335,6 +335,17 @@ def watching(look: Callable[[Any, Any, Any], None]) -> Any:
     return Watch()  # type: ignore[no-untyped-call]
 
 
+def arguments_of(
+    operation: Any, args: Sequence[Any], kwargs: dict[str, Any]
+) -> dict[str, tuple[Any, bool]]:
+    """The arguments of an operation by name, defaults included, and whether it writes to each."""
+    known = operation._schema.arguments
+    given = {each.name: each.default_value for each in known if each.has_default_value()}
+    given |= dict(zip([each.name for each in known], args, strict=False)) | kwargs
+    writes = {each.name: bool(each.alias_info and each.alias_info.is_write) for each in known}
+    return {name: (value, writes[name]) for name, value in given.items()}
+
+
 def may_draw(operation: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
     """Whether an operation draws random numbers. Attention does where it drops something."""
     if torch.Tag.nondeterministic_seeded not in operation.tags:
@@ -484,3 +495,11 @@ def hooks_backward(module: torch.nn.Module) -> bool:
         for each in module.modules()
         for name in ("_backward_hooks", "_backward_pre_hooks")
     )
+
+
+def adds_its_masks(module: Any) -> bool:
+    """Whether it is a Hugging Face model whose attention adds masks to scores.
+
+    Where transformers no longer says so, masks of bools are not refused.
+    """
+    return getattr(getattr(module, "config", None), "_attn_implementation", None) == "eager"

@@ -139,7 +139,7 @@ WAYS: dict[str, tuple[str, Callable[[Any], object]]] = {
     "assigned buffer.data": ("buffer buffer", lambda m: setattr(m.buffer, "data", torch.ones(2))),
     "buffer by numpy": ("buffer buffer", lambda m: by_numpy(m.buffer)),
     "frozen by numpy": ("tensor frozen.bias", lambda m: by_numpy(m.frozen.bias)),
-    "many at once": ("tensor tensor", lambda m: torch._foreach_add_([m.tensor], 1)),
+    "a result": ("tensor tensor", lambda m: torch.add(m.tensor, 1, out=m.tensor)),
     "an average": ("tensor frozen.weight", average),
     "a statistic": (
         "buffer buffer",

@@ -176,7 +176,8 @@ class Apply:
         self, parts: _Parts, trained: Mapping[str, Tensor], evaluates: bool = False
     ) -> None:
         # The module's own parameters are apart from what compilers look at.
-        self._parts, self._trained, self._seen = parts, trained, set[Any]()
+        self._trained = trained
+        self._parts, self._seen = parts, set[Any]()
         never_compiled_alone(Apply.__call__, callees=False)
         still = parts._replace(plan=plan.in_evaluation(parts.plan), training=False)
         self.eval = self if evaluates else Apply(still, trained, evaluates=True)

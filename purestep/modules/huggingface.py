@@ -12,6 +12,7 @@ from torch.nn import Module
 
 from purestep import tree
 from purestep.modules.watch import BUFFERS
+from purestep.torch_internals import adds_its_masks
 
 _NOT = "or take a step that is not transformed"
 TRANSFORMS = {
@@ -72,8 +73,7 @@ def _looking(
 ) -> Callable[..., Any]:
     def looking(*args: Any, **kwargs: Any) -> Any:
         given = {**dict(zip(names, args, strict=False)), **kwargs}
-        config = getattr(model, "config", None)
-        if getattr(config, "_attn_implementation", None) == "eager":
+        if adds_its_masks(model):
             _check_masks(given)
         calls.append(type(model))
         output = forward(*args, **kwargs)

@@ -229,8 +229,7 @@ def _maker(thing: Any) -> Callable[..., Any] | None:
     """The function that makes such a thing of its parts; None where there is none."""
     kind = type(thing)
     if issubclass(kind, tuple):
-        make = getattr(kind, "_make", kind)
-        return lambda *parts: make(parts)
+        return kind if hasattr(kind, "_fields") else lambda *parts: kind(parts)
     return partial(_function, thing) if kind is FunctionType else _MAKERS.get(kind)
 
 

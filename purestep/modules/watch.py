@@ -16,7 +16,14 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from purestep.modules.keyed import NOISE
-from purestep.torch_internals import is_wrapped, may_draw, storage_of, unwrapped, watching
+from purestep.torch_internals import (
+    arguments_of,
+    is_wrapped,
+    may_draw,
+    storage_of,
+    unwrapped,
+    watching,
+)
 
 
 class Tensors(NamedTuple):
@@ -82,18 +89,17 @@ def watched(tensors: Tensors, inputs: Sequence[Any], keyed: bool, training: bool
     read = {place(each): elsewhere(name) for name, each in tensors.trained.items()}
     for each in inputs:
         read.pop(place(each) if isinstance(each, Tensor) else 0, None)
-    read = {key: message for key, message in read.items() if key not in kept}
+    read = {key: message for key, message in read.items() if key and key not in kept}
 
     def look(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        known = operation._schema.arguments
-        given = {each.name: each.default_value for each in known if each.has_default_value()}
-        given |= dict(zip([each.name for each in known], args, strict=False)) | dict(kwargs)
+        given = arguments_of(operation, args, dict(kwargs))
         for tensor, is_written in _operands(operation, given):
             at = place(tensor)
             message = read.get(at) or (kept.get(at) if is_written else None)
             if message is not None:
                 raise ValueError(message)
-        if keyed and given.get("training", True) and may_draw(operation, args, dict(kwargs)):
+        trains, _ = given.get("training", (True, False))
+        if keyed and trains and may_draw(operation, args, dict(kwargs)):
             name = str(operation).split(".")[1]
             raise ValueError(f"{name} draws random numbers that no key reaches: {NOISE}")
 
@@ -143,17 +149,17 @@ class _Numpy(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def _operands(operation: Any, given: Mapping[str, Any]) -> Iterator[tuple[Tensor, bool]]:
+def _operands(
+    operation: Any, given: Mapping[str, tuple[Any, bool]]
+) -> Iterator[tuple[Tensor, bool]]:
     """The tensors of an operation, and whether it writes to them."""
     # torch does not say that these write to their running statistics.
-    normalises = "batch_norm" in operation.name() and given.get("training", given.get("train"))
-    for argument in operation._schema.arguments:
-        value = given.get(argument.name)
-        written = argument.alias_info is not None and argument.alias_info.is_write
-        written = written or bool(normalises and argument.name.startswith("running_"))
+    trains, _ = given.get("training", given.get("train", (False, False)))
+    normalises = trains and "batch_norm" in operation.name()
+    for name, (value, written) in given.items():
         for each in value if isinstance(value, list | tuple) else [value]:
             if isinstance(each, Tensor):
-                yield each, written
+                yield each, written or (normalises and name.startswith("running_"))
 
 
 def _generators() -> list[Any]:
