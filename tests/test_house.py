@@ -44,7 +44,7 @@ BUDGETS = {
     "axis": 1135,
     "sharding": 120,
     "optim": 845,
-    "modules": 960,
+    "modules": 958,
 }
 """Lines of code: no longer than they are, on the way to 900, 400, 850, 400 and 850."""
 

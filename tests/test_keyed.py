@@ -417,32 +417,34 @@ def test_paths_are_dropped_by_example(path: Callable[[Tensor, float], Tensor]) -
         called(lambda x: path(x[0], 0.5))
 
 
+class Second(nn.Module):
+    """Takes examples along the second dimension, as torch's encoders do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.TransformerEncoderLayer(6, 2, 8, 0.5).double()
+
+    def forward(self, x: Tensor) -> Any:
+        return self.layer(x.transpose(0, 1)).transpose(0, 1)
+
+
 def test_rows_and_tokens_of_one_number() -> None:
-    """Where examples may be along the second dimension, as torch's encoders have them, nothing is guessed."""
-    layer = nn.TransformerEncoderLayer(6, 2, 8, 0.5).double()
-
-    class Second(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = layer
-
-        def forward(self, x: Tensor) -> Any:
-            return self.layer(x.transpose(0, 1)).transpose(0, 1)
-
+    """One example more shows which are which; a compiler cannot try that."""
+    torch.compiler.reset()
     square = X[:, :3]
     params, apply = ps.from_module(Second())
-    for x in (square, X):
+    for x in (square, square, X):
         with pytest.raises(
-            ValueError, match=r"either of two dimensions|first dimension is not that"
+            ValueError, match=r"may be that of examples|first dimension is not that"
         ):
             apply(params, x, key=KEYS)
     params, apply = ps.from_module(Calls(functional.dropout))
-    with pytest.raises(
-        ValueError, match=r"begin with .* apply\(params, x\[:-1\], key=keys\[:-1\]\)"
-    ):
-        apply(params, square, key=KEYS)
-    apply(params, square[:-1], key=KEYS[:-1])
-    assert torch.equal(apply(params, square, key=KEYS), torch.where(kept(0, (3, 6)), 2 * square, 0))
+    compiled = torch.compile(lambda x: apply(params, x, key=KEYS), backend="eager", fullgraph=True)
+    with pytest.raises(Exception, match="without a compiler"):
+        compiled(square)
+    expected = torch.where(kept(0, (3, 6)), 2 * square, 0)
+    assert torch.equal(apply(params, square, key=KEYS), expected)
+    assert torch.equal(compiled(square), expected)
 
 
 def test_tokens_of_all_examples_in_one_dimension() -> None:

@@ -67,6 +67,12 @@ class Viewed(nn.Linear):
         self.kept = [self.weight.t()[2:]]
 
 
+class Complex(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(D, D)
+        self.at = nn.Parameter(torch.ones(3, dtype=torch.complex64))
+
+
 class Indexed(nn.Linear):
     def __init__(self) -> None:
         super().__init__(D, D)
@@ -81,6 +87,7 @@ class Indexed(nn.Linear):
         (aliased, None, ValueError, r"^[01]\.weight, which trains, shares memory with [01]\.weight, .* one Parameter"),
         (aliased, "0.weight", ValueError, r"^0\.weight, which trains, shares memory with 1\.weight, .* one Parameter"),
         (Viewed, None, ValueError, r"^weight, which trains, shares memory with kept\[0\], .* in forward"),
+        (Complex, None, TypeError, r"chooses at, which is torch\.complex64 .* torch\.view_as_real\(p\)"),
         (Indexed, "*", TypeError, r"chooses at, which is torch\.int64 .* p\.is_floating_point\(\)"),
         (lambda: nn.LazyLinear(D), None, ValueError, r"^weight has no shape yet: call the module once"),
         (lambda: nn.Linear(D, D, device="meta"), None, ValueError, r"^weight is on the device meta"),

@@ -221,12 +221,15 @@ class Apply:
         # What the module assigns to ``.data`` of these is not there in what they are made of.
         own = {n: each.detach() for n, each in {**constants, **parts.others}.items()}
         before = {n: each.clone() for n, each in call.given.items()}
+        noise = call.noise(trusted=True in self._seen)
         with (
-            call.noise(trusted=True in self._seen),
+            noise,
             watch.watched(tensors, tree.leaves_of(call[3:]), call.key is not None, parts.training),
         ):
             result = _run(parts, call, aliases, own, first=True)
         watch.check_assigned({**dict(zip(passed, aliases, strict=True)), **own}, tensors)
+        if isinstance(noise, keyed.Keyed) and noise.doubtful:
+            _check_examples(parts, call._replace(given=before), noise)
         if tree.untransformed():
             changed = [n for n in before if not torch.equal(before[n], result[1][n])]
             parts.written.update(dict.fromkeys(changed))
@@ -273,6 +276,16 @@ def _run(
         huggingface.look_at(module, parts.models)
     output = module(*call.args, **call.kwargs)
     return output, {name: module.get_buffer(name) for name in call.given}
+
+
+def _check_examples(parts: _Parts, call: _Call, noise: keyed.Keyed) -> None:
+    """Calls with one example more, which shows along which dimension examples are."""
+    noise, (args, kwargs) = noise.with_one_more((call.args, call.kwargs))
+    try:
+        with torch.no_grad(), noise:
+            _run(parts, call._replace(args=args, kwargs=kwargs), call.params, parts.others)
+    except Exception as error:
+        raise ValueError(keyed.DOUBT) from error
 
 
 def _kind(call: _Call) -> tuple[Any, ...]:

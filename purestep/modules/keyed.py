@@ -37,6 +37,7 @@ from purestep.torch_internals import (
     in_reentrant_checkpoint,
     traced_number,
 )
+from purestep.types import Tree
 
 
 def again() -> Callable[[], AbstractContextManager[object]]:
@@ -50,8 +51,8 @@ def again() -> Callable[[], AbstractContextManager[object]]:
 class Keyed(TorchFunctionMode):
     """Within it, dropout draws from the keys, from the ``count``-th place on.
 
-    ``trusted``: the keys are known to be those of the first dimension, of whatever length others
-    are.
+    ``trusted``: the keys are known to be those of the first dimension. Else it is ``doubtful`` where
+    another dimension is as long.
 
     >>> from purestep import random
     >>> keys = torch.stack([random.key(0), random.key(1)])
@@ -72,12 +73,21 @@ class Keyed(TorchFunctionMode):
         self._keys, self._count, self._trusted = keys, count, trusted
         self._tokens = keys.keys.shape if isinstance(keys, TokenKeys) else keys.shape
         self._shape = self._tokens[:-1] if isinstance(keys, TokenKeys) else keys.shape
-        self._recorded = torch.is_grad_enabled()
+        self._recorded, self.doubtful = torch.is_grad_enabled(), False
         # A compiler's regions cannot write to what is there before them: the compiler counts.
         self._call = None
         if torch.compiler.is_dynamo_compiling():
             (number,) = traced_number("calls")
             self._call = f"call {number}"
+
+    def with_one_more(self, args: Tree) -> tuple[Keyed, Tree]:
+        """The same with the last example twice, and of what there is one for each example, too."""
+
+        def more(leaf: Any) -> Any:
+            there = isinstance(leaf, Tensor) and leaf.shape[:1] == self._shape[:1]
+            return torch.cat([leaf, leaf[-1:]]) if there else leaf
+
+        return Keyed(tree.map(more, self._keys)), tree.map(more, args)
 
     def again(self) -> Callable[[], AbstractContextManager[object]]:
         """A function that makes contexts which draw from the same place on."""
@@ -137,12 +147,10 @@ class Keyed(TorchFunctionMode):
                 f"{what} in the module drops {tree.kind(x)}, whose first dimension is not that of "
                 f"the {tuple(shape)} examples of key=: {_TOKENS if flat else _ROWS}"
             )
-        if not self._trusted and pairs.ndim == 3 and pairs.shape[:2] == 2 * tuple(shape):
-            raise ValueError(
-                f"{what} in the module drops {tree.kind(x)}, and examples may be along either of "
-                f"two dimensions: {_ROWS}; or, where it does so, begin with a call for fewer "
-                "examples, apply(params, x[:-1], key=keys[:-1])"
-            )
+        if not self._trusted and shape and shape[0] > 1 and shape[0] in pairs.shape[1:]:
+            if self._call is not None:
+                raise ValueError(DOUBT)
+            self.doubtful = True
         dropped = drawn_for(pairs, self._next(), lambda word: word < limit)
         return dropped.view(x.shape) if pairs is not x else dropped
 
@@ -297,6 +305,10 @@ _DROPOUTS = _named("dropout") | _ALPHA | _CHANNELS | _IN_PLACE
 _ROWS = (
     "let the module take examples first (batch_first=True), or call it for one example with key= "
     "without a dimension, under torch.vmap"
+)
+DOUBT = (
+    "another dimension than the first is as long as there are keys, and may be that of examples: "
+    f"{_ROWS}; or begin with a call, without a compiler, for another number of examples"
 )
 _TOKENS = (
     "it drops tokens of all examples in one dimension. Say which tokens are whose: "
