@@ -44,7 +44,7 @@ BUDGETS = {
     "axis": 1135,
     "sharding": 120,
     "optim": 845,
-    "modules": 958,
+    "modules": 967,
 }
 """Lines of code: no longer than they are, on the way to 900, 400, 850, 400 and 850."""
 
@@ -54,7 +54,7 @@ LATER = {
     "losses": 609,
     "testing": 1713,
     "examples": 1475,
-    "others": 1287,
+    "others": 1297,
 }
 """Rooms that are to be written again."""
 

@@ -3,8 +3,8 @@
     params, apply = from_module(module)
 
 ``apply`` says what a call is, ``plan`` of what objects it is made, ``watch`` what its first call
-shows, ``refused`` what is no such function, ``keyed`` how dropout draws from keys, and
-``huggingface`` what is known of transformers' models.
+shows, ``refused`` what is no such function, ``keyed`` and ``attention`` how dropout draws from
+keys, and ``huggingface`` what is known of transformers' models.
 """
 
 from purestep.modules.apply import Apply, from_module, to_module

@@ -7,7 +7,6 @@ A checkpoint, or ``remat``, that computes again draws the same.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -20,6 +19,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from purestep import tree
+from purestep.modules.attention import attention, multi_head
 from purestep.random import (
     Keys,
     TokenKeys,
@@ -51,8 +51,8 @@ def again() -> Callable[[], AbstractContextManager[object]]:
 class Keyed(TorchFunctionMode):
     """Within it, dropout draws from the keys, from the ``count``-th place on.
 
-    ``trusted``: the keys are known to be those of the first dimension. Else it is ``doubtful`` where
-    another dimension is as long.
+    ``trusted``: the keys are known to be those of the first dimension. Else it is ``doubtful``
+    where another dimension is as long.
 
     >>> from purestep import random
     >>> keys = torch.stack([random.key(0), random.key(1)])
@@ -109,9 +109,9 @@ class Keyed(TorchFunctionMode):
             if drawn is not None:
                 return drawn
         if func is functional.scaled_dot_product_attention:
-            return self._attention(func, *args, **kwargs)
+            return attention(self._drop, *args, **kwargs)
         if func is functional.multi_head_attention_forward:
-            return self._heads(func, *args, **kwargs)
+            return multi_head(self._drop, func, args, kwargs)
         if self._call is not None and _draws(func):
             raise ValueError(f"{func.__name__} draws random numbers that no key reaches: {NOISE}")
         return func(*args, **kwargs)
@@ -154,6 +154,9 @@ class Keyed(TorchFunctionMode):
         dropped = drawn_for(pairs, self._next(), lambda word: word < limit)
         return dropped.view(x.shape) if pairs is not x else dropped
 
+    def _drop(self, x: Tensor, p: float, what: str) -> Tensor:
+        return scaled(x, self._dropped(x, p, what), p)
+
     def _one_each(self, writes: bool, args: Any, kwargs: dict[str, Any]) -> Tensor | None:
         """One number for each example, as DropPath and StochasticDepth draw it; else None."""
         first = args[0] if args else kwargs.get("size", ())
@@ -192,67 +195,6 @@ class Keyed(TorchFunctionMode):
         dropped = dropped.view(*dropped.shape, *[1] * (input.ndim - dropped.ndim))
         made = _alpha(input, dropped, p) if func in _ALPHA else scaled(input, dropped, p)
         return input.copy_(made) if inplace or func in _IN_PLACE else made
-
-    def _attention(
-        self,
-        func: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attn_mask: Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        scale: float | None = None,
-        enable_gqa: bool = False,
-    ) -> Tensor:
-        if dropout_p == 0:
-            plain: Tensor = func(
-                query, key, value, attn_mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa
-            )
-            return plain
-        wide = torch.promote_types(query.dtype, torch.float32)
-        if enable_gqa:
-            times = query.shape[-3] // key.shape[-3]
-            key, value = (each.repeat_interleave(times, -3) for each in (key, value))
-        scores = query.to(wide) @ key.to(wide).transpose(-2, -1)
-        scores = scores * (1 / math.sqrt(query.shape[-1]) if scale is None else scale)
-        if is_causal:
-            attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
-        if attn_mask is not None and attn_mask.dtype == torch.bool:
-            scores = scores.masked_fill(~attn_mask, -math.inf)
-        elif attn_mask is not None:
-            scores = scores + attn_mask
-        # A query that may attend to nothing gets zeros, as torch gives it.
-        empty = (scores == -math.inf).all(-1, keepdim=True)
-        weights = scores.masked_fill(empty, 0).softmax(-1).masked_fill(empty, 0)
-        dropped = self._dropped(weights, dropout_p, "scaled_dot_product_attention")
-        return (scaled(weights, dropped, dropout_p) @ value.to(wide)).to(query.dtype)
-
-    def _heads(self, func: Any, *args: Any, **kwargs: Any) -> Any:
-        """torch's own function, in which what drops elements is ours."""
-        given = dict(zip(func.__code__.co_varnames, args, strict=False)) | kwargs
-        if given["dropout_p"] == 0 or not given.get("training", True):
-            return func(*args, **kwargs)
-        heads = given["num_heads"]
-
-        def dropout(x: Tensor, p: float) -> Tensor:
-            # One matrix for each head of each example.
-            pairs = x.view(-1, heads, *x.shape[1:])
-            return scaled(pairs, self._dropped(pairs, p, "dropout"), p).view_as(x)
-
-        ours: dict[str, Any] = {
-            "has_torch_function": lambda *_: False,
-            "dropout": dropout,
-            "scaled_dot_product_attention": lambda *args: self._attention(None, *args),
-        }
-        if not {*ours} <= {*func.__code__.co_names}:
-            raise ValueError(
-                "multi_head_attention_forward of this torch drops elements where no key reaches: "
-                "set the dropout of nn.MultiheadAttention to 0, or call without key="
-            )
-        body = FunctionType(func.__code__, {**func.__globals__, **ours}, None, func.__defaults__)
-        body.__kwdefaults__ = func.__kwdefaults__
-        return body(*args, **kwargs)
 
 
 def _within(
