@@ -19,9 +19,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 from torch.utils.weak import WeakIdKeyDictionary
 
-from purestep import keyed, tree
+from purestep import tree
 from purestep.axis.vmap import bound_as, mapping
 from purestep.checks import versions_of
+from purestep.modules import keyed
 from purestep.torch_internals import (
     in_forward_mode,
     is_watched,

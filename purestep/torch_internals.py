@@ -85,15 +85,6 @@ holds_tensors: Callable[[Tensor], bool] = _private(
 """Whether a tensor is of a subclass whose values lie in other tensors."""
 
 
-def values_inside(tensor: Tensor) -> Tensor | None:
-    """What holds the values of a sparse or nested tensor, without a copy; None where there is no such tensor."""
-    try:
-        inside: Tensor = tensor._values() if tensor.layout is torch.sparse_coo else tensor.values()
-    except RuntimeError:
-        return None
-    return inside
-
-
 is_deferred: Callable[[Tensor], bool] = _private("_is_functional_tensor")
 """Whether a tensor's values are computed later than its device was told, so that they lie nowhere yet."""
 
@@ -269,7 +260,7 @@ def asked_once(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def traced_versions(tensors: Sequence[Tensor]) -> tuple[int, ...]:
-    """How often the function that is being traced has written to each tensor by now. Where unknown, never."""
+    """How often the function that is being traced has written to each tensor by now; -1 where it has not come across it. Where unknown, never."""
     try:
         from torch._dynamo.symbolic_convert import InstructionTranslator
 
@@ -277,7 +268,7 @@ def traced_versions(tensors: Sequence[Tensor]) -> tuple[int, ...]:
         there = [mode.fake_tensor_converter._get_memo(tensor) for tensor in tensors]
     except (ImportError, AttributeError):
         return (0,) * len(tensors)
-    return tuple(0 if each is None else version(each) for each in there)
+    return tuple(-1 if each is None else version(each) for each in there)
 
 
 @asked_once
@@ -293,30 +284,15 @@ def traced_number(name: str) -> tuple[int]:
     return (counts[name],)
 
 
-def traced_writes(things: Sequence[Any]) -> dict[int, tuple[str, ...]]:
-    """The things that the function that is being traced has changed by now, by position, and which of their attributes.
-
-    Where unknown, none.
-    """
-    try:
-        from torch._dynamo.symbolic_convert import InstructionTranslator
-
-        effects = InstructionTranslator.current_tx().output.side_effects
-        there = {i: effects.id_to_variable.get(id(thing)) for i, thing in enumerate(things)}
-        return {
-            i: (*effects.store_attr_mutations.get(each, ()),)
-            for i, each in there.items()
-            if each is not None and effects.is_modified(each)
-        }
-    except (ImportError, AttributeError):
-        return {}
-
-
-def operations(func: Any) -> list[Any]:
-    """The operations that a function of ``torch.ops`` may be, with all that is known of them; none for any other function."""
-    if isinstance(func, torch._ops.OpOverloadPacket):
-        return [getattr(func, overload) for overload in func.overloads()]
-    return [func] if isinstance(func, torch._ops.OpOverload) else []
+def arguments_of(
+    operation: Any, args: Sequence[Any], kwargs: dict[str, Any]
+) -> dict[str, tuple[Any, bool]]:
+    """The arguments of an operation by name, defaults included, and whether it writes to each."""
+    known = operation._schema.arguments
+    given = {each.name: each.default_value for each in known if each.has_default_value()}
+    given |= dict(zip([each.name for each in known], args, strict=False)) | kwargs
+    writes = {each.name: bool(each.alias_info and each.alias_info.is_write) for each in known}
+    return {name: (value, writes[name]) for name, value in given.items()}
 
 
 def may_draw(operation: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
@@ -468,11 +444,6 @@ def hooks_backward(module: torch.nn.Module) -> bool:
         for each in module.modules()
         for name in ("_backward_hooks", "_backward_pre_hooks")
     )
-
-
-def is_of_transformers(module: Any) -> bool:
-    """Whether it is a model of Hugging Face's. Where transformers' models no longer look so, what they are given is not checked."""
-    return hasattr(type(module), "base_model_prefix") and "config" in vars(module)
 
 
 def adds_its_masks(module: Any) -> bool:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import collections
+import dataclasses
 import functools
 import warnings
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -189,6 +191,45 @@ class Patched(nn.Module):
         return self.b(self.a(x))
 
 
+class Helper:
+    """An object of another class that leads to a module."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+
+
+@dataclasses.dataclass(frozen=True)
+class Pair:
+    one: Any
+    other: Any
+
+
+class Two(NamedTuple):
+    one: Any
+    other: Any
+
+
+class Helped(nn.Module):
+    """Finds its part, and itself, in objects of other kinds, and caches in its class."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(D, D)
+        self.helper, self.pair = Helper(self.a), Pair(self.a, self)
+        self.two, self.queue = Two([self.a], 2), collections.deque([self.a, self.a.weight])
+        self.empty = nn.Parameter(torch.ones(0))
+
+    @functools.cache  # noqa: B019
+    def doubled(self, times: int) -> Tensor:
+        return times * self.a.bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert self.pair.other is self
+        assert self.queue[1] is self.a.weight
+        x = self.helper.module(x) + self.pair.one(x) + self.two.one[0](x) + self.queue[0](x)
+        return x * self.doubled(self.two.other) + torch.cat([self.empty, x.new_zeros(0)]).sum()
+
+
 class Checkpointed(nn.Module):
     def __init__(self, reentrant: bool = False, kept: bool = False) -> None:
         super().__init__()
@@ -216,6 +257,8 @@ MODULES: dict[str, Callable[[], nn.Module]] = {
     "attention": Attention,
     "keeping": Keeping,
     "patched": Patched,
+    "helped": Helped,
+    "traced": lambda: torch.fx.symbolic_trace(nn.Sequential(nn.Linear(D, D), nn.Tanh())),
     "checkpointed": Checkpointed,
     "batch norm, evaluated": lambda: nn.Sequential(nn.Linear(D, D), nn.BatchNorm1d(D).eval()),
 }

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
+from torch import Tensor, nn
 
 import purestep as ps
-from tests.modules import Params, assert_equal, data, losses, made, normed, ones
+from tests.modules import D, Params, assert_equal, data, losses, made, normed, ones
 
 
 def test_buffers_are_carried() -> None:
@@ -44,6 +46,72 @@ def test_buffers_are_carried() -> None:
         assert torch.equal(total, torch.stack([each[name] for each in after]).sum(0))
     assert totals["1.num_batches_tracked"] / microbatches == 1
     assert metrics.num_microbatches == 2
+
+
+def test_evaluation_takes_the_buffers_of_training() -> None:
+    """As ``to_module`` does: both say so, where a module's training writes them."""
+    module = normed()
+    params, apply = ps.from_module(module)
+    _, after = apply(params, data(), buffers=dict(module.named_buffers()))
+    for call in (
+        lambda: apply.eval(params, data()),
+        lambda: ps.to_module(params, module),
+        lambda: ps.to_module(params, module, buffers={"1.running_mean": after["1.running_mean"]}),
+    ):
+        with pytest.raises(ValueError, match=r"buffers lacks 1\.running_.*named_buffers"):
+            call()
+    with pytest.raises(ValueError, match=r"buffers\['1\.running_var'\] is .* of shape \(1,\)"):
+        ps.to_module(params, module, buffers={**after, "1.running_var": torch.ones(1)})
+    # A quotient of sums, as a step's aux gives it.
+    mean = {name: (buffer + buffer) / 2 for name, buffer in after.items()}
+    output, same = apply.eval(params, data(), buffers=mean)
+    assert_equal(same, after)
+    assert same["1.num_batches_tracked"].dtype == torch.int64
+    ps.to_module(params, module, buffers=mean)
+    assert_equal(dict(module.named_buffers()), after)
+    assert torch.equal(module.eval()(data()), output)
+    ps.to_module(params, module)  # which does not train any more
+
+
+class Averaging(nn.Module):
+    """Writes to a buffer in training, as torch says nothing of."""
+
+    mean: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(D, D)
+        self.register_buffer("mean", torch.zeros(D))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.mean.data.lerp_(x.detach().mean(0), 0.5)
+        output: Tensor = self.a(x) - self.mean
+        return output
+
+
+def test_evaluation_takes_the_buffers_that_a_call_has_shown_to_be_written() -> None:
+    module = Averaging().double()
+    params, apply = ps.from_module(module)
+    apply.eval(params, data())
+    _, after = apply(params, data(), buffers={"mean": module.mean})
+    assert not module.mean.any()
+    with pytest.raises(ValueError, match="buffers lacks mean"):
+        apply.eval(params, data())
+    assert torch.equal(
+        apply.eval(params, data(), buffers=after)[0], module.a(data()) - after["mean"]
+    )
+
+
+def test_a_batch_norm_without_statistics_is_refused() -> None:
+    """Where it is called: an update would depend on the cut, and no buffer says so."""
+    module = nn.Sequential(nn.Linear(D, D), nn.BatchNorm1d(D, track_running_stats=False)).double()
+    params, apply = ps.from_module(module)
+    for call in (apply, apply.eval):
+        with pytest.raises(ValueError, match=r"^1 normalises by its microbatch"):
+            call(params, data())
+    params, apply = ps.from_module(nn.Sequential(nn.Linear(D, D), nn.InstanceNorm1d(D)).double())
+    apply(params, data()[:, None].expand(-1, D, -1))
 
 
 def test_buffers_that_are_replaced_are_carried_too() -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import weakref
-from typing import Any
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -103,33 +106,179 @@ def test_what_a_call_leaves_behind_is_not_there_in_the_next(settings: Any) -> No
 
 
 class Writing(nn.Module):
-    def __init__(self, registered: bool) -> None:
+    """Writes to what it holds, in one of many ways."""
+
+    buffer: Tensor
+
+    def __init__(self, write: Callable[[Any], object]) -> None:
         super().__init__()
-        self.a = nn.Linear(D, D)
-        count = torch.ones(())
-        if registered:
-            self.register_buffer("count", count)
-        else:
-            self.count = count
+        self.a, self.frozen = nn.Linear(D, D), nn.Linear(D, D).requires_grad_(False)
+        self.register_buffer("buffer", torch.ones(3))
+        self.tensor, self.log, self.write = torch.ones(3), [torch.ones(3)], write
 
     def forward(self, x: Tensor) -> Tensor:
-        output: Tensor = self.a(x) * self.count.add_(1)
+        self.write(self)
+        output: Tensor = self.a(x) + self.frozen(x)
+        return output
+
+
+def by_numpy(tensor: Tensor) -> None:
+    tensor.detach().numpy()[0] = 7
+
+
+def average(module: Any) -> None:
+    with torch.no_grad():
+        module.frozen.weight.lerp_(module.a.weight, 0.1)
+
+
+WAYS: dict[str, tuple[str, Callable[[Any], object]]] = {
+    "buffer": ("buffer buffer", lambda m: m.buffer.add_(1)),
+    "tensor": ("tensor tensor", lambda m: m.tensor.add_(1)),
+    "tensor in a list": (r"tensor log\[0\]", lambda m: m.log[0].add_(1)),
+    "buffer.data": ("buffer buffer", lambda m: m.buffer.data.add_(1)),
+    "assigned buffer.data": ("buffer buffer", lambda m: setattr(m.buffer, "data", torch.ones(2))),
+    "buffer by numpy": ("buffer buffer", lambda m: by_numpy(m.buffer)),
+    "frozen by numpy": ("tensor frozen.bias", lambda m: by_numpy(m.frozen.bias)),
+    "a result": ("tensor tensor", lambda m: torch.add(m.tensor, 1, out=m.tensor)),
+    "an average": ("tensor frozen.weight", average),
+    "a statistic": (
+        "buffer buffer",
+        lambda m: functional.batch_norm(torch.ones(2, 3), m.buffer, torch.ones(3), training=True),
+    ),
+    "param.data": ("parameter a.weight", lambda m: m.a.weight.data.clamp_(-0.1, 0.1)),
+    "assigned param.data": (
+        "parameter a.weight",
+        lambda m: setattr(m.a.weight, "data", m.frozen.weight + 0),
+    ),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_module_that_writes_to_its_tensors(way: str) -> None:
+    """Is refused before it has done so, and again."""
+    message, write = WAYS[way]
+    module = Writing(write).double()
+    params, apply = ps.from_module(module)
+    kept = [p.clone() for p in params.values()]
+    before = [
+        (each, each.clone())
+        for each in [*module.parameters(), module.buffer, module.tensor, *module.log]
+    ]
+    for _ in range(2):
+        with pytest.raises(ValueError, match=f"the module writes to its {message}: "):
+            train(apply, params)
+    assert all(torch.equal(*pair) for pair in before)
+    assert all(torch.equal(*pair) for pair in zip(params.values(), kept, strict=True))
+
+
+@pytest.mark.parametrize("way", ["buffer", "tensor", "an average"])
+def test_a_traced_module_that_writes_to_its_tensors(way: str) -> None:
+    torch.compiler.reset()
+    message, write = WAYS[way]
+    module = Writing(write).double()
+    params, apply = ps.from_module(module)
+    before = [module.buffer.clone(), module.tensor.clone(), module.frozen.weight.clone()]
+    with pytest.raises(ValueError, match=f"the module writes to its {message}: "):
+        train(apply, params, compile=True)
+    with pytest.raises(ValueError, match="writes to its buffer or other tensor"):
+        torch.func.grad(lambda p: apply(p, data()).sum())(params)
+    after = [module.buffer, module.tensor, module.frozen.weight]
+    assert all(torch.equal(*pair) for pair in zip(before, after, strict=True))
+
+
+REGISTRY: dict[str, nn.Module] = {}
+
+
+class Elsewhere(nn.Module):
+    """Computes with a layer that it finds outside of its attributes."""
+
+    layers: ClassVar[list[nn.Module]] = []
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.a, self.way = nn.Linear(D, D), way
+        Elsewhere.layers[:] = [self.a]
+        REGISTRY["layer"] = self.a
+        Elsewhere.forward.__defaults__[0]["layer"] = self.a  # type: ignore[index]
+
+    def forward(self, x: Tensor, default: Any = {}) -> Tensor:  # noqa: B006
+        found = {
+            "class": lambda: self.layers[0],
+            "global": lambda: REGISTRY["layer"],
+            "default": lambda: default["layer"],
+        }
+        output: Tensor = found[self.way]()(x) + self.a(x)
         return output
 
 
 @pytest.mark.parametrize("settings", [{}, {"compile": True}], ids=str)
-@pytest.mark.parametrize(("registered", "kind"), [(True, "buffer"), (False, "tensor")])
-def test_a_module_that_writes_to_its_tensors(registered: bool, kind: str, settings: Any) -> None:
-    """Is refused before it has done so."""
+@pytest.mark.parametrize("way", ["class", "global", "default"])
+def test_a_module_that_computes_with_its_own_parameters(way: str, settings: Any) -> None:
+    """Is refused: they would not train. No matter if they require grad, or are recorded."""
     torch.compiler.reset()
-    module = Writing(registered).double()
-    params, apply = ps.from_module(module)
-    for _ in range(2):
-        with pytest.raises(ValueError, match=f"written to its {kind} count: "):
+    for frozen in (False, True):
+        module = Elsewhere(way).double().requires_grad_(not frozen)
+        params, apply = ps.from_module(module, trainable="*")
+        with pytest.raises(
+            ValueError, match=r"computes with a\.(weight|bias) of the module itself"
+        ):
             train(apply, params, **settings)
-    with pytest.raises(ValueError, match=f"written to its {kind} count"):
-        torch.func.grad(lambda p: apply(p, data()).sum())(params)
-    assert module.count == 1
+        with torch.no_grad(), pytest.raises(ValueError, match="of the module itself"):
+            apply.eval(params, data())
+        # Those are the params that are passed, here.
+        assert torch.equal(apply(dict(module.named_parameters()), data()), module(data()))
+
+
+def test_names_of_globals_are_no_references() -> None:
+    """A wrapper whose ``__init__`` names the layer that it is given."""
+    space: dict[str, Any] = {"nn": nn, "backbone": nn.Linear(D, D)}
+    exec(
+        "class Wrapper(nn.Module):\n"
+        "    def __init__(self):\n"
+        "        super().__init__()\n"
+        "        self.backbone = backbone\n"
+        "    def forward(self, x):\n"
+        "        return self.backbone(x)\n",
+        space,
+    )
+    params, apply = ps.from_module(space["Wrapper"]())
+    x = torch.ones(2, D)
+    assert torch.equal(apply(params, x), space["backbone"](x))
+
+
+class Asking(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(D, D)
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert isinstance(self.a.weight, nn.Parameter)
+        output: Tensor = self.a(x)
+        return output
+
+
+def test_parameters_are_parameters_inside() -> None:
+    params, apply = ps.from_module(Asking().double())
+    assert_equal(
+        grads(apply, params, data()), grads(ps.from_module(nn_of(params))[1], params, data())
+    )
+    assert torch.func.grad(lambda p: apply(p, data()).sum())(params).keys() == params.keys()
+
+
+def nn_of(params: Params) -> nn.Module:
+    module = nn.Sequential(OrderedDict(a=nn.Linear(D, D).double()))
+    ps.to_module(params, module)
+    return module
+
+
+def test_what_a_class_caches_does_not_keep_calls() -> None:
+    params, apply = ps.from_module(made("helped"))
+    mine = {name: p.clone() for name, p in params.items()}
+    last = weakref.ref(mine["a.weight"])
+    apply(mine, data())
+    mine.clear()
+    gc.collect()
+    assert last() is None
 
 
 class Config:

@@ -47,13 +47,14 @@ BUDGETS = {
     "data": 618,
     "checkpoint": 360,
     "losses": 378,
+    "modules": 967,
 }
 """Lines of code: no longer than they are, on the way to the goals of the design."""
 
 LATER = {
     "testing": 1713,
     "examples": 1475,
-    "others": 1960,
+    "others": 1150,
 }
 """Rooms that are to be written again."""
 
@@ -77,8 +78,6 @@ ORDER = [
     "step",
     "evaluation",
     "random",
-    "skeleton",
-    "keyed",
     "modules",
     "data",
     "remat",
@@ -90,7 +89,7 @@ ORDER = [
 ]
 """Each imports from those before it alone."""
 
-PRIVATE = 43
+PRIVATE = 46
 """Private names of torch's, to become 16."""
 
 SEAMS = {
@@ -109,6 +108,9 @@ SEAMS = {
     "step.py": 4,
     "checks.py": 1,
     "weights.py": 2,
+    "modules/apply.py": 2,
+    "modules/keyed.py": 1,
+    "modules/plan.py": 1,
     "optim/leafwise.py": 1,
     "optim/partition.py": 2,
     "optim/torch_optim.py": 1,

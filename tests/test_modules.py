@@ -141,6 +141,7 @@ def test_what_is_frozen_is_not_copied() -> None:
 
 def test_evaluation() -> None:
     module = nn.Sequential(nn.Linear(D, D), nn.BatchNorm1d(D), nn.Dropout(0.5)).double()
+    module[1].eval()
     params, apply = ps.from_module(module)
     output = apply.eval(params, data())
     metrics = ps.make_eval_step(lambda p, x: losses(apply.eval(p, x)), weight_fn=ones)(

@@ -1,0 +1,333 @@
+"""An ``nn.Module`` as a pure function of its parameters.
+
+    params, apply = from_module(module)        apply(params, x) = module(x), with params for its own
+
+Each call runs on the module's objects made anew. So nothing is swapped into the module and back,
+threads do not meet, and a checkpoint computes again with the params of its call.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from fnmatch import fnmatchcase
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import Module, Parameter
+
+from purestep import tree
+from purestep.modules import huggingface, keyed, plan, refused, watch
+from purestep.random import Keys
+from purestep.torch_internals import (
+    asked_once,
+    hooks_backward,
+    never_compiled_alone,
+    traced_versions,
+)
+
+
+def from_module(
+    module: Module, *, trainable: str | Callable[[str, Parameter], bool] | None = None
+) -> tuple[dict[str, Tensor], Apply]:
+    """The parameters of a module that train, and the module as a pure function of them.
+
+    Args:
+        module: as it is now: ``apply`` does not see later changes of its mode, hooks and
+            attributes, only of values that are written in place. It is never changed itself.
+        trainable: which parameters train: a pattern of names (``"*.bias"``), or a function of name
+            and parameter. None: those that require grad, which is what LoRA needs. A tied one
+            matches by any of its names.
+
+    Returns:
+        ``params``, copies of these by name, each tied one once, and ``apply(params, *args,
+        **kwargs)``. All other parameters and all buffers are constants, and not copied.
+        ``apply.eval`` is the same function of the module in evaluation mode, for
+        ``make_eval_step``.
+
+    **Buffers.** ``apply(params, *args, buffers=buffers)`` returns ``(output, buffers)``, the latter
+    as the call has left them. A module that writes to its buffers in training, as BatchNorm does,
+    needs that, and so do its ``apply.eval`` and ``to_module``, for these are the buffers that
+    belong to the params. ``dict(module.named_buffers())`` is the start.
+
+    **The first call** with arguments of one kind is looked at, and refused by name where it writes
+    to a tensor of the module or of params, or computes with a parameter of the module itself. A
+    compiler is asked the same, but for writes through ``.data``. Objects that lead to the module
+    are made anew for each call, and all others are shared.
+
+    **Checkpoints** (``use_reentrant=False``) compute again with the params of their call.
+    ``torch.func`` knows no checkpoints, and a step refuses reentrant ones.
+
+    **Dropout** in training mode draws from torch's global generator, as in every module.
+    ``apply(params, *args, key=keys)`` draws from keys instead, of shape ``(rows,)``, one for each
+    example along the first dimension (``ps.random.with_keys``); or from ``ps.random.token_keys``,
+    where a row holds several examples, or the module drops tokens of all rows in one dimension.
+    Each example's noise is its own then: it depends neither on the cut, nor on padding, order or
+    neighbours. This holds for all of ``torch.nn.functional``'s kinds of dropout, attention's
+    included, and for DropPath and StochasticDepth, which draw one number for each example. Other
+    draws are refused by name.
+
+    >>> params, apply = from_module(torch.nn.Linear(2, 1))
+    >>> {name: tuple(p.shape) for name, p in params.items()}
+    {'weight': (1, 2), 'bias': (1,)}
+    >>> apply({"weight": torch.tensor([[2.0, 3.0]]), "bias": torch.zeros(1)}, torch.ones(2))
+    tensor([5.])
+    """
+    refused.check_module(module)
+    named = [*module.named_parameters(remove_duplicate=False)]
+    if isinstance(trainable, str):
+        chosen = {id(p) for name, p in named if fnmatchcase(name, trainable)}
+    elif trainable is None:
+        chosen = {id(p) for _, p in named if p.requires_grad}
+    elif callable(trainable):
+        chosen = {id(p) for name, p in named if trainable(name, p)}
+    else:
+        raise TypeError(
+            f"{trainable=} must be a pattern of names, such as '*.bias', a function of name and "
+            "parameter, or None"
+        )
+    trained = {name: p for name, p in module.named_parameters() if id(p) in chosen}
+    if not trained:
+        raise ValueError(
+            f"{trainable=} leaves nothing to train of {type(module).__name__}, whose parameters "
+            f"are {refused.listed(name for name, _ in named)}: choose some by name, or let some "
+            "require grad"
+        )
+    params = {name: p.detach().clone() for name, p in trained.items()}
+    return params, Apply(_parts_of(module, trained), trained)
+
+
+def to_module(
+    params: Mapping[str, Tensor], module: Module, *, buffers: Mapping[str, Tensor] | None = None
+) -> None:
+    """Writes params, and buffers, into the module's tensors of the same names; others stay.
+
+    A module whose buffers training writes, as those of BatchNorm, needs ``buffers=``.
+
+    >>> module = torch.nn.Linear(1, 1)
+    >>> to_module({"bias": torch.tensor([3.0])}, module)
+    >>> module.bias.item()
+    3.0
+    """
+    own: dict[str, Tensor] = dict(module.named_parameters(remove_duplicate=False))
+    refused.check_names("params", params, own, (), "pass params of this module")
+    known = dict(module.named_buffers(remove_duplicate=False))
+    refused.check_buffers(buffers, known, refused.written_in_training(module))
+    own |= known
+    pairs = [(f"params[{name!r}]", name, own[name], p) for name, p in params.items()]
+    for name, value in (buffers or {}).items():
+        pairs.append((f"buffers[{name!r}]", name, own[name], _whole(value, own[name])))
+    for path, name, place, value in pairs:
+        if tree.kind(value) != tree.kind(place):
+            raise ValueError(
+                f"{path} is {tree.kind(value)}, and {type(module).__name__}.{name} is "
+                f"{tree.kind(place)}: write back what from_module gave, of this module or of one "
+                "like it"
+            )
+    with torch.no_grad():
+        for _, _, place, value in pairs:
+            place.copy_(value)
+
+
+class _Parts(NamedTuple):
+    """A module as ``apply`` holds it: its tensors by name, and the plan of its objects."""
+
+    names: tuple[str, ...]
+    buffers: dict[str, Tensor]
+    others: dict[str, Tensor]
+    written: dict[str, None]  # the buffers to which training writes, as far as calls have shown
+    plan: plan.Plan
+    models: huggingface.Names
+    inspected: list[tuple[Module, str]]  # methods whose signatures a compiler has to know before
+    hooks_backward: bool
+    training: bool
+
+
+def _parts_of(module: Module, trained: dict[str, Parameter]) -> _Parts:
+    buffers = dict(module.named_buffers())
+    others: dict[str, Tensor] = {
+        name: each
+        for name, each in [*module.named_parameters(), *plan.held_by(module).items()]
+        if isinstance(each, Tensor) and name not in trained
+    }
+    refused.check_params(trained, {**buffers, **others})
+    return _Parts(
+        (*trained,),
+        buffers,
+        {name: each.detach() for name, each in others.items()},
+        dict.fromkeys(refused.written_in_training(module)),
+        plan.plan_of(module, [*trained.values(), *buffers.values(), *others.values()]),
+        huggingface.models_of(module),
+        [(module, "register_buffer"), *huggingface.inspected(module)],
+        hooks_backward(module),
+        module.training,
+    )
+
+
+class Apply:
+    """``apply(params, *args, **kwargs)``: the function that ``from_module`` makes of a module."""
+
+    eval: Apply
+    """The same of the module in evaluation mode."""
+
+    def __init__(
+        self, parts: _Parts, trained: Mapping[str, Tensor], evaluates: bool = False
+    ) -> None:
+        # The module's own parameters are apart from what compilers look at.
+        self._trained = trained
+        self._parts, self._seen = parts, set[Any]()
+        never_compiled_alone(Apply.__call__, callees=False)
+        still = parts._replace(plan=plan.in_evaluation(parts.plan), training=False)
+        self.eval = self if evaluates else Apply(still, trained, evaluates=True)
+
+    def __call__(
+        self,
+        params: Mapping[str, Tensor],
+        /,
+        *args: Any,
+        buffers: Mapping[str, Tensor] | None = None,
+        key: Keys | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """The module's output; with ``buffers``, ``(output, buffers)``; with ``key``, its noise."""
+        parts = self._parts
+        names = parts.names
+        refused.check_names("params", params, names, names, "pass those of from_module, no others")
+        refused.check_buffers(buffers, parts.buffers, parts.written)
+        given = {n: _whole(each, parts.buffers[n]).clone() for n, each in (buffers or {}).items()}
+        call = _Call([params[name] for name in names], given, key, args, kwargs)
+        run = self._trace if torch.compiler.is_dynamo_compiling() else self._call
+        try:
+            output, given = run(call)
+        except RuntimeError as error:
+            for words, way_out in huggingface.TRANSFORMS.items():
+                if words in str(error):
+                    raise ValueError(way_out) from error
+            raise
+        return output if buffers is None else (output, given)
+
+    def _call(self, call: _Call) -> tuple[Any, dict[str, Tensor]]:
+        """The first of a kind of calls is looked at, and refused before it does any harm."""
+        parts, kind = self._parts, _kind(call)
+        aliases = [*map(_as_parameter, call.params)]
+        if kind in self._seen:
+            with call.noise(trusted=True):
+                return _run(parts, call, aliases, parts.others)
+        constants = {n: each for n, each in parts.buffers.items() if n not in call.given}
+        passed = dict(zip(parts.names, call.params, strict=True))
+        tensors = watch.Tensors(passed, constants, parts.others, self._trained)
+        # What the module assigns to ``.data`` of these is not there in what they are made of.
+        own = {n: each.detach() for n, each in {**constants, **parts.others}.items()}
+        before = {n: each.clone() for n, each in call.given.items()}
+        noise = call.noise(trusted=True in self._seen)
+        with (
+            noise,
+            watch.watched(tensors, tree.leaves_of(call[3:]), call.key is not None, parts.training),
+        ):
+            result = _run(parts, call, aliases, own, first=True)
+        watch.check_assigned({**dict(zip(passed, aliases, strict=True)), **own}, tensors)
+        if isinstance(noise, keyed.Keyed) and noise.doubtful:
+            _check_examples(parts, call._replace(given=before), noise)
+        if tree.untransformed():
+            changed = [n for n in before if not torch.equal(before[n], result[1][n])]
+            parts.written.update(dict.fromkeys(changed))
+        self._seen |= {kind, call.key is not None}
+        return result
+
+    def _trace(self, call: _Call) -> tuple[Any, dict[str, Tensor]]:
+        """What a compiler traces: each call is looked at, as far as a compiler tells."""
+        parts = self._parts
+        if parts.hooks_backward:
+            raise ValueError("a compiler leaves hooks on a module's backward pass out")
+        assert all(isinstance(each, Tensor) for each in call.params)  # Now the compiler knows them.
+        for owner, name in parts.inspected:
+            inspect.signature(getattr(owner, name))
+        before = _versions_in_trace(self)
+        with call.noise(trusted=True in self._seen):
+            result = _run(parts, call, call.params, parts.others, first=True)
+        _check_trace(parts, before, _versions_in_trace(self))
+        return result
+
+
+class _Call(NamedTuple):
+    """What a call is passed: the buffers that were, ``given``, are copies."""
+
+    params: list[Tensor]
+    given: dict[str, Tensor]
+    key: Keys | None
+    args: Any
+    kwargs: Any
+
+    def noise(self, trusted: bool) -> AbstractContextManager[object]:
+        """The context in which dropout draws from the key, if there is one."""
+        return nullcontext() if self.key is None else keyed.Keyed(self.key, trusted=trusted)
+
+
+def _run(
+    parts: _Parts, call: _Call, params: Sequence[Tensor], others: Any, first: bool = False
+) -> tuple[Any, dict[str, Tensor]]:
+    """The output of the module around these tensors, and the buffers that it leaves behind."""
+    held = {**parts.buffers, **parts.others, **others, **call.given}
+    module = plan.build(parts.plan, [*params, *held.values()])
+    if first:
+        refused.check_normalised(module)
+        huggingface.look_at(module, parts.models)
+    output = module(*call.args, **call.kwargs)
+    return output, {name: module.get_buffer(name) for name in call.given}
+
+
+def _check_examples(parts: _Parts, call: _Call, noise: keyed.Keyed) -> None:
+    """Calls with one example more, which shows along which dimension examples are."""
+    noise, (args, kwargs) = noise.with_one_more((call.args, call.kwargs))
+    try:
+        with torch.no_grad(), noise:
+            _run(parts, call._replace(args=args, kwargs=kwargs), call.params, parts.others)
+    except Exception as error:
+        raise ValueError(keyed.DOUBT) from error
+
+
+def _kind(call: _Call) -> tuple[Any, ...]:
+    """What calls have in common that are alike."""
+    values = [
+        each if isinstance(each, bool | str | None) else (type(each), getattr(each, "dtype", None))
+        for each in (*call.args, *call.kwargs.values())
+    ]
+    return (bool(call.given), type(call.key), *call.kwargs, *values)
+
+
+def _as_parameter(p: Tensor) -> Tensor:
+    """An alias that is an ``nn.Parameter`` to the module, where the param is a leaf, and wide.
+
+    A cast of a param, or what ``unshard`` returns, is no leaf, and ``checks.recomputation`` takes
+    parameters for those of another module. In half precision a leaf sums in float32, and an alias
+    does not.
+    """
+    plain = type(p) in (Tensor, Parameter) and p.is_leaf
+    wide = tree.accumulation_dtype(p.dtype) is p.dtype
+    return p.as_subclass(Parameter) if plain and wide else p
+
+
+def _whole(value: Tensor, like: Tensor) -> Tensor:
+    """A mean of whole numbers, of steps say, as the whole number that it is."""
+    if value.is_floating_point() and not (like.is_floating_point() or like.is_complex()):
+        return value.round().to(like.dtype)
+    return value
+
+
+@asked_once
+def _versions_in_trace(apply: Apply) -> tuple[int, ...]:
+    parts = apply._parts
+    held = [*parts.buffers.values(), *parts.others.values()]
+    return traced_versions([*held, *apply._trained.values()])
+
+
+def _check_trace(parts: _Parts, before: Sequence[int], after: Sequence[int]) -> None:
+    """Refuses what a traced call has written to, and parameters of the module that it has seen."""
+    named = [("buffer", name) for name in parts.buffers]
+    named += [("tensor", name) for name in parts.others]
+    named += [("", name) for name in parts.names]
+    for (kind, name), was, now in zip(named, before, after, strict=True):
+        if now > (max(was, 0) if kind else was):
+            raise ValueError(watch.written(kind, name) if kind else watch.elsewhere(name))

@@ -1,0 +1,262 @@
+"""Dropout inside of a module, drawn from keys: a mode of torch's that answers for what drops.
+
+    the n-th place of a call drops by bits of fold_in(key, n)
+
+A checkpoint, or ``remat``, that computes again draws the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from types import FunctionType, MethodType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+from purestep import tree
+from purestep.modules.attention import attention, multi_head
+from purestep.random import (
+    Keys,
+    TokenKeys,
+    bernoulli,
+    drawn_for,
+    fold_in,
+    limit_of,
+    scaled,
+    uniform,
+)
+from purestep.torch_internals import (
+    asked_once,
+    checkpoint_frame,
+    function_modes,
+    in_reentrant_checkpoint,
+    traced_number,
+)
+from purestep.types import Tree
+
+
+def again() -> Callable[[], AbstractContextManager[object]]:
+    """A function that makes a context in which all is drawn again that is drawn from now on."""
+    for mode in function_modes()[::-1]:
+        if isinstance(mode, Keyed):
+            return mode.again()
+    return nullcontext
+
+
+class Keyed(TorchFunctionMode):
+    """Within it, dropout draws from the keys, from the ``count``-th place on.
+
+    ``trusted``: the keys are known to be those of the first dimension. Else it is ``doubtful``
+    where another dimension is as long.
+
+    >>> from purestep import random
+    >>> keys = torch.stack([random.key(0), random.key(1)])
+    >>> with Keyed(keys):
+    ...     made = functional.dropout(torch.ones(2, 3), 0.5)
+    >>> made.equal(random.dropout(torch.ones(2, 3), 0.5, fold_in(keys, 0)))
+    True
+    """
+
+    def __init__(self, keys: Keys, count: int = 0, trusted: bool = False) -> None:
+        super().__init__()
+        leaves = tree.leaves_of(keys)
+        if not all(isinstance(each, Tensor) and each.dtype == torch.int64 for each in leaves):
+            raise TypeError(
+                f"key= are keys of ps.random, tensors of dtype int64, got {tree.kind(leaves[0])}: "
+                "pass a module's own argument of that name by position"
+            )
+        self._keys, self._count, self._trusted = keys, count, trusted
+        self._tokens = keys.keys.shape if isinstance(keys, TokenKeys) else keys.shape
+        self._shape = self._tokens[:-1] if isinstance(keys, TokenKeys) else keys.shape
+        self._recorded, self.doubtful = torch.is_grad_enabled(), False
+        # A compiler's regions cannot write to what is there before them: the compiler counts.
+        self._call = None
+        if torch.compiler.is_dynamo_compiling():
+            (number,) = traced_number("calls")
+            self._call = f"call {number}"
+
+    def with_one_more(self, args: Tree) -> tuple[Keyed, Tree]:
+        """The same with the last example twice, and of what there is one for each example, too."""
+
+        def more(leaf: Any) -> Any:
+            there = isinstance(leaf, Tensor) and leaf.shape[:1] == self._shape[:1]
+            return torch.cat([leaf, leaf[-1:]]) if there else leaf
+
+        return Keyed(tree.map(more, self._keys)), tree.map(more, args)
+
+    def again(self) -> Callable[[], AbstractContextManager[object]]:
+        """A function that makes contexts which draw from the same place on."""
+        return partial(Keyed, self._keys, self._count, trusted=True)
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if self._call is None:
+            self._follow()
+        elif args and isinstance(args[0], FunctionType | MethodType | torch.nn.Module):
+            # A region, which a compiler traces without this mode.
+            args = (partial(_within, lambda: self, args[0]), *args[1:])
+        if func in _DROPOUTS:
+            return self._dropout(func, *args, **kwargs)
+        if func is torch.rand or func is Tensor.bernoulli_:
+            drawn = self._one_each(func is not torch.rand, args, kwargs)
+            if drawn is not None:
+                return drawn
+        if func is functional.scaled_dot_product_attention:
+            return attention(self._drop, *args, **kwargs)
+        if func is functional.multi_head_attention_forward:
+            return multi_head(self._drop, func, args, kwargs)
+        if self._call is not None and _draws(func):
+            raise ValueError(f"{func.__name__} draws random numbers that no key reaches: {NOISE}")
+        return func(*args, **kwargs)
+
+    def _follow(self) -> None:
+        """Lets a checkpoint that has begun draw the same when it computes again."""
+        frame = checkpoint_frame()
+        if frame is not None and getattr(frame.recompute_fn, "func", None) is not _within:
+            # Its function is called without this mode.
+            frame.recompute_fn = partial(_within, self.again(), frame.recompute_fn)
+
+    def _next(self) -> Keys:
+        """The keys of the next place."""
+        if self._call is not None:
+            (place,) = traced_number(self._call)
+            return fold_in(self._keys, self._count + place)
+        if self._recorded and not torch.is_grad_enabled() and in_reentrant_checkpoint():
+            raise ValueError(
+                "a reentrant checkpoint would draw different numbers when it computes again: pass "
+                "use_reentrant=False"
+            )
+        self._count += 1
+        return fold_in(self._keys, self._count - 1)
+
+    def _dropped(self, x: Tensor, p: float, what: str) -> Tensor:
+        """Which elements are dropped, at the next place."""
+        shape, limit, pairs = self._shape, limit_of(p), x
+        if x.shape[: len(shape)] != shape and x.shape[:1] == (self._tokens.numel(),):
+            pairs = x.unflatten(0, self._tokens)
+        if pairs.shape[: len(shape)] != shape:
+            flat = self._tokens == shape and x.ndim and x.shape[0] % max(1, shape.numel()) == 0
+            raise ValueError(
+                f"{what} in the module drops {tree.kind(x)}, whose first dimension is not that of "
+                f"the {tuple(shape)} examples of key=: {_TOKENS if flat else _ROWS}"
+            )
+        if not self._trusted and shape and shape[0] > 1 and shape[0] in pairs.shape[1:]:
+            if self._call is not None:
+                raise ValueError(DOUBT)
+            self.doubtful = True
+        dropped = drawn_for(pairs, self._next(), lambda word: word < limit)
+        return dropped.view(x.shape) if pairs is not x else dropped
+
+    def _drop(self, x: Tensor, p: float, what: str) -> Tensor:
+        return scaled(x, self._dropped(x, p, what), p)
+
+    def _one_each(self, writes: bool, args: Any, kwargs: dict[str, Any]) -> Tensor | None:
+        """One number for each example, as DropPath and StochasticDepth draw it; else None."""
+        first = args[0] if args else kwargs.get("size", ())
+        shape = (*first.shape,) if writes else args if isinstance(first, int) else (*first,)
+        p, rows = (*args[1:], kwargs.get("p", 0.5))[0] if writes else 0.5, len(self._shape)
+        alone = shape and shape[:rows] == (*self._shape,) and {*shape[rows:]} <= {1}
+        if not alone or isinstance(self._keys, TokenKeys) or not isinstance(p, float | int):
+            return None
+        keys = self._next()
+        assert isinstance(keys, Tensor)
+        if writes:
+            made: Tensor = first.copy_(bernoulli(keys, p, shape[rows:]))
+            return made
+        dtype = kwargs.get("dtype") or torch.get_default_dtype()
+        return uniform(keys, shape[rows:], dtype).to(kwargs.get("device") or keys.device)
+
+    def _dropout(
+        self,
+        func: Any,
+        input: Tensor,
+        p: float = 0.5,
+        training: bool = True,
+        inplace: bool = False,
+        *,
+        train: bool | None = None,
+    ) -> Any:
+        training = training if train is None else train
+        if not training or p == 0:
+            return func(input, p, training)
+        shaped = input
+        if func in _CHANNELS:
+            if isinstance(self._keys, TokenKeys):
+                raise ValueError(f"{func.__name__} drops channels, which are no tokens: {_ROWS}")
+            shaped = input.new_empty(input.shape[: len(self._shape) + 1])
+        dropped = self._dropped(shaped, p, func.__name__)
+        dropped = dropped.view(*dropped.shape, *[1] * (input.ndim - dropped.ndim))
+        made = _alpha(input, dropped, p) if func in _ALPHA else scaled(input, dropped, p)
+        return input.copy_(made) if inplace or func in _IN_PLACE else made
+
+
+def _within(
+    context: Callable[[], AbstractContextManager[object]],
+    run: Callable[..., Any],
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    with context():
+        return run(*args, **kwargs)
+
+
+@asked_once
+def _draws(func: Any) -> bool:
+    """Whether a function that is traced may draw: torch says so of each of its operations."""
+    operation = getattr(torch.ops.aten, func.__name__, None)
+    overloads = [getattr(operation, each) for each in getattr(operation, "overloads", list)()]
+    python = ("gumbel_softmax", "fractional_max_pool2d", "fractional_max_pool3d", "rrelu")
+    drawing = any(torch.Tag.nondeterministic_seeded in each.tags for each in overloads)
+    return drawing or func.__name__ in python
+
+
+def _alpha(x: Tensor, dropped: Tensor, p: float) -> Tensor:
+    """Dropout that keeps the mean and the deviation of what ``selu`` gives."""
+    if p == 1:
+        return torch.zeros_like(x)
+    fill = -1.7580993408473766  # minus the product of selu's two constants
+    scale = ((1 - p) * (1 + p * fill**2)) ** -0.5
+    made: Tensor = torch.where(dropped, fill, x) * scale - scale * fill * p
+    return made
+
+
+def _named(names: str) -> frozenset[Any]:
+    """The functions of torch's with these names, wherever they stand."""
+    return frozenset(
+        getattr(holder, name)
+        for holder in (torch, Tensor, functional)
+        for name in names.split()
+        if hasattr(holder, name)
+    )
+
+
+_ALPHA = _named("alpha_dropout alpha_dropout_ feature_alpha_dropout feature_alpha_dropout_")
+_CHANNELS = _named(
+    "feature_dropout feature_dropout_ feature_alpha_dropout feature_alpha_dropout_ "
+    "dropout1d dropout2d dropout3d"
+)
+_IN_PLACE = _named("dropout_ alpha_dropout_ feature_dropout_ feature_alpha_dropout_")
+_DROPOUTS = _named("dropout") | _ALPHA | _CHANNELS | _IN_PLACE
+_ROWS = (
+    "let the module take examples first (batch_first=True), or call it for one example with key= "
+    "without a dimension, under torch.vmap"
+)
+DOUBT = (
+    "another dimension than the first is as long as there are keys, and may be that of examples: "
+    f"{_ROWS}; or begin with a call, without a compiler, for another number of examples"
+)
+_TOKENS = (
+    "it drops tokens of all examples in one dimension. Say which tokens are whose: "
+    "key=ps.random.token_keys(keys[:, None], mask, positions), each of shape (rows, length)"
+)
+NOISE = (
+    "change the layer that draws them (a recurrent layer with dropout, rrelu, layerdrop), set its "
+    "rate to 0, or call apply without key="
+)

@@ -1,0 +1,150 @@
+"""Modules and parameters that ``from_module`` refuses, with the way out."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import BatchNorm1d, BatchNorm2d, BatchNorm3d, Module, Parameter, SyncBatchNorm
+from torch.nn.parameter import is_lazy
+
+from purestep import tree
+from purestep.modules.watch import BUFFERS, place
+from purestep.torch_internals import accumulate_hooks, gradient_hooks
+
+_WRAPPERS = {
+    "DistributedDataParallel": "pass module.module, and ps.MeshAxis to the step",
+    "FullyShardedDataParallel": "pass a module that is not sharded, and ps.MeshAxis to the step",
+    "FSDPModule": "pass a module that fully_shard has not changed, and ps.MeshAxis to the step",
+    "DataParallel": "pass module.module",
+    "OptimizedModule": "pass the module itself, and compile=True to the step",
+    "ScriptModule": "pass the module that it was made of",
+}
+
+
+def check_module(module: Module) -> None:
+    """Refuses what is no plain module with values."""
+    if not isinstance(module, Module):
+        raise TypeError(f"from_module takes an nn.Module, got {type(module).__name__}")
+    for name, each in module.named_modules():
+        path = f"{type(module).__name__}.{name}".removesuffix(".")
+        for wrapper in {base.__name__ for base in type(each).__mro__} & _WRAPPERS.keys():
+            raise TypeError(f"{path} is a {wrapper}, no plain module: {_WRAPPERS[wrapper]}")
+    for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
+        if is_lazy(tensor):
+            raise ValueError(f"{name} has no shape yet: call the module once before from_module")
+        if tensor.is_meta:
+            raise ValueError(
+                f"{name} is on the device meta, without values: load or initialise it before "
+                "from_module"
+            )
+
+
+def check_normalised(module: Module) -> None:
+    """Refuses a BatchNorm without running statistics, which depends on the cut without a word."""
+    for name, each in module.named_modules():
+        if isinstance(each, _BATCH_NORMS) and each.running_mean is None:
+            raise ValueError(
+                f"{name} normalises by its microbatch (track_running_stats=False), so that updates "
+                "depend on the cut: take GroupNorm or LayerNorm, or keep running statistics and "
+                "pass buffers="
+            )
+
+
+_BATCH_NORMS = (BatchNorm1d, BatchNorm2d, BatchNorm3d, SyncBatchNorm)
+
+
+def check_params(params: Mapping[str, Parameter], others: Mapping[str, Tensor]) -> None:
+    """Refuses params without a gradient, with hooks, or in memory of other tensors."""
+    for name, p in params.items():
+        if not p.is_floating_point():
+            raise TypeError(
+                f"trainable= chooses {name}, which is {tree.kind(p)} and has no gradient here: "
+                "leave it out, with trainable=lambda name, p: p.is_floating_point(), or hold a "
+                "complex one as torch.view_as_real(p)"
+            )
+        if gradient_hooks(p) or accumulate_hooks(p):
+            raise TypeError(
+                f"{name} has a hook on its gradient, which apply would leave out: remove it, and "
+                "do the same to the sum of the gradients, with a Transform before the optimizer "
+                "(ps.optim.chain)"
+            )
+    together: dict[int, list[tuple[str, Tensor]]] = {}
+    for name, tensor in [*others.items(), *params.items()]:
+        if tensor.layout is torch.strided and tensor.numel():
+            together.setdefault(place(tensor), []).append((name, tensor))
+    for name, p in params.items():
+        for other, tensor in together.get(place(p), ()):
+            if other != name and _overlap(p, tensor):
+                raise ValueError(
+                    f"{name}, which trains, shares memory with {other}, which would not see what "
+                    "it becomes: let both be one Parameter (a.weight = b.weight), or compute the "
+                    "one of the other in forward"
+                )
+
+
+def _overlap(one: Tensor, other: Tensor) -> bool:
+    """Whether the bytes of two tensors in one storage meet, where strides leave none out."""
+    (start, stop), (begin, end) = [
+        (
+            size * t.storage_offset(),
+            size * (t.storage_offset() + 1 + sum(map(_reach, t.shape, t.stride()))),
+        )
+        for t in (one, other)
+        for size in [t.element_size()]
+    ]
+    return start < end and begin < stop
+
+
+def _reach(length: int, stride: int) -> int:
+    return (length - 1) * stride
+
+
+def written_in_training(module: Module) -> list[str]:
+    """The buffers to which a module's parts write when it trains, as BatchNorm does, by name.
+
+    >>> written_in_training(torch.nn.BatchNorm1d(2))
+    ['running_mean', 'running_var', 'num_batches_tracked']
+    """
+    return [
+        f"{path}.{name}".removeprefix(".")
+        for path, each in module.named_modules()
+        if each.training and getattr(each, "track_running_stats", False)
+        for name, _ in each.named_buffers(recurse=False)
+    ]
+
+
+def check_names(
+    what: str, given: Any, known: Collection[str], needed: Collection[str], way_out: str
+) -> None:
+    """Refuses a mapping that lacks a name, or has one too many."""
+    if not isinstance(given, Mapping):
+        raise TypeError(
+            f"{what} is a {type(given).__name__}, no mapping of names to tensors: call "
+            "apply(params, ...), with params, apply = ps.from_module(module)"
+        )
+    missing = [name for name in needed if name not in given]
+    unknown = [name for name in given if name not in known]
+    if unknown or missing:
+        raise ValueError(
+            f"{what} lacks {listed(missing)}, and has no place for {listed(unknown)}: {way_out}"
+        )
+
+
+def listed(names: Iterable[str]) -> str:
+    """The first five names.
+
+    >>> listed("abcdefg")
+    'a, b, c, d, e, ...'
+    """
+    first, *others = [*names] or ["none"]
+    return ", ".join([first, *others[:4], *(["..."] if others[4:] else [])])
+
+
+def check_buffers(
+    given: Mapping[str, Tensor] | None, known: Collection[str], needed: Collection[str]
+) -> None:
+    """Refuses buffers that are not the module's, or that lack one to which training writes."""
+    check_names("buffers", given or {}, known, needed, BUFFERS)
