@@ -284,6 +284,20 @@ def traced_number(name: str) -> tuple[int]:
     return (counts[name],)
 
 
+def watching(look: Callable[[Any, Any, Any], None]) -> Any:
+    """Within it, ``look`` is shown each operation, and its arguments, before it is carried out, or recorded by a compiler."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            look(func, args, kwargs or {})
+            return func(*args, **(kwargs or {}))
+
+    return Watch()  # type: ignore[no-untyped-call]
+
+
 def arguments_of(
     operation: Any, args: Sequence[Any], kwargs: dict[str, Any]
 ) -> dict[str, tuple[Any, bool]]:

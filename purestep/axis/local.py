@@ -13,7 +13,7 @@ from purestep import tree
 from purestep.axis.laws import LAWS
 from purestep.axis.protocol import Axis, Gather
 from purestep.axis.whole import reduced_pieces, sharded, whole
-from purestep.types import Count, Sums, Tree
+from purestep.types import Count, Ready, Sums, Tree
 from purestep.weights import check_count
 
 
@@ -63,8 +63,9 @@ class OneProgram:
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         pass
 
-    def buckets(self, params: Tree, dtype: torch.dtype | None) -> None:
+    def buckets(self, params: Tree, dtype: torch.dtype | None) -> Ready | None:
         """None: sums stay where they are."""
+        return None
 
     def agree(self, here: Count, params: Tree, opt_state: Tree, microbatches: int) -> Count:
         """The sum of all ranks' counts."""
