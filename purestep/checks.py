@@ -8,7 +8,6 @@ the loss writes to params, and whether a checkpoint recomputes with other ones.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NoReturn, get_args
 
 import torch
@@ -17,14 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from purestep import tree
 from purestep.axis import Axis, check_axis, overlap, within
-from purestep.torch_internals import (
-    function_mode,
-    holds_tensors,
-    saved_tensors_hooks,
-    storage_of,
-    version,
-    without_function_mode,
-)
+from purestep.torch_internals import saved_tensors_hooks, storage_of, version
 from purestep.types import LossFn, Microbatch, OptState, Params, WeightFn
 
 
@@ -92,7 +84,7 @@ def check_params(params: Params, axis: Axis) -> None:
     for position, leaf in enumerate(leaves):
         if not isinstance(leaf, Tensor) or leaf.dtype not in tree.SUM_DTYPES or leaf.is_sparse:
             _refuse_leaf(_path(params, position), leaf)
-        if type(leaf) is not Tensor and holds_tensors(leaf):
+        if hasattr(leaf, "__tensor_flatten__"):
             raise TypeError(
                 f"{_path(params, position)} is a {type(leaf).__name__}, which holds its values on "
                 "several ranks or in several tensors: params are plain tensors. Of a DTensor, as "
@@ -234,7 +226,8 @@ class recomputation(TorchFunctionMode):  # noqa: N801
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if torch.is_grad_enabled() or saved_tensors_hooks(False) != self._hooks:
+        again = torch.is_grad_enabled() or saved_tensors_hooks(False) != self._hooks
+        if again and not torch.compiler.is_dynamo_compiling():
             for value in tree.leaves_of((args, kwargs)):
                 if isinstance(value, torch.nn.Parameter) and (
                     storage_of(value) not in self._leaves
@@ -246,9 +239,3 @@ class recomputation(TorchFunctionMode):  # noqa: N801
                         "ps.from_module(module), and call apply(params, ...) instead"
                     )
         return func(*args, **(kwargs or {}))
-
-
-def recomputing() -> AbstractContextManager[object]:
-    """A context in which recomputation is known to be right, and goes unchecked."""
-    watched = isinstance(function_mode(), recomputation)
-    return without_function_mode() if watched else nullcontext()

@@ -79,12 +79,6 @@ def is_watched() -> bool:
     return modes() > 0
 
 
-holds_tensors: Callable[[Tensor], bool] = _private(
-    "utils._python_dispatch.is_traceable_wrapper_subclass"
-)
-"""Whether a tensor is of a subclass whose values lie in other tensors."""
-
-
 is_deferred: Callable[[Tensor], bool] = _private("_is_functional_tensor")
 """Whether a tensor's values are computed later than its device was told, so that they lie nowhere yet."""
 
@@ -118,12 +112,6 @@ saved_tensors_hooks: Callable[[bool], Any] = _private(
     "_C._autograd._top_saved_tensors_default_hooks"
 )
 """The innermost hooks on what is saved for the backward pass: a checkpoint has its own."""
-
-function_mode: Callable[[], Any] = _private("overrides._get_current_function_mode")
-"""The innermost mode that sees what calls torch; None where there is none."""
-
-without_function_mode: Callable[[], Any] = _private("overrides._pop_mode_temporarily")
-"""Within it, the innermost of these modes sees nothing."""
 
 function_modes: Callable[[], list[Any]] = _private("overrides._get_current_function_mode_stack")
 """All of these modes, the innermost last."""

@@ -156,6 +156,7 @@ def test_an_editable_install_is_a_line_in_a_pth_file(tmp_path: Path) -> None:
 
 def test_the_package_shows_its_public_names() -> None:
     assert dir(ps) == sorted([*ps.__all__, "__version__"])
+    assert {"ThreadAxis", "judge", "laws"} <= {*dir(ps.testing)}
 
 
 CODE = re.compile(r"^```python\n(.*?)^```", re.S | re.M)

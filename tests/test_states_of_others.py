@@ -68,9 +68,20 @@ def test_a_state_of_other_params_is_refused(name: str, other: str, donate: bool)
     for structure in (tree.flatten(state)[1], tree.flatten(optimizer.init(PARAMS))[1]):
         assert tree.describe(structure) in message
     where = {*tree.paths(state, "opt_state"), *tree.paths(optimizer.init(PARAMS), "opt_state")}
-    first = message.split("was expected; ")[1].split(" ")[0]
+    first = message.split("very optimizer. ")[1].split(" ")[0]
     assert first in where
     assert donate or all(map(torch.equal, tree.leaves_of(params), tree.leaves_of(PARAMS)))
+
+
+def test_the_message_about_many_leaves_is_short() -> None:
+    """The advice and the first difference, whatever the size of the model."""
+    many, fewer = ({f"layer{i}": torch.ones(2) for i in range(n)} for n in (300, 299))
+    optimizer = ps.optim.adamw(0.1)
+    with pytest.raises(
+        ValueError, match=r"take optimizer\.init\(params\).*\['layer299'\]"
+    ) as caught:
+        optimizer.update(many, optimizer.init(fewer), many)
+    assert len(str(caught.value)) < 1000
 
 
 @pytest.mark.parametrize("method", WAYS)

@@ -211,8 +211,8 @@ def foreign(init: Init, state: OptState, params: Params) -> str | None:
         return None
     found, expected = (tree.describe(tree.flatten(one)[1]) for one in (state, wanted))
     return (
-        f"opt_state was not made by optimizer.init of these params: it is {found}, and {expected} "
-        f"was expected; {difference}. Take optimizer.init(params) of this very optimizer"
+        "opt_state was not made by optimizer.init of these params: take optimizer.init(params) of "
+        f"this very optimizer. {difference}; it is {found:.200}, and {expected:.200} was expected"
     )
 
 

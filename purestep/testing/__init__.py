@@ -28,3 +28,10 @@ def __getattr__(name: str) -> Any:
         if name in kit.__all__:
             return getattr(kit, name)
     raise AttributeError(f"module 'purestep.testing' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    try:
+        return [*__all__, *importlib.import_module("purestep.testing.kit").__all__]
+    except ModuleNotFoundError:
+        return __all__
