@@ -202,8 +202,8 @@ MUTANTS = [
         "test_t12_shard.pieces_of_one_tensor",
         "a norm of one rank's shard clips what all ranks share",
         "tree.leaves",
-        'squares.append(square if axis is None else axis.apply("psum", square))',
-        "squares.append(square)",
+        'terms.append(here if axis is None else axis.apply("psum", here))',
+        "terms.append(here)",
     ),
     mutant(
         54,
