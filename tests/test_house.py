@@ -40,7 +40,7 @@ CORE = [
 ]
 BUDGETS = {
     "core": 1105,
-    "tree": 387,
+    "tree": 390,
     "axis": 1135,
     "sharding": 120,
     "optim": 845,

@@ -162,7 +162,7 @@ def global_norm(tree: Tree) -> Tensor:
     if places := spread(structure):
         return _root(_over_axes(_squares, leaves, places)).to(dtype)
     parts = leaves
-    if sum(map(Tensor.numel, leaves)) <= SMALL * len(leaves):
+    if sum(map(Tensor.numel, leaves)) < SMALL * len(leaves):
         parts = [torch.cat([*map(torch.flatten, leaves)])]
     if not eager(parts):
         return _norm(torch.stack([_norm(part) for part in parts]))

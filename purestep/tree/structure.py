@@ -6,7 +6,6 @@ A structure is a tree without its leaves: what containers there are, and what st
 from __future__ import annotations
 
 import builtins
-import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from typing import Any, TypeAlias
 
@@ -58,14 +57,20 @@ def _rebuilt(structure: Structure, leaves: Iterator[Any], *, pruned: bool = Fals
 def spread(structure: Structure) -> Spread:
     """How each leaf of a tree of this structure is sharded; empty where none is."""
     if hasattr(structure, "walk"):
+        if not structure.walk([False] * structure.num_leaves, _holds_shard):
+            return ()
         found = structure.walk([[None]] * structure.num_leaves, _places)
     else:
         found = _traced(structure)  # one of a compiler's own
     return tuple(found) if any(found) else ()
 
 
+def _holds_shard(kind: Any, data: Any, children: Sequence[bool]) -> bool:
+    return kind is Shard or any(children)
+
+
 def _places(kind: Any, data: Any, children: Sequence[list[Place | None]]) -> list[Place | None]:
-    found = [*itertools.chain.from_iterable(children)]
+    found = [place for child in children for place in child]
     if kind is not Shard:
         return found
     for other in filter(None, found):
