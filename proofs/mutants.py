@@ -129,7 +129,7 @@ MUTANTS = [
         "test_t01_cut.cut_invariance",
         "gradients added up in memory that two leaves share, as autograd does",
         "reverse",
-        "if ready is None and any(map(is_, before, repeat(None))):",
+        "if any(map(is_, before, repeat(None))):",
         "if False:",
     ),
     mutant(
@@ -202,8 +202,8 @@ MUTANTS = [
         "test_t12_shard.pieces_of_one_tensor",
         "a norm of one rank's shard clips what all ranks share",
         "tree.leaves",
-        'squares.append(square if axis is None else axis.apply("psum", square))',
-        "squares.append(square)",
+        'terms.append(here if axis is None else axis.apply("psum", here))',
+        "terms.append(here)",
     ),
     mutant(
         54,

@@ -479,7 +479,8 @@ def test_adamw_is_the_fused_kernel(
         def part(where: list[int]) -> ps.optim.AdamWState:
             means = ([state[key] for state in kept] for key in ("exp_avg", "exp_avg_sq"))
             return ps.optim.AdamWState(
-                torch.tensor(namesake.steps), *(tree.part(structure, one, where) for one in means)
+                torch.tensor(namesake.steps),
+                *(tree.part(structure, one, {*where}) for one in means),
             )
 
         flags = [leaf.ndim > 1 or not masked for leaf in namesake.leaves]

@@ -164,10 +164,10 @@ def compiled(loss_fn: LossFn, compile: bool | Compiler) -> Reverse:
             makes_graph = False
             return beside
         values[:] = made
+        if so_far is None:
+            unshare(values)
         if ready is not None:
             values[:] = [ready(index, total) for index, total in enumerate(made)]
-        elif so_far is None:
-            unshare(values)
         return beside
 
     return reverse

@@ -109,7 +109,8 @@ def backward(
         leaf.grad = so_far
     if ready is not None:
         for index, leaf in enumerate(own):
-            leaf.register_post_accumulate_grad_hook(functools.partial(_handed_over, ready, index))
+            hand_over = functools.partial(_handed_over, ready, before, index)
+            leaf.register_post_accumulate_grad_hook(hand_over)
     given: Any = tuple(terms), tuple(cotangents), False, False, tuple(own)
     if check:
         with checks.recomputation(own):
@@ -120,14 +121,16 @@ def backward(
     for leaf in own:
         leaf.grad = None  # A loss that keeps its leaves does not keep the sums.
     came = any(map(is_not, sums.values, repeat(None)))
-    if ready is None and any(map(is_, before, repeat(None))):
+    if any(map(is_, before, repeat(None))):
         unshare(sums.values, before)
     return came
 
 
-def _handed_over(ready: Ready, index: int, leaf: Tensor) -> None:
-    if leaf.grad is not None:  # A Function may have none for it.
-        leaf.grad = ready(index, leaf.grad)
+def _handed_over(ready: Ready, before: list[Tensor | None], index: int, leaf: Tensor) -> None:
+    total = leaf.grad
+    if total is not None:  # A Function may have none for it.
+        leaf.grad = ready(index, total)
+        before[index] = leaf.grad if leaf.grad is not total else before[index]
 
 
 def unshare(values: list[Any], before: Sequence[Tensor | None] | None = None) -> None:

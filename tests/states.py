@@ -36,8 +36,8 @@ def bits(tensor: Tensor) -> list[int]:
 
 def assert_same_bits(actual: Any, expected: Any) -> None:
     """Trees of one structure, equal to the bit."""
-    columns, _ = tree.columns(actual, expected)
-    for one, two in zip(*columns, strict=True):
+    ours, structure = tree.flatten(actual)
+    for one, two in zip(ours, tree.leaves_like(structure, expected), strict=True):
         assert (one.dtype, one.shape) == (two.dtype, two.shape)
         assert bits(one) == bits(two)
 

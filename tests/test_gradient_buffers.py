@@ -55,6 +55,19 @@ def test_a_gradient_whose_memory_two_leaves_share_is_two_sums(number: int, taken
     assert len({grad.data_ptr() for grad in grads}) == 3
 
 
+def test_a_sum_that_is_not_taken_has_memory_of_its_own() -> None:
+    """As that of a piece, which is in no bucket."""
+    group = [{"x": torch.ones(1)}]
+    grads, *_ = ps.accumulate(
+        lambda p, m: torch.stack(p).sum(0) * m["x"],
+        [torch.ones(1) for _ in range(3)],
+        group,
+        weight_fn=x_ones,
+        ready=lambda index, total: total,
+    )
+    assert len({grad.untyped_storage().data_ptr() for grad in grads}) == 3
+
+
 @pytest.mark.parametrize("recorded", [False, True])
 @pytest.mark.parametrize("donate", [False, True])
 @pytest.mark.parametrize("normalize", ["loss", "grads"])

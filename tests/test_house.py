@@ -40,11 +40,11 @@ CORE = [
 ]
 BUDGETS = {
     "core": 1105,
-    "tree": 485,
+    "tree": 390,
     "axis": 1135,
     "sharding": 120,
     "optim": 845,
-    "data": 618,
+    "data": 619,
     "checkpoint": 360,
     "losses": 378,
     "modules": 967,
@@ -52,7 +52,7 @@ BUDGETS = {
 """Lines of code: no longer than they are, on the way to the goals of the design."""
 
 LATER = {
-    "testing": 1713,
+    "testing": 1717,
     "examples": 1475,
     "others": 1150,
 }
@@ -93,10 +93,9 @@ PRIVATE = 46
 """Private names of torch's, to become 16."""
 
 SEAMS = {
-    "tree/leaves.py": 13,
-    "tree/alike.py": 2,
+    "tree/leaves.py": 12,
+    "tree/alike.py": 1,
     "tree/structure.py": 2,
-    "axis/agreement.py": 2,
     "axis/laws.py": 1,
     "axis/ranks.py": 4,
     "axis/session.py": 1,
@@ -106,7 +105,7 @@ SEAMS = {
     "evaluation.py": 1,
     "grad_and_value.py": 1,
     "step.py": 4,
-    "checks.py": 1,
+    "checks.py": 2,
     "weights.py": 2,
     "modules/apply.py": 2,
     "modules/keyed.py": 1,

@@ -192,3 +192,21 @@ def test_compiled(name: str, compiled: Any) -> None:
     torch.manual_seed(0)
     assert_same(ours, made(lambda fn: fn)()(PARAMS, state, groups))
     torch.compiler.reset()
+
+
+def test_a_compiled_function_inside_remat_in_the_first_step() -> None:
+    """The step watches what its first backward pass recomputes; a compiler does not see that."""
+
+    def losses_of(w: Tensor, x: Tensor) -> Tensor:
+        return (x @ w).tanh()
+
+    def step(function: Any) -> Any:
+        sgd = ps.optim.sgd(0.5)
+        update = ps.make_update_step(
+            lambda w, m: ps.remat(function)(w, m["x"]), sgd, weight_fn=weight_fn
+        )
+        return update(torch.ones(3).double(), sgd.init(torch.ones(3)), group(1)[0])
+
+    torch.compiler.reset()
+    assert_same(step(torch.compile(losses_of, backend="eager")), step(losses_of))
+    torch.compiler.reset()

@@ -149,7 +149,8 @@ def stack(
     """
     examples = [tree.plain(example) for example in examples]
     check_alike({f"examples[{i}]": example for i, example in enumerate(examples)}, whole)
-    columns, structure = tree.columns(*examples)
+    structure = tree.flatten(examples[0])[1]
+    columns = [tree.leaves_like(structure, example) for example in examples]
     paths, flags = tree.paths(examples[0], "example"), whole_leaves(examples[0], whole)
     rows = [
         torch.stack(column) if is_whole else padded(column, length, pad, path)

@@ -92,7 +92,7 @@ def partition(label_fn: Callable[[Params], Tree] | Tree, optimizers: Mapping[str
         for label in optimizers:
             where = [position for position, other in enumerate(each) if other == label]
             if where:
-                part = tree.part(structure, leaves, where)
+                part = tree.part(structure, leaves, {*where})
                 found.append(Share(label, where, tree.flatten(part)[1]))
         return found
 

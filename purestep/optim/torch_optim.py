@@ -132,11 +132,11 @@ def from_torch(
                 "torch.compile) cannot follow: its derivatives would be wrong without a word. "
                 f"Take {plain}"
             )
-        (ours, theirs), structure = tree.columns(params, grads)
-        own = [leaf.detach() for leaf in ours]
+        own, structure = tree.flatten(tree.detached(params))
         optimizer = built(own, opt_state.step)
         try:
-            states = tree.flatten_up_to(structure, opt_state.leaves)
+            states = structure.flatten_up_to(opt_state.leaves)
+            theirs = tree.leaves_like(structure, grads)
             for leaf, grad, state in zip(own, theirs, states, strict=True):
                 kept = tree.leaves_of(state)
                 # Fused kernels do not look: they would read and write beyond the end.

@@ -40,11 +40,10 @@ from purestep.tree.shard import NAMESPACE
 from purestep.tree.structure import (
     Structure,
     broadcast_prefix,
-    columns as columns,
     describe,
     flatten,
-    flatten_up_to as flatten_up_to,
     is_empty as is_empty,
+    leaves_like as leaves_like,
     leaves_of,
     map,
     part as part,

@@ -6,14 +6,14 @@
 
 from __future__ import annotations
 
-import itertools
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from purestep.tree.leaves import accumulation_dtype, requires_grad, untransformed
-from purestep.tree.structure import check_same, flatten, leaves_of, map, paths, unflatten
+from purestep.tree.leaves import accumulation_dtype, untransformed
+from purestep.tree.structure import flatten, leaves_like, leaves_of, map, paths, unflatten
 from purestep.types import Tree
 
 SUM_DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
@@ -37,21 +37,17 @@ def difference(found: Tree, wanted: Tree, name: str) -> str | None:
     Floating point dtypes that sums can be kept in are alike.
 
     >>> difference({"w": torch.ones(2)}, {"v": torch.ones(2)}, "params")
-    "params['w'] stands where params['v'] was expected"
+    "params['v'] is missing"
     >>> difference({"w": torch.ones(2)}, {"w": torch.ones(3)}, "params")
     "params['w'] is torch.float32 of shape (2,), and torch.float32 of shape (3,) was expected"
     """
-    ours, theirs = paths(found, name), paths(wanted, name)
-    for mine, other in itertools.zip_longest(ours, theirs):
-        if mine != other:
-            if mine in {None, *theirs}:
-                return f"{other} is missing"
-            if other in {None, *ours}:
-                return f"{mine} has no place"
-            return f"{mine} stands where {other} was expected"
-    for path, mine, other in zip(ours, leaves_of(found), leaves_of(wanted), strict=True):
-        if _form(mine) != _form(other):
-            return f"{path} is {kind(mine)}, and {kind(other)} was expected"
+    ours = dict(zip(paths(found, name), leaves_of(found), strict=True))
+    theirs = dict(zip(paths(wanted, name), leaves_of(wanted), strict=True))
+    for path in theirs | ours:
+        if path not in ours or path not in theirs:
+            return f"{path} {'has no place' if path in ours else 'is missing'}"
+        if _form(ours[path]) != _form(theirs[path]):
+            return f"{path} is {kind(ours[path])}, and {kind(theirs[path])} was expected"
     return None if flatten(found)[1] == flatten(wanted)[1] else f"{name} has other containers"
 
 
@@ -73,23 +69,15 @@ def zeros_like(tree: Tree) -> Tree:
 def select(condition: Tensor, chosen: Tree, other: Tree) -> Tree:
     """``chosen`` where the scalar ``condition`` holds, else ``other``: fresh tensors, no product.
 
-    It lets go of ``chosen`` leaf by leaf, so that one leaf is alive twice, not the tree.
-
     >>> select(torch.tensor(False), {"w": torch.ones(2)}, {"w": torch.zeros(2)})
     {'w': tensor([0., 0.])}
     """
-    chosen_leaves, structure = flatten(chosen)
-    del chosen
-    other_leaves, other_structure = flatten(other)
-    check_same(structure, other_structure)
-    selected = []
-    for position, leaf in reversed(list(enumerate(other_leaves))):
-        new = chosen_leaves.pop()
-        _check_alike(new, leaf, other, position)
+
+    def one(new: Tensor, old: Tensor) -> Tensor:
         # What has stayed may be on the host, and the condition on a device.
-        selected.append(leaf.clone() if new is leaf else torch.where(condition, new, leaf))
-        del new
-    return unflatten(structure, selected[::-1])
+        return old.clone() if new is old else torch.where(condition, new, old)
+
+    return _each(one, chosen, other)
 
 
 def overwrite(old: Tree, new: Tree, condition: Tensor | None) -> Tree:
@@ -101,34 +89,29 @@ def overwrite(old: Tree, new: Tree, condition: Tensor | None) -> Tree:
     >>> overwrite(old, {"w": torch.ones(2)}, None)["w"] is old["w"], old
     (True, {'w': tensor([1., 1.])})
     """
-    if torch.compiler.is_dynamo_compiling():
-        writes = not requires_grad((old, new))
-    else:
-        writes = untransformed(old, new)
-    new_leaves, structure = flatten(new)
-    del new
-    old_leaves, old_structure = flatten(old)
-    check_same(structure, old_structure)
-    written = []
-    for position, leaf in reversed(list(enumerate(old_leaves))):
-        value = new_leaves.pop()
-        _check_alike(value, leaf, old, position)
+    writes = untransformed(old, new)
+
+    def one(new: Tensor, old: Tensor) -> Tensor:
         # What has stayed needs no writing, wherever it is: flags on the host, under a condition on
         # a device.
-        if value is not leaf:
-            if condition is not None:
-                value = torch.where(condition, value, leaf)
-            value = leaf.copy_(value) if writes else value
-        written.append(value)
-        del value
-    return unflatten(structure, written[::-1])
+        if new is old:
+            return old
+        value = new if condition is None else torch.where(condition, new, old)
+        return old.copy_(value) if writes else value
+
+    return _each(one, new, old)
 
 
-def _check_alike(new: Any, old: Any, tree: Tree, position: int) -> None:
-    """State keeps its shapes and dtypes: other ones belong to other parameters."""
-    if kind(new) != kind(old) or not isinstance(old, Tensor):
-        name = paths(tree, "(params, opt_state)")[position]
-        raise ValueError(
-            f"the optimizer turned {name} from {kind(old)} into {kind(new)}: params and state keep "
-            "their shapes and dtypes; was opt_state made by optimizer.init of these params?"
-        )
+def _each(one: Callable[[Tensor, Tensor], Tensor], new: Tree, old: Tree) -> Tree:
+    """``one`` of corresponding leaves. State keeps its shapes and dtypes."""
+    leaves, structure = flatten(old)
+    pairs = [*zip(leaves_like(structure, new), leaves, strict=True)]
+    for at, (value, leaf) in enumerate(pairs):
+        # Others belong to other parameters.
+        if kind(value) != kind(leaf) or not isinstance(leaf, Tensor):
+            raise ValueError(
+                f"the optimizer turned {paths(old, '(params, opt_state)')[at]} from {kind(leaf)} "
+                f"into {kind(value)}: params and state keep their shapes and dtypes; was opt_state "
+                "made by optimizer.init of these params?"
+            )
+    return unflatten(structure, [one(*pair) for pair in pairs])

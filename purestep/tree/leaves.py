@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -17,14 +17,12 @@ import torch
 from torch import Tensor
 
 from purestep import torch_internals
-from purestep.tree import shard
-from purestep.tree.structure import flatten, is_empty, leaves_of, plain, spread, unflatten
+from purestep.tree.shard import Spread, own
+from purestep.tree.structure import flatten, leaves_of, plain, spread, unflatten
 from purestep.types import Tree
 
 SMALL = 4096
-"""Leaves of fewer elements are joined where each would cost a kernel's call."""
-
-_DTYPE = attrgetter("dtype")
+"""Leaves of fewer elements, on average, are joined: each would cost a call of a kernel."""
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -117,8 +115,6 @@ def detached(tree: Tree) -> Tree:
     >>> detached({"w": torch.ones(2, requires_grad=True), "name": "w"})
     {'w': tensor([1., 1.]), 'name': 'w'}
     """
-    if is_empty(tree):
-        return tree
     leaves, structure = flatten(tree)
     return unflatten(structure, cut_off(leaves))
 
@@ -143,11 +139,8 @@ def at_hand(tensor: Tensor) -> Tensor | None:
 
 def number_at_hand(tensor: Tensor) -> float | None:
     """The value of a scalar; None where the host cannot read it, or a ``vmap`` has several."""
-    if torch.compiler.is_dynamo_compiling() or torch_internals.modes():
-        return None
-    if torch_internals.is_wrapped(tensor):
-        tensor = below_transforms(tensor)
-    return tensor.item() if type(tensor) is Tensor and tensor.is_cpu and not tensor.ndim else None
+    known = at_hand(tensor)
+    return None if known is None or known.ndim else known.item()
 
 
 def brought(tensor: Tensor, device: torch.device) -> Tensor:
@@ -162,28 +155,37 @@ def global_norm(tree: Tree) -> Tensor:
     tensor(5.)
     """
     leaves, structure = flatten(tree)
-    places = spread(structure)
-    if places:
-        return _norm_of_pieces(leaves, places)
     if not leaves:
         return torch.zeros(())
-    parts = _joined(leaves)
+    dtypes = {*map(attrgetter("dtype"), leaves)}
+    dtype = accumulation_dtype(functools.reduce(torch.promote_types, dtypes))
+    if places := spread(structure):
+        return _root(_over_axes(_squares, leaves, places)).to(dtype)
+    parts = leaves
+    if sum(map(Tensor.numel, leaves)) < SMALL * len(leaves):
+        parts = [torch.cat([*map(torch.flatten, leaves)])]
     if not eager(parts):
         return _norm(torch.stack([_norm(part) for part in parts]))
-    dtype = accumulation_dtype(functools.reduce(torch.promote_types, map(_DTYPE, parts)))
     norms = torch_internals.foreach_norm(parts, 2, dtype=dtype)
     return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
 
 
-def _norm_of_pieces(leaves: list[Tensor], places: shard.Spread) -> Tensor:
-    """The root of the sum of all squares, of which those of pieces are summed over their axes."""
-    squares = []
-    for axis, parts in _by_axis(leaves, places):
-        square = torch.stack([_square(part) for part in parts]).sum()
-        squares.append(square if axis is None else axis.apply("psum", square))
-    root = _root(torch.stack(squares).sum())
-    dtypes = [accumulation_dtype(leaf.dtype) for leaf in leaves]
-    return root.to(functools.reduce(torch.promote_types, dtypes))
+def _over_axes(value: Callable[..., Tensor], leaves: list[Tensor], places: Spread) -> Tensor:
+    """Σ ``value`` of the leaves; of pieces, over their axes, in one order on all ranks."""
+    by_axis: dict[Any, list[Tensor]] = {}
+    for leaf, place in zip(leaves, places, strict=True):
+        by_axis.setdefault(place and place.axis, []).append(own(leaf, place))
+    terms = []
+    for axis, parts in by_axis.items():
+        here = value(parts)
+        terms.append(here if axis is None else axis.apply("psum", here))
+    return torch.stack(terms).sum()
+
+
+def _squares(leaves: list[Tensor]) -> Tensor:
+    """‖leaves‖² in float64, and not by way of its root, which rounds."""
+    wide = [x.to(accumulation_dtype(x.dtype)) for x in leaves]
+    return torch.stack([torch.sum(x * x, dtype=torch.float64) for x in wide]).sum()
 
 
 def _root(total: Tensor) -> Tensor:
@@ -195,39 +197,12 @@ def _root(total: Tensor) -> Tensor:
     return torch.where(total > 0, torch.where(total > 0, total, 1).sqrt(), total)
 
 
-def _square(x: Tensor) -> Tensor:
-    """‖x‖² in float64, and not by way of its root, which rounds."""
-    x = x.to(accumulation_dtype(x.dtype))
-    return torch.sum(x * x, dtype=torch.float64)
-
-
-def _by_axis(leaves: list[Tensor], places: shard.Spread) -> list[tuple[Any, list[Tensor]]]:
-    """The leaves that are sharded over each axis, in one order on all ranks."""
-    found: dict[Any, list[Tensor]] = {}
-    for leaf, place in zip(leaves, places, strict=True):
-        axis = None if place is None else place.axis
-        found.setdefault(axis, []).append(shard.own(leaf, place))
-    return list(found.items())
-
-
 def _norm(x: Tensor) -> Tensor:
     """‖x‖₂, all of whose derivatives are zero at zero: torch's are NaN from the second one on."""
     dtype = accumulation_dtype(x.dtype)
     held = (x != 0).any()
     norm = torch.linalg.vector_norm(torch.where(held, x, 1), dtype=dtype)
     return torch.where(held, norm, 0)
-
-
-def _joined(leaves: list[Tensor]) -> list[Tensor]:
-    """The leaves, with those that are too small to repay a call of a kernel in one vector."""
-    most = math.inf if sum(map(Tensor.numel, leaves)) <= 4 * SMALL else SMALL
-    small, large = [], []
-    for leaf in leaves:
-        if leaf.numel() < most:
-            small.append(leaf.reshape(-1))
-        else:
-            large.append(leaf)
-    return [*large, torch.cat(small)] if len(small) > 1 else leaves
 
 
 def all_finite(tree: Tree) -> Tensor:
@@ -237,14 +212,9 @@ def all_finite(tree: Tree) -> Tensor:
     tensor(False)
     """
     leaves, structure = flatten(tree)
-    places = spread(structure)
-    if not places:
+    if not (places := spread(structure)):
         return _finite(leaves)
-    broken = []
-    for axis, parts in _by_axis(leaves, places):
-        here = (~_finite(parts)).to(torch.int64)
-        broken.append(here if axis is None else axis.apply("psum", here))
-    return torch.stack(broken).sum() == 0
+    return _over_axes(lambda parts: (~_finite(parts)).to(torch.int64), leaves, places) == 0
 
 
 def _finite(leaves: list[Tensor]) -> Tensor:

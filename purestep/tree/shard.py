@@ -77,8 +77,7 @@ class Place(NamedTuple):
     @property
     def length(self) -> int:
         """The length of a piece along ``dim``; the last ones may be shorter."""
-        size: int = self.axis.size
-        return -(-self.shape[self.dim] // size)
+        return int(-(-self.shape[self.dim] // self.axis.size))
 
     @property
     def span(self) -> tuple[int, int]:
@@ -113,13 +112,11 @@ def _flatten(node: Any) -> tuple[tuple[Any], Place, tuple[str]]:
 
 
 def _unflatten(place: Any, children: Iterable[Any]) -> Any:
-    (piece,) = children
-    return Shard(piece, *place)
+    return Shard(*children, *place)
 
 
 _register: Any = optree.register_pytree_node  # by its types, a node is a collection
-_entry = optree.GetAttrEntry
-_register(Shard, _flatten, _unflatten, path_entry_type=_entry, namespace=NAMESPACE)
+_register(Shard, _flatten, _unflatten, path_entry_type=optree.GetAttrEntry, namespace=NAMESPACE)
 
 Spread: TypeAlias = tuple[Place | None, ...]
 """How each leaf of a tree is sharded; empty where none is."""
