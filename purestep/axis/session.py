@@ -115,7 +115,7 @@ class OwnPrograms:
             holders = self._first.holders
             mine = compared if holds else {}
             answer = agreement.hear(axis, sent.tolist(), holders, mine, ask=True)
-            if number_of_empty := answer.number and axis.size - holders:
+            if number_of_empty := answer.numbered and axis.size - holders:
                 raise ValueError(
                     f"the losses of {axis} return LossTerms.aux, which {number_of_empty} of its "
                     f"{axis.size} ranks cannot, as they hold no microbatch: give each of them one "
