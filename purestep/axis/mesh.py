@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -71,7 +71,7 @@ class MeshAxis(Ranks):
         self.size = flat.size()
         self._rank: int = flat.get_local_rank()
         self.device = torch.device(mesh.device_type)
-        self._where = Group(self._group.group_name, flat.size(), repr(self.dims))
+        self._where = Group(self._group.group_name, flat.size(), ", ".join(map(repr, self.dims)))
 
     @property
     def where(self) -> Group:
@@ -139,41 +139,27 @@ class Group(NamedTuple):
 
     def meet(self, law: str, x: Tensor) -> Tensor:
         """The law on a plain tensor, by the functional collectives, which compile."""
+        if law == "pvary":
+            return x.view_as(x)
+        flat = x.reshape(-1)
         with _told(self):
-            return _MEET[law](x, self)
+            if law == "psum":
+                met, shape = torch_internals.all_reduce(flat, "sum", self.name), x.shape
+            elif law == "all_gather":
+                met = torch_internals.all_gather(flat, self.size, self.name)
+                shape = torch.Size([self.size, *x.shape])
+            else:
+                met = torch_internals.reduce_scatter(flat, "sum", self.size, self.name)
+                shape = x.shape[1:]
+            return torch_internals.wait(met).view(shape)
 
     def __str__(self) -> str:
-        dims = self.dims.removesuffix(",)").strip("()")
-        return f"MeshAxis({dims}, {self.size} rank{'s' if self.size > 1 else ''})"
+        return f"MeshAxis({self.dims}, {self.size} rank{'s' if self.size > 1 else ''})"
 
 
 def _wait(work: Any, group: Group) -> None:
     with _told(group):
         work.wait()
-
-
-def _psum(x: Tensor, group: Group) -> Tensor:
-    return torch_internals.wait(torch_internals.all_reduce(x.contiguous(), "sum", group.name))
-
-
-def _all_gather(x: Tensor, group: Group) -> Tensor:
-    flat = x.reshape(-1)
-    gathered = torch_internals.all_gather(flat, group.size, group.name)
-    return torch_internals.wait(gathered).view(group.size, *x.shape)
-
-
-def _psum_scatter(x: Tensor, group: Group) -> Tensor:
-    flat = x.reshape(-1)
-    scattered = torch_internals.reduce_scatter(flat, "sum", group.size, group.name)
-    return torch_internals.wait(scattered).view(x.shape[1:])
-
-
-_MEET: dict[str, Callable[[Tensor, Group], Tensor]] = {
-    "psum": _psum,
-    "pvary": lambda x, group: x.view_as(x),
-    "all_gather": _all_gather,
-    "psum_scatter": _psum_scatter,
-}
 
 
 @contextmanager

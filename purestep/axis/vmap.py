@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal
 
 import optree
 import torch
@@ -17,9 +17,6 @@ from purestep.axis.laws import collective
 from purestep.axis.local import OneProgram
 from purestep.axis.protocol import Gather
 from purestep.types import Tree
-
-InDims: TypeAlias = Any
-OutDims: TypeAlias = Any
 
 
 class VmapAxis:
@@ -48,8 +45,8 @@ class VmapAxis:
     def map(
         self,
         fn: Callable[..., Any],
-        in_dims: InDims = 0,
-        out_dims: OutDims = 0,
+        in_dims: Any = 0,
+        out_dims: Any = 0,
         *,
         randomness: Literal["error", "same", "different"] = "error",
     ) -> Callable[..., Any]:
