@@ -41,7 +41,7 @@ CORE = [
 BUDGETS = {
     "core": 1105,
     "tree": 485,
-    "axis": 1135,
+    "axis": 998,
     "sharding": 120,
     "optim": 845,
 }

@@ -65,11 +65,10 @@ class MeshAxis(Ranks):
         part = mesh[self.dims]
         flat = part if len(self.dims) == 1 else torch_internals.flattened(part)
         self._whole, self._across = mesh, dict[tuple[str, ...], MeshAxis]()
-        self._group: Any = flat.get_group()
         self.mesh: DeviceMesh = flat
+        self._group: Any = flat.get_group()
         self._members = frozenset(dist.get_process_group_ranks(self._group))
-        self.size = flat.size()
-        self._rank: int = flat.get_local_rank()
+        self.size, self._rank = flat.size(), flat.get_local_rank()
         self.device = torch.device(mesh.device_type)
         self._where = Group(self._group.group_name, flat.size(), ", ".join(map(repr, self.dims)))
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -108,15 +109,25 @@ def bare(tree_: Tree, but: Collection[Axis] = ()) -> Tree:
 
 def gathered(pieces: Sequence[Tensor], places: Sequence[Place]) -> list[Tensor]:
     """The whole tensors, differentiably, in few all-gathers."""
-    if not tree.eager():
-        return _carried("all_gather", pieces, places)
-    apply: Callable[..., tuple[Tensor, ...]] = _Gather.apply
-    return [*apply(tuple(places), *pieces)]
+    return _met("all_gather", _Gather.apply, pieces, places)
 
 
 def scattered(wholes: Sequence[Tensor], places: Sequence[Place]) -> list[Tensor]:
     """This rank's pieces of the sums over ranks: the transpose of ``gathered``."""
-    return _carried("psum_scatter", wholes, places)
+    return _met("psum_scatter", partial(_batched, "psum_scatter"), wholes, places)
+
+
+def _met(
+    law: str,
+    together: Callable[..., Sequence[Tensor]],
+    tensors: Sequence[Tensor],
+    places: Sequence[Place],
+) -> list[Tensor]:
+    """All together; one by one where a compiler or a transform looks on."""
+    if tree.eager():
+        return [*together(tuple(places), *tensors)]
+    pairs = zip(tensors, places, strict=True)
+    return [_side_by_side(law, [x], [place])[0] for x, place in pairs]
 
 
 class _Gather(Function):
@@ -125,7 +136,7 @@ class _Gather(Function):
     @staticmethod
     def forward(ctx: Any, places: tuple[Place, ...], *pieces: Tensor) -> tuple[Tensor, ...]:
         ctx.places, ctx.pieces = places, pieces
-        return tuple(_carried("all_gather", pieces, places))
+        return _batched("all_gather", places, *pieces)
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor) -> Any:
@@ -133,34 +144,29 @@ class _Gather(Function):
         for each, piece in zip(cotangents, ctx.pieces, strict=True):
             # A step that sums gradients in another dtype reduces them in it as well.
             dtype = (piece.is_leaf and piece.grad_dtype) or piece.dtype
-            terms.append((each.to_dense() if each.is_sparse else each).to(dtype))
-        return None, *scattered(terms, ctx.places)
+            terms.append(each.to(dtype))
+        return None, *_batched("psum_scatter", ctx.places, *terms)
 
 
-def _carried(law: str, tensors: Sequence[Tensor], places: Sequence[Place]) -> list[Tensor]:
-    """In batches of one axis and dtype, of at most ``bucket_bytes``, last first.
-
-    One by one where a compiler or a transform looks on.
-    """
-    together = tree.eager()
+def _batched(law: str, places: Sequence[Place], *tensors: Tensor) -> tuple[Tensor, ...]:
+    """In batches of one axis and dtype, of at most ``bucket_bytes``, last first."""
     batches: list[list[int]] = []
     latest: dict[Any, tuple[list[int], int]] = {}
     for at in reversed(range(len(tensors))):
         axis, dtype = places[at].axis, tensors[at].dtype
-        batch, held = latest.get((axis, dtype), ([], 0)) if together else ([], 0)
+        batch, held = latest.get((axis, dtype), ([], 0))
         size = math.prod(places[at].shape) * dtype.itemsize
         if not batch or held + size > getattr(axis, "bucket_bytes", math.inf):
             batch, held = [], 0
             batches.append(batch)
         batch.append(at)
-        if together:
-            latest[axis, dtype] = batch, held + size
+        latest[axis, dtype] = batch, held + size
     results = [*tensors]
     for batch in batches:
         made = _side_by_side(law, [tensors[at] for at in batch], [places[at] for at in batch])
         for at, result in zip(batch, made, strict=True):
             results[at] = result
-    return results
+    return tuple(results)
 
 
 def _side_by_side(law: str, tensors: list[Tensor], places: list[Place]) -> list[Tensor]:
@@ -170,15 +176,15 @@ def _side_by_side(law: str, tensors: list[Tensor], places: list[Place]) -> list[
     blocks = [_rows(x, place, sent) for x, place in zip(tensors, places, strict=True)]
     rows = torch.cat(blocks, 1) if blocks[1:] else blocks[0]
     width = rows.shape[1]
-    empty = not width and tree.eager()
-    met = rows.new_empty(received, 0) if empty else axis.apply(law, rows)
+    met = axis.apply(law, rows) if width else torch.empty(0, dtype=rows.dtype, device=rows.device)
     parts = met.reshape(received, width).split([block.shape[1] for block in blocks], 1)
     return [_entries(part, place, law) for part, place in zip(parts, places, strict=True)]
 
 
 def _rows(x: Tensor, place: Place, number: int) -> Tensor:
     # Pieces are filled up behind their last entry, and all that are shorter come last.
-    entries = filled_up(x.movedim(place.dim, 0), 0, place.length * number)
+    dense = x.to_dense() if x.is_sparse else x
+    entries = filled_up(dense.movedim(place.dim, 0), 0, place.length * number)
     return entries.reshape(number, place.length * math.prod(_others(place)))
 
 
