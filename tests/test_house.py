@@ -39,9 +39,9 @@ CORE = [
     "evaluation",
 ]
 BUDGETS = {
-    "core": 1105,
+    "core": 1075,
     "tree": 390,
-    "axis": 1135,
+    "axis": 1000,
     "sharding": 120,
     "optim": 845,
     "data": 619,
@@ -54,7 +54,7 @@ BUDGETS = {
 LATER = {
     "testing": 1717,
     "examples": 1475,
-    "others": 1150,
+    "others": 1095,
 }
 """Rooms that are to be written again."""
 

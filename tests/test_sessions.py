@@ -299,10 +299,23 @@ def test_counts_and_losses_of_two_dtypes(on_ranks: Run) -> None:
 
 
 def test_large_counts_are_exact(on_ranks: Run) -> None:
-    tokens = [[2**61 + 1], [], [2**60 + 3], [5]]
     theta = {"w": torch.zeros(1)}
+    tokens = [[2**51 + 1], [], [2**50 + 3], [5]]
     for total, sums in on_ranks(partial(update, theta=theta), tokens):
-        assert total.num_tokens == sums.counted.num_tokens == 2**61 + 2**60 + 9
+        assert total.num_tokens == sums.counted.num_tokens == 2**51 + 2**50 + 9
+
+
+def too_many(axis: ps.Axis, tokens: list[float]) -> Any:
+    return caught(lambda: update(axis, tokens, theta={"w": torch.zeros(1)}))
+
+
+def test_counts_that_float64_rounds_are_refused(on_ranks: Run) -> None:
+    """Integers alone: sums of floats are rounded anyway."""
+    for error in on_ranks(too_many, [[2**52], [], [2**52], [5]]):
+        assert "overflows: over " in str(error)
+        assert "more than EXACT=9007199254740992" in str(error)
+    for total, _ in on_ranks(too_many, [[2.0**52], [], [2.0**52], [4.0]]):
+        assert total.num_tokens == 2**53 + 4
 
 
 def with_aux(axis: ps.Axis, tokens: list[float], aux: Any) -> Any:

@@ -12,6 +12,7 @@ from collections import namedtuple
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from hashlib import sha256
+from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
@@ -21,12 +22,12 @@ from purestep import tree
 from purestep.axis.protocol import RankError
 from purestep.tree import shard as pieces
 from purestep.types import Count, Tree
-from purestep.weights import check_total
+from purestep.weights import EXACT, check_total
 
 if TYPE_CHECKING:
     from purestep.axis.ranks import Ranks
 
-ZERO, HALF = torch.tensor(0, device="cpu"), 2**32 - 1
+ZERO, WORD = torch.tensor(0, device="cpu"), 2**16 - 1
 
 
 def message(
@@ -40,42 +41,28 @@ def message(
 ) -> Tensor:
     """What one rank sends: whether it holds microbatches, a fingerprint, its count and its loss.
 
-    In float64, sums of 32-bit halves are exact on up to two million ranks.
+    In float64, sums of squares of 16-bit words are exact on up to two million ranks.
     """
     tokens, non_empty = counted
-    floating = tokens.is_floating_point()
-    whole, real = (ZERO, tokens) if floating else (tokens, ZERO)
-    flags = [failed, failed * axis.rank, holds, floating, holds and loss.dtype == torch.float64]
-    numbers = [*flags, *_halves(number, 2), *_halves(number**2, 4)]
-    values = [whole & HALF, whole >> 32 & HALF, real, non_empty, loss]
+    floating, double = tokens.is_floating_point(), holds and loss.dtype == torch.float64
+    words = [number >> 16 * place & WORD for place in range(4)]
+    flags = [failed, failed * axis.rank, holds, floating, double]
+    numbers = [*flags, *words, *(word**2 for word in words)]
+    values = [tokens, non_empty, loss]
     if axis.on_host:  # in one tensor, which takes a third of the time
         return torch.tensor([*numbers, *map(Tensor.item, values)], dtype=torch.float64)
     parts = [torch.tensor(numbers, dtype=torch.float64, device="cpu"), *values]
     return torch.cat([tree.brought(x.detach().double().view(-1), axis.device) for x in parts])
 
 
-def _halves(number: int, count: int) -> list[int]:
-    return [number >> 32 * place & HALF for place in range(count)]
-
-
-Answer = namedtuple("Answer", "failed who holders floating double number square whole real")
-"""The sum of all ranks' messages, on the host."""
-
-
-def _answer_of(numbers: Sequence[float]) -> Answer:
-    joined = (
-        sum(int(half) << 32 * place for place, half in enumerate(numbers[start:stop]))
-        for start, stop in ((5, 7), (7, 11), (11, 13))
-    )
-    fields: list[Any] = [*map(int, numbers[:5]), *joined, numbers[13]]
-    return Answer(*fields)
+Answer = namedtuple("Answer", "failed who holders floating double numbered")
+"""How many ranks say so, on the host; whether any fingerprint is not 0."""
 
 
 def total_of(sent: Tensor, floating: bool) -> Count:
     """The count of all ranks, where it may be on a device."""
-    low, high, real, non_empty, _ = sent[11:].unbind()
-    whole = low.to(torch.int64) + (high.to(torch.int64) << 32)
-    return Count(real + whole if floating else whole, non_empty.to(torch.int64))
+    tokens, non_empty, _ = sent[13:].unbind()
+    return Count(tokens if floating else tokens.to(torch.int64), non_empty.to(torch.int64))
 
 
 def read_later(sent: Tensor) -> Callable[[], list[float]]:
@@ -156,7 +143,10 @@ def hear(
     ``ask`` lets all ranks exchange texts, which a device cannot do while it is busy with
     collectives that do not match.
     """
-    answer = _answer_of(numbers)
+    *flags_and_words, total, _, _ = numbers
+    known = [*map(int, flags_and_words)]
+    words, squares = known[5:9], known[9:]
+    answer = Answer._make([*known[:5], any(words)])
     if answer.failed:
         texts = {r: text for r, text in enumerate(axis.gather_object(None)) if text} if ask else {}
         who = _ranks([*texts] or [answer.who]) if ask or answer.failed == 1 else "several ranks"
@@ -164,7 +154,7 @@ def hear(
             f"{who} of {axis} failed, and the step with it on every rank; nothing was updated. "
             + ("; ".join(f"rank {r}: {text}" for r, text in texts.items()) or "Its output says why")
         )
-    if ranks * answer.square != answer.number**2:
+    if any(ranks * square != word**2 for word, square in zip(words, squares, strict=True)):
         notes = {name: (each.number, each.lines) for name, each in compared.items()}
         difference = (
             _difference(axis.gather_object(notes))
@@ -173,18 +163,23 @@ def hear(
             f"prints; rank {axis.rank} has {notes}"
         )
         raise ValueError(f"the ranks of {axis} disagree on {difference}")
-    check_total(answer.whole)  # An overflow of one rank alone shows here without its sign.
-    check_total(answer.real)
+    check_total(total)
+    if total > EXACT and not answer.floating:
+        raise ValueError(
+            f"num_tokens, the sum of all weights, overflows: over {axis} it is more than {EXACT=}, "
+            "up to which ranks add integers exactly, and nothing was updated; make the weights "
+            "smaller, which changes nothing else"
+        )
     return answer
 
 
 def _difference(notes: Sequence[Mapping[str, Any]]) -> str:
     """The first name under which notes differ, and what the ranks have there."""
-    for name in dict.fromkeys(name for note in notes for name in note):
+    for name in dict.fromkeys(chain(*notes)):
         groups: dict[Any, list[int]] = {}
         for rank, note in enumerate(notes):
-            if note:
-                groups.setdefault(note.get(name, (0, (f"no {name}",))), []).append(rank)
+            if name in note:
+                groups.setdefault(note[name], []).append(rank)
         if len(groups) > 1:
             break
     parts = []

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
@@ -30,13 +31,11 @@ class _Bucket:
     offsets: dict[int, int] = field(default_factory=dict)
     size: int = 0
     waiting: set[int] = field(default_factory=set)
-    vector: Tensor | None = None
 
+    @cached_property
     def memory(self) -> Tensor:
-        """The vector, made when the first leaf is there."""
-        if self.vector is None:
-            self.vector = torch.empty(self.size, dtype=self.dtype, device=self.device)
-        return self.vector
+        """A vector for all leaves, made when the first is there."""
+        return torch.empty(self.size, dtype=self.dtype, device=self.device)
 
 
 class Buckets:
@@ -87,9 +86,8 @@ class Buckets:
         if index not in self._of[index].waiting:
             raise RuntimeError(
                 f"a param of shape {tuple(total.shape)} is given a gradient twice in one backward "
-                "pass, by a torch.autograd.Function that runs a backward pass itself, and its sum "
-                "may be on its way to other ranks: return the gradient from the Function's "
-                "backward instead"
+                "pass, by a torch.autograd.Function that runs one itself: return the gradient from "
+                "the Function's backward instead"
             )
         self._take(index, total)
         while self._left < len(self._buckets) and not self._buckets[self._left].waiting:
@@ -102,7 +100,7 @@ class Buckets:
     def _take(self, index: int, total: Tensor) -> None:
         bucket = self._of[index]
         start = bucket.offsets[index]
-        view = bucket.memory()[start : start + total.numel()].view(total.shape)
+        view = bucket.memory[start : start + total.numel()].view(total.shape)
         self.sums[index] = view.copy_(total.to_dense() if total.is_sparse else total)
         bucket.waiting.discard(index)
 
@@ -118,7 +116,7 @@ class Buckets:
             self._launch()
 
     def _launch(self) -> None:
-        self._waits.append(self._axis.launch(self._buckets[self._left].memory()))
+        self._waits.append(self._axis.launch(self._buckets[self._left].memory))
         self._left += 1
 
     def wait(self) -> None:

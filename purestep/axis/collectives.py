@@ -14,10 +14,7 @@ the place; its transpose is the sum that an outer derivative needs.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
-from einops import rearrange
 from torch import Tensor
 
 from purestep import tree
@@ -29,24 +26,18 @@ SUMMED = {torch.int64, *tree.SUM_DTYPES}
 
 
 def check_axis(axis: Axis) -> None:
-    """Refuses what is no axis, and says how to make one of it.
+    """Refuses what is no axis, and says how to make one.
 
     >>> check_axis("dp")
     Traceback (most recent call last):
     ...
-    TypeError: axis must be an axis object, got 'dp': make it of a DeviceMesh, as in ...
+    TypeError: axis must be an axis object, got 'dp': take ps.LocalAxis(), ps.VmapAxis(size), ...
     """
-    if hasattr(axis, "apply") and not isinstance(axis, type):
-        return
-    found: Any = axis
-    names = found if isinstance(found, (tuple, list)) else (found,)
-    if any(parent.__name__ in ("DeviceMesh", "ProcessGroup") for parent in type(found).__mro__):
-        way_out = f'{type(found).__name__}: make it of a DeviceMesh, as in ps.MeshAxis(mesh, "dp")'
-    elif names and all(isinstance(name, str) for name in names):
-        way_out = f'{found!r}: make it of a DeviceMesh, as in ps.MeshAxis(mesh, "dp")'
-    else:
-        way_out = f"{found!r}: take ps.LocalAxis(), ps.VmapAxis(size) or ps.MeshAxis(mesh, dims)"
-    raise TypeError(f"axis must be an axis object, got {way_out}")
+    if not hasattr(axis, "apply") or isinstance(axis, type):
+        raise TypeError(
+            f"axis must be an axis object, got {axis!r}: take ps.LocalAxis(), ps.VmapAxis(size), "
+            'or make it of a DeviceMesh, as in ps.MeshAxis(mesh, "dp")'
+        )
 
 
 def overlap(one: Axis, other: Axis) -> bool:
@@ -135,11 +126,7 @@ def all_gather(x: Tree, axis: Axis, dim: int = 0, *, tiled: bool = False) -> Tre
 
     def gather(leaf: Tensor) -> Tensor:
         stacked = axis.apply("all_gather", leaf)
-        if not tiled:
-            return stacked.movedim(0, dim)
-        return rearrange(
-            stacked.movedim(dim + 1 if dim >= 0 else dim, 1), "r d ... -> (r d) ..."
-        ).movedim(0, dim)
+        return torch.cat(stacked.unbind(), dim) if tiled else stacked.movedim(0, dim)
 
     return tree.map(gather, x)
 
@@ -165,10 +152,9 @@ def psum_scatter(x: Tree, axis: Axis, dim: int = 0, *, tiled: bool = False) -> T
                 f"psum_scatter over {axis} along dim={dim} needs {wanted} {axis.size} entries "
                 f"there, one for each rank, but the shape is {tuple(leaf.shape)}"
             )
-        blocks = _summable(leaf).movedim(dim, 0)
-        if not tiled:
-            return axis.apply("psum_scatter", blocks)
-        blocks = rearrange(blocks, "(r d) ... -> r d ...", r=axis.size)
-        return axis.apply("psum_scatter", blocks).movedim(0, dim)
+        blocks, at = _summable(leaf), dim % leaf.ndim
+        if tiled:
+            blocks = blocks.unflatten(at, (axis.size, length // axis.size))
+        return axis.apply("psum_scatter", blocks.movedim(at, 0))
 
     return tree.map(scatter, x)

@@ -14,18 +14,25 @@ from torch.autograd import Function
 
 
 class Law(NamedTuple):
-    """One collective, as it is over a single rank and over a dimension that holds all of them.
+    """One collective, as it is over a dimension that holds all ranks.
 
     ``across(x, dim, size)`` returns the result and its dimension over ranks. ``dim`` is None where
     x is the same on every rank, and None is returned where the result is.
     """
 
     transpose: str
-    alone: Callable[[Tensor], Tensor]
     across: Callable[[Tensor, int | None, int], tuple[Tensor, int | None]]
 
 
-def _invariant_across(x: Tensor, dim: int | None, size: int) -> tuple[Tensor, None]:
+def _summed(x: Tensor, dim: int | None, size: int) -> Tensor:
+    return x * size if dim is None else x.sum(dim)
+
+
+def _stacked(x: Tensor, dim: int | None, size: int) -> Tensor:
+    return x.expand(size, *x.shape) if dim is None else x.movedim(dim, 0)
+
+
+def _invariant(x: Tensor, dim: int | None, size: int) -> tuple[Tensor, None]:
     if dim is not None:
         raise ValueError(
             f"an output of out_dims=None is not the same on all {size} ranks: psum it, or give it "
@@ -35,30 +42,11 @@ def _invariant_across(x: Tensor, dim: int | None, size: int) -> tuple[Tensor, No
 
 
 LAWS = {
-    "psum": Law(
-        transpose="pvary",
-        alone=lambda x: x,
-        across=lambda x, dim, size: (x * size if dim is None else x.sum(dim), None),
-    ),
-    "pvary": Law(
-        transpose="psum",
-        alone=lambda x: x,
-        across=lambda x, dim, size: (x.view_as(x), dim),
-    ),
-    "all_gather": Law(
-        transpose="psum_scatter",
-        alone=lambda x: x.unsqueeze(0),
-        across=lambda x, dim, size: (
-            x.expand(size, *x.shape) if dim is None else x.movedim(dim, 0),
-            None,
-        ),
-    ),
-    "psum_scatter": Law(
-        transpose="all_gather",
-        alone=lambda x: x.squeeze(0),
-        across=lambda x, dim, size: (x * size if dim is None else x.sum(dim), 0),
-    ),
-    "invariant": Law(transpose="invariant", alone=lambda x: x, across=_invariant_across),
+    "psum": Law("pvary", lambda x, dim, size: (_summed(x, dim, size), None)),
+    "pvary": Law("psum", lambda x, dim, size: (x.view_as(x), dim)),
+    "all_gather": Law("psum_scatter", lambda x, dim, size: (_stacked(x, dim, size), None)),
+    "psum_scatter": Law("all_gather", lambda x, dim, size: (_summed(x, dim, size), 0)),
+    "invariant": Law("invariant", _invariant),
 }
 
 

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from purestep import tree
-from purestep.axis.laws import LAWS
 from purestep.axis.protocol import Axis, Gather
 from purestep.axis.whole import reduced_pieces, sharded, whole
 from purestep.types import Count, Ready, Sums, Tree
@@ -36,7 +35,9 @@ class LocalAxis:
 
     def apply(self, law: str, x: Tensor) -> Tensor:
         """The law over a single rank."""
-        return LAWS[law].alone(x)
+        if law == "all_gather":
+            return x.unsqueeze(0)
+        return x.squeeze(0) if law == "psum_scatter" else x
 
     def apply_tree(self, law: str, x: Tree) -> Tree:
         """psum or pvary of every leaf: with a single rank, the tree itself."""
@@ -91,16 +92,17 @@ class OneProgram:
     def sum(self, sums: Sums, params: Tree) -> Sums:
         """The sums of all ranks, by the laws, under any transform."""
         structure = tree.flatten(params)[1]
-        if places := tree.spread(structure):
+        places = tree.spread(structure)
+        if places:
             apart = sharded(places, self.axis)
             grads = tree.leaves_of(sums.grads)
-            rest = {at: grad for at, grad in enumerate(grads) if at not in apart}
-            sums = sums._replace(grads=[*rest.values()])
+            reduced = reduced_pieces(grads, apart, self.axis, self.gather)
+            rest = [grad for at, grad in enumerate(grads) if at not in apart]
+            sums = sums._replace(grads=rest)
         total: Sums = self.axis.apply_tree("psum", sums)
         check_count(total.counted)
         if not places:
             return total
-        reduced = reduced_pieces(grads, apart, self.axis, self.gather)
-        reduced |= zip(rest, total.grads, strict=True)
-        ordered = [reduced[at] for at in range(len(grads))]
+        others = iter(total.grads)
+        ordered = [reduced[at] if at in apart else next(others) for at in range(len(grads))]
         return total._replace(grads=tree.unflatten(structure, ordered))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -50,17 +51,12 @@ class MeshAxis(Ranks):
     ) -> None:
         super().__init__(bucket_bytes)
         self.dims = (dims,) if isinstance(dims, str) else tuple(dims)
-        names = getattr(mesh, "mesh_dim_names", None)
-        if names is None:
-            raise ValueError(
-                "MeshAxis needs a DeviceMesh whose dimensions have names: "
-                'init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))'
-            )
-        places = [names.index(dim) if dim in names else -1 for dim in self.dims]
-        if not places or -1 in places or places != sorted(set(places)):
+        names = mesh.mesh_dim_names or ()
+        wanted = tuple(name for name in names if name in self.dims)
+        if not wanted or wanted != self.dims:
             raise ValueError(
                 f"MeshAxis(dims={self.dims}) must name one or several different dimensions of the "
-                f"mesh, in its order: {tuple(names)}"
+                f'mesh, in its order: {names}; init_device_mesh takes mesh_dim_names=("dp",)'
             )
         if mesh.get_coordinate() is None:
             raise ValueError(
@@ -68,14 +64,13 @@ class MeshAxis(Ranks):
             )
         part = mesh[self.dims]
         flat = part if len(self.dims) == 1 else torch_internals.flattened(part)
-        self._whole, self._across = mesh, dict[Any, MeshAxis]()
-        self._group: Any = flat.get_group()
+        self._whole, self._across = mesh, dict[tuple[str, ...], MeshAxis]()
         self.mesh: DeviceMesh = flat
+        self._group: Any = flat.get_group()
         self._members = frozenset(dist.get_process_group_ranks(self._group))
-        self.size = flat.size()
-        self._rank: int = flat.get_local_rank()
+        self.size, self._rank = flat.size(), flat.get_local_rank()
         self.device = torch.device(mesh.device_type)
-        self._where = Group(self._group.group_name, flat.size(), repr(self.dims))
+        self._where = Group(self._group.group_name, flat.size(), ", ".join(map(repr, self.dims)))
 
     @property
     def where(self) -> Group:
@@ -105,34 +100,30 @@ class MeshAxis(Ranks):
 
     def launch(self, x: Tensor) -> Wait:
         """Starts psum of contiguous memory, which holds the sum after the wait."""
-        try:
+        with _told(self.where):
             work = dist.all_reduce(x, group=self._group, async_op=True)
-        except RuntimeError as error:
-            raise _lost(self.where, error) from error
         return partial(_wait, work, self.where)
 
     def gather_object(self, value: Any) -> list[Any]:
         """All processes' values, in order of rank."""
         values: list[Any] = [None] * self.size
-        try:
+        with _told(self.where):
             dist.all_gather_object(values, value, group=self._group)
-        except RuntimeError as error:
-            raise _lost(self.where, error) from error
         return values
 
     def across(self, inner: Ranks) -> MeshAxis:
         """The axis over those of its ranks that hold the same piece over ``inner``, its part."""
-        dims = getattr(inner, "dims", None)
-        if dims not in self._across:
-            others = [dim for dim in self.dims if dim not in (dims or self.dims)]
-            if not (dims and others) or len(others) + len(dims) != len(self.dims):
-                raise ValueError(
-                    f"a tensor is sharded over {inner}, a part of {self} but not one or several of "
-                    f"its dimensions {self.dims}: make both axes of one mesh, by the names of its "
-                    "dimensions"
-                )
-            self._across[dims] = MeshAxis(self._whole, others, bucket_bytes=self.bucket_bytes)
-        return self._across[dims]
+        dims = getattr(inner, "dims", ())
+        others = tuple(dim for dim in self.dims if dim not in dims)
+        if not others or len(others) + len(dims) != len(self.dims):
+            raise ValueError(
+                f"a tensor is sharded over {inner}, a part of {self} but not one or several of its "
+                f"dimensions {self.dims}: make both axes of one mesh, by the names of its "
+                "dimensions"
+            )
+        if others not in self._across:
+            self._across[others] = MeshAxis(self._whole, others, bucket_bytes=self.bucket_bytes)
+        return self._across[others]
 
     def __repr__(self) -> str:
         return str(self.where)
@@ -147,53 +138,39 @@ class Group(NamedTuple):
 
     def meet(self, law: str, x: Tensor) -> Tensor:
         """The law on a plain tensor, by the functional collectives, which compile."""
-        try:
-            return _MEET[law](x, self)
-        except RuntimeError as error:
-            raise _lost(self, error) from error
+        if law == "pvary":
+            return x.view_as(x)
+        flat = x.reshape(-1)
+        with _told(self):
+            if law == "psum":
+                met, shape = torch_internals.all_reduce(flat, "sum", self.name), x.shape
+            elif law == "all_gather":
+                met = torch_internals.all_gather(flat, self.size, self.name)
+                shape = torch.Size([self.size, *x.shape])
+            else:
+                met = torch_internals.reduce_scatter(flat, "sum", self.size, self.name)
+                shape = x.shape[1:]
+            return torch_internals.wait(met).view(shape)
 
     def __str__(self) -> str:
-        dims = self.dims.removesuffix(",)").strip("()")
-        return f"MeshAxis({dims}, {self.size} rank{'s' if self.size > 1 else ''})"
+        return f"MeshAxis({self.dims}, {self.size} rank{'s' if self.size > 1 else ''})"
 
 
 def _wait(work: Any, group: Group) -> None:
-    try:
+    with _told(group):
         work.wait()
+
+
+@contextmanager
+def _told(group: Group) -> Iterator[None]:
+    """Within it, a broken connection is an error that says what to look for."""
+    try:
+        yield
     except RuntimeError as error:
-        raise _lost(group, error) from error
-
-
-def _psum(x: Tensor, group: Group) -> Tensor:
-    return torch_internals.wait(torch_internals.all_reduce(x.contiguous(), "sum", group.name))
-
-
-def _all_gather(x: Tensor, group: Group) -> Tensor:
-    flat = x.reshape(-1)
-    gathered = torch_internals.all_gather(flat, group.size, group.name)
-    return torch_internals.wait(gathered).view(group.size, *x.shape)
-
-
-def _psum_scatter(x: Tensor, group: Group) -> Tensor:
-    flat = x.reshape(-1)
-    scattered = torch_internals.reduce_scatter(flat, "sum", group.size, group.name)
-    return torch_internals.wait(scattered).view(x.shape[1:])
-
-
-_MEET: dict[str, Callable[[Tensor, Group], Tensor]] = {
-    "psum": _psum,
-    "pvary": lambda x, group: x.view_as(x),
-    "all_gather": _all_gather,
-    "psum_scatter": _psum_scatter,
-}
-
-
-def _lost(group: Any, error: RuntimeError) -> RankError:
-    """A broken connection, in words that say what to look for."""
-    what, *_ = str(error).split("\n")
-    return RankError(
-        f"a collective over {group} failed: most likely another rank has died, and its own output "
-        "says why. This process group is lost: end the process, so that others do not wait for "
-        "it, and start again from the last checkpoint, as torchrun --max-restarts does. The "
-        f"backend's message: {what}"
-    )
+        what, *_ = str(error).split("\n")
+        raise RankError(
+            f"a collective over {group} failed: most likely another rank has died, or is late by "
+            "more than the group's timeout, and its own output says why. This process group is "
+            "lost: end the process, so that others do not wait for it, and start again from the "
+            f"last checkpoint, as torchrun --max-restarts does. The backend's message: {what}"
+        ) from error

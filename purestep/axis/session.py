@@ -15,7 +15,6 @@ from purestep.axis import agreement
 from purestep.axis.buckets import Buckets, laid_out_like
 from purestep.axis.protocol import Gather
 from purestep.axis.whole import reduced_pieces, sharded, whole
-from purestep.tree.shard import Place
 from purestep.types import Count, Ready, Sums, Tree
 
 if TYPE_CHECKING:
@@ -40,8 +39,7 @@ class OwnPrograms:
         self._axis, self._gather = axis, gather
         self._settings = {"gather": gather, **settings, "bucket_bytes": str(axis.bucket_bytes)}
         self._next: Literal["agree", "sum"] | None = "agree"
-        self._buckets: Buckets | None = None
-        self._sharded: Mapping[int, Place] = {}
+        self._buckets = Buckets(axis, {}, ())
         self._unread: tuple[Callable[[], list[float]], agreement.Compared] | None = None
 
     def __enter__(self) -> Self:
@@ -61,7 +59,7 @@ class OwnPrograms:
         if self._gather == "loss":
             trees[GATHERS] = {"microbatches": str(microbatches)}
         compared = {name: agreement.described(name, x) for name, x in trees.items()}
-        self._sharded = sharded(compared["params"].places, axis)
+        self._gathers = self._gather != "step" and bool(sharded(compared["params"].places, axis))
         number = agreement.digest(*(each.number for each in compared.values()))
         self._holds = microbatches > 0
         sent = self._meet(agreement.message(axis, self._holds, number, here))
@@ -70,7 +68,7 @@ class OwnPrograms:
         if axis.on_host:
             self._confirm()
             floating = self._first.floating > 0
-        self._begin("sum")
+        self._begin()
         return agreement.total_of(sent, floating)
 
     def buckets(self, params: Tree, dtype: torch.dtype | None) -> Ready | None:
@@ -85,7 +83,7 @@ class OwnPrograms:
     def whole(self, params: Tree) -> Tree:
         """The params as a loss sees them; from here on, buckets leave when they are full."""
         wholes = whole(params, self._axis, self._gather)
-        self._begin("sum")
+        self._begin()
         return wholes
 
     def rounds(self, microbatches: int) -> int:
@@ -93,7 +91,7 @@ class OwnPrograms:
         self._confirm()
         mine = torch.tensor([microbatches], device=self._axis.device)
         most = int(self._axis.where.meet("all_gather", mine).max())
-        self._begin("sum")
+        self._begin()
         return most
 
     def sum(self, sums: Sums, params: Tree) -> Sums:
@@ -104,59 +102,52 @@ class OwnPrograms:
             raise _recorded(axis)
         aux = agreement.described("LossTerms.aux", sums.aux)
         number, compared = 0 if tree.is_empty(sums.aux) else aux.number, {"LossTerms.aux": aux}
-        if self._buckets is not None:
-            self._buckets.fill(grads)
-            early = self._buckets.early
-            number += early
-            compared[EARLY] = agreement.described(EARLY, str(early))
+        self._buckets.fill(grads)
+        early = self._buckets.early
+        number += early
+        compared[EARLY] = agreement.described(EARLY, str(early))
         sent = self._meet(agreement.message(axis, holds, number, sums.counted, sums.loss))
         floating = sums.counted.num_tokens.is_floating_point() or not holds
         if axis.on_host or self._first.holders < axis.size:
             holders = self._first.holders
             mine = compared if holds else {}
             answer = agreement.hear(axis, sent.tolist(), holders, mine, ask=True)
-            if number_of_empty := answer.number and axis.size - holders:
+            if answer.numbered and holders < axis.size:
                 raise ValueError(
-                    f"the losses of {axis} return LossTerms.aux, which {number_of_empty} of its "
-                    f"{axis.size} ranks cannot, as they hold no microbatch: give each of them one "
-                    "whose weights are zero"
+                    f"the losses of {axis} return LossTerms.aux, which {axis.size - holders} of "
+                    f"its {axis.size} ranks cannot, as they hold no microbatch: give each of them "
+                    "one whose weights are zero"
                 )
             floating = answer.floating > 0
             if answer.double or (holders and not holds):
                 dtype = torch.float64 if answer.double else torch.float32
         counted = agreement.total_of(sent, floating)
         loss, aux_sum = sent[-1].to(dtype), axis.apply_tree("psum", sums.aux)
-        if self._buckets is None:
-            return Sums((), loss, counted, aux_sum)
-        reduced = self._buckets.sums
-        reduced |= reduced_pieces(grads, self._sharded, axis, self._gather)
+        apart = sharded(tree.spread(structure), axis)
+        reduced = self._buckets.sums | reduced_pieces(grads, apart, axis, self._gather)
         ordered = [laid_out_like(leaf, reduced[at]) for at, leaf in enumerate(leaves)]
         return Sums(tree.unflatten(structure, ordered), loss, counted, aux_sum)
 
-    def _begin(self, following: Literal["agree", "sum"]) -> None:
-        """From here on, ranks wait for what follows."""
-        self._next = following
-        if self._buckets is not None:
-            self._buckets.begin()
+    def _begin(self) -> None:
+        """From here on, ranks wait for the second message, and buckets leave."""
+        self._next = "sum"
+        self._buckets.begin()
 
     def _meet(self, sent: Tensor) -> Tensor:
         """The sum of all ranks' messages, behind the buckets that have not left."""
-        buckets = self._buckets if self._next == "sum" else None
+        if self._next == "sum":
+            self._buckets.launch()
         self._next = None
-        if buckets is not None:
-            buckets.launch()
         wait = self._axis.launch(sent)
         self._confirm()  # before it waits for ranks that may have left
-        if buckets is not None:
-            buckets.wait()
+        self._buckets.wait()
         wait()
         return sent
 
     def _fail(self, error: BaseException) -> None:
         """Sends what the other ranks wait for, and that this one has failed."""
         axis = self._axis
-        silent = not axis.on_host or (self._sharded and self._gather != "step")
-        if self._next == "sum" and silent:
+        if self._next == "sum" and (self._gathers or not axis.on_host):
             return  # The others wait for its loss, or read nothing, until its process ends.
         self._meet(agreement.message(axis, failed=True))
         if axis.on_host:

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal
 
 import optree
 import torch
@@ -17,9 +17,6 @@ from purestep.axis.laws import collective
 from purestep.axis.local import OneProgram
 from purestep.axis.protocol import Gather
 from purestep.types import Tree
-
-InDims: TypeAlias = Any
-OutDims: TypeAlias = Any
 
 
 class VmapAxis:
@@ -48,8 +45,8 @@ class VmapAxis:
     def map(
         self,
         fn: Callable[..., Any],
-        in_dims: InDims = 0,
-        out_dims: OutDims = 0,
+        in_dims: Any = 0,
+        out_dims: Any = 0,
         *,
         randomness: Literal["error", "same", "different"] = "error",
     ) -> Callable[..., Any]:
@@ -64,32 +61,25 @@ class VmapAxis:
 
         def mapped(*args: Any) -> Any:
             leaves, structure = tree.flatten(args)
-            dims = _spread(in_dims, args, "in_dims")
-            outputs: tuple[tree.Structure, list[int | None]] | None = None
+            shape: list[Any] = []
 
             def rank(token: Tensor, *leaves: Any) -> list[Tensor]:
-                nonlocal outputs
                 with bound_as([self], [token]):
                     output = fn(*tree.unflatten(structure, leaves))
-                    output_leaves, output_structure = tree.flatten(output)
-                    output_dims = _spread(out_dims, output, "out_dims")
-                    outputs = output_structure, output_dims
+                    dims = _spread(out_dims, output, "out_dims")
+                    outputs, shape[:] = tree.leaves_of(output), (tree.flatten(output)[1], dims)
                     return [
                         leaf if dim is not None else self.apply("invariant", leaf)
-                        for leaf, dim in zip(output_leaves, output_dims, strict=True)
+                        for leaf, dim in zip(outputs, dims, strict=True)
                     ]
 
-            ranks = torch.arange(self.size)
-            results = torch.vmap(rank, (0, *dims), 0, randomness=randomness)(ranks, *leaves)
-            assert outputs is not None
-            output_structure, output_dims = outputs
-            return tree.unflatten(
-                output_structure,
-                [
-                    result[0] if dim is None else result.movedim(0, dim)
-                    for result, dim in zip(results, output_dims, strict=True)
-                ],
-            )
+            in_dims_ = (0, *_spread(in_dims, args, "in_dims"))
+            run = torch.vmap(rank, in_dims_, randomness=randomness)
+            results = run(torch.arange(self.size), *leaves)
+            output_structure, dims = shape
+            for at, dim in enumerate(dims):
+                results[at] = results[at][0] if dim is None else results[at].movedim(0, dim)
+            return tree.unflatten(output_structure, results)
 
         return mapped
 
@@ -147,17 +137,10 @@ def bound_as(axes: Sequence[VmapAxis], tokens: Sequence[Tensor]) -> Iterator[Non
 
 def _spread(dims: Any, args: Tree, name: str) -> list[int | None]:
     """The dimension of every leaf of ``args``, from a tree of dimensions that may be a prefix."""
-    structure = optree.tree_structure(dims, none_is_leaf=True, namespace=tree.NAMESPACE)
     try:
-        subtrees = structure.flatten_up_to(args)
+        found = optree.broadcast_prefix(dims, args, none_is_leaf=True, namespace=tree.NAMESPACE)
     except ValueError:
-        found = tree.describe(tree.flatten(args)[1])
-        raise ValueError(
-            f"{name}={dims} does not fit the structure it describes: {found}"
-        ) from None
-    leaf_dims = optree.tree_leaves(dims, none_is_leaf=True, namespace=tree.NAMESPACE)
-    return [
-        dim
-        for dim, subtree in zip(leaf_dims, subtrees, strict=True)
-        for _ in tree.leaves_of(subtree)
-    ]
+        wanted = tree.describe(tree.flatten(args)[1])
+        raise ValueError(f"{name}={dims} does not fit a tree like {wanted}") from None
+    leaves = optree.tree_leaves(args, none_is_leaf=True, namespace=tree.NAMESPACE)
+    return [dim for dim, leaf in zip(found, leaves, strict=True) if leaf is not None]
