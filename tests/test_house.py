@@ -46,7 +46,7 @@ BUDGETS = {
     "optim": 845,
     "data": 619,
     "checkpoint": 360,
-    "losses": 378,
+    "losses": 381,
     "modules": 967,
 }
 """Lines of code: no longer than they are, on the way to the goals of the design."""

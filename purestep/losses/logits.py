@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -45,10 +46,12 @@ def cross_entropy(
         )
     logits = logits.to(accumulation_dtype(logits.dtype))
     labels = labels.to(torch.int64)  # In uint8, ignore_index would wrap around to 156.
-    losses = functional.cross_entropy(
-        logits.reshape(-1, logits.shape[-1]), labels.reshape(-1),
-        ignore_index=ignore_index, label_smoothing=label_smoothing, reduction="none",
-    ).reshape(labels.shape)  # fmt: skip
+    rows, targets = logits, labels
+    if labels.ndim != 1:  # A reshape is a node of the graph, which a small network feels.
+        rows, targets = logits.reshape(-1, logits.shape[-1]), labels.reshape(-1)
+    how: Any = {"ignore_index": ignore_index, "label_smoothing": label_smoothing}
+    losses = functional.cross_entropy(rows, targets, reduction="none", **how)
+    losses = losses if labels.ndim == 1 else losses.reshape(labels.shape)
     if z_loss == 0:
         return losses
     z = torch.logsumexp(logits, -1)
