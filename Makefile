@@ -62,9 +62,9 @@ format: .venv/installed
 	mkdir -p $(@D)
 	grep -oE '[a-z-]+>=[0-9.]+' $< | sed 's/>=/==/' | sort -u > $@
 
-.venv-newest/constraints.txt: constraints.txt pyproject.toml purestep/torch_internals.py
+.venv-newest/constraints.txt: constraints.txt pyproject.toml purestep/torch_private.py
 	mkdir -p $(@D)
-	sed "s/^torch==.*/torch==$$(sed -n 's/^OLDEST, NEWEST = .*, "\(.*\)"/\1/p' purestep/torch_internals.py)/" $< > $@
+	sed "s/^torch==.*/torch==$$(sed -n 's/^OLDEST, NEWEST = .*, "\(.*\)"/\1/p' purestep/torch_private.py)/" $< > $@
 
 clean:
 	rm -rf .venv* .mypy_cache .pytest_cache .ruff_cache .hypothesis *.egg-info

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from benchmarks import peers, timing
-from tests.torch_internals import forget_graphs, graphs_compiled
+from tests.torch_private import forget_graphs, graphs_compiled
 
 KINDS = ["fixed", "ragged"]
 WAYS = [peers.BY_HAND, peers.PURE, peers.BY_HAND_COMPILED, peers.PURE_COMPILED]

@@ -35,7 +35,7 @@ from torch.nn import functional
 import purestep as ps
 from benchmarks import peers, step, timing
 from purestep import tree
-from purestep.torch_internals import foreach_add_, fused_adamw_
+from purestep.torch_private import foreach_add_, fused_adamw_
 
 SIZES = [32, 64, 64, 10]
 ROWS, BLOCK = 32, 30

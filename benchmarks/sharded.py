@@ -38,7 +38,7 @@ from benchmarks import memory, timing
 from benchmarks.ranks import CONFIG, Batch, group_of
 from purestep import tree
 from purestep.examples import gpt
-from tests.torch_internals import TorchDispatchMode
+from tests.torch_private import TorchDispatchMode
 
 RATE = 1e-3
 WHOLE, STEP, MICROBATCH, BLOCKS = (

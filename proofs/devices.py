@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from proofs.strategies import Case, RealCase
 from proofs.theorem import PURESTEP
 from purestep import tree
-from tests.torch_internals import lazy_backend, lazy_metrics
+from tests.torch_private import lazy_backend, lazy_metrics
 
 READING = ["aten::_local_scalar_dense", "aten::equal", "aten::nonzero", "aten::masked_select"]
 """Operations whose result the host has to know: on CUDA it waits for all that was queued before."""

@@ -16,7 +16,7 @@ from proofs.strategies import Batch, Case, assert_same, cases, cut, weights_of
 from proofs.theorem import System, theorem
 from purestep import tree
 from purestep.testing.strategies import cuts
-from purestep.torch_internals import storage_address
+from purestep.torch_private import storage_address
 
 SETTINGS = [{}, {"normalize": "grads"}, {"on_nonfinite": "skip"}]
 

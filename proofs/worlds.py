@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import purestep as ps
 from purestep.testing.processes import World, values
-from purestep.torch_internals import flattened
+from purestep.torch_private import flattened
 
 LARGEST = 4
 

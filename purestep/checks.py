@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from purestep import tree
 from purestep.axis import Axis, check_axis, overlap, within
-from purestep.torch_internals import saved_tensors_hooks, storage_of, version
+from purestep.torch_private import saved_tensors_hooks, storage_of, version
 from purestep.types import LossFn, Microbatch, OptState, Params, WeightFn
 
 

@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 import torch
 from torch.nn import functional
 
-from purestep.torch_internals import (
+from purestep.torch_private import (
     allow_hooks,
     breaks_refused,
     calls_of,

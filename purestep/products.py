@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, library
 
-from purestep.torch_internals import lies_in_rows, onednn_linear
+from purestep.torch_private import lies_in_rows, onednn_linear
 
 LEAST = 2**22
 """Multiplications that repay the ten microseconds by which a call of oneDNN begins later."""

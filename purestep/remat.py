@@ -23,7 +23,7 @@ from purestep import tree
 from purestep.axis.vmap import bound_as, mapping
 from purestep.checks import versions_of
 from purestep.modules import keyed
-from purestep.torch_internals import (
+from purestep.torch_private import (
     in_forward_mode,
     is_watched,
     is_wrapped,

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from purestep import checks, tree
 from purestep.objective import part_of, value
-from purestep.torch_internals import is_deferred, run_backward, storage_address, storage_use_count
+from purestep.torch_private import is_deferred, run_backward, storage_address, storage_use_count
 from purestep.types import Count, LossFn, Microbatch, Ready, Tree
 
 _GRAD = attrgetter("grad")

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from purestep import tree as trees
-from purestep.torch_internals import storage_of
+from purestep.torch_private import storage_of
 from purestep.tree.shard import Place, Shard
 from purestep.types import Tree
 

@@ -23,7 +23,7 @@ from purestep.modes import reverse_modes
 from purestep.objective import divisors_of
 from purestep.optim.base import Optimizer, check_optimizer, explain, held_back, in_place
 from purestep.sharding import joined, per_microbatch
-from purestep.torch_internals import foreach_clone
+from purestep.torch_private import foreach_clone
 from purestep.types import (
     GradAndValue,
     LossFn,

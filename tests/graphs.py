@@ -8,7 +8,7 @@ from typing import Any, Literal
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from tests.torch_internals import decompositions_of_the_compiler
+from tests.torch_private import decompositions_of_the_compiler
 
 
 def operators_after(

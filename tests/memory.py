@@ -7,9 +7,9 @@ from typing import Any
 
 from torch import Tensor
 
-from purestep.torch_internals import storage_address
+from purestep.torch_private import storage_address
 from purestep.tree import leaves_of
-from tests.torch_internals import TorchDispatchMode
+from tests.torch_private import TorchDispatchMode
 
 
 class LiveBytes(TorchDispatchMode):

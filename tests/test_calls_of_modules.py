@@ -15,7 +15,7 @@ from torch.nn import functional
 
 import purestep as ps
 from tests.modules import D, Params, assert_equal, close, data, grads, made, train
-from tests.torch_internals import forward_hooks
+from tests.torch_private import forward_hooks
 
 
 @pytest.mark.parametrize("name", ["self-referring", "checkpointed", "tied"])

@@ -26,7 +26,7 @@ from tests.counted_graphs import (
     start,
     weight_fn,
 )
-from tests.torch_internals import few_recompilations
+from tests.torch_private import few_recompilations
 
 pytestmark = pytest.mark.usefixtures("fresh_compiler")
 

@@ -60,7 +60,7 @@ LATER = {
 
 ORDER = [
     "types",
-    "torch_internals",
+    "torch_private",
     "tree",
     "weights",
     "axis",
@@ -216,7 +216,7 @@ def test_public_names_are_few() -> None:
 
 
 def test_private_names_become_fewer() -> None:
-    source = files()["torch_internals.py"]
+    source = files()["torch_private.py"]
     found = re.findall(r'_(?:private|attribute)\(\s*"|from torch\._|getattr\(torch', source)
     assert len(found) <= PRIVATE
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import purestep as ps
 from tests.families import FAMILIES, ROTARY, WINDOW, examples, model
 from tests.texts import RIGHT, WAYS, WRONG, Inputs, Wrapper, off, packed, padded
-from tests.torch_internals import forward_hooks
+from tests.torch_private import forward_hooks
 
 
 @pytest.mark.parametrize("family", [name for name in FAMILIES if name not in ("T5", "BERT")])

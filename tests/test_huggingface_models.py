@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import purestep as ps
 from tests.families import llama, model
-from tests.torch_internals import forward_hooks
+from tests.torch_private import forward_hooks
 
 
 def with_dropout(family: str) -> Any:

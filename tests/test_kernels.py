@@ -13,7 +13,7 @@ from purestep import tree
 from purestep.step import transition
 from purestep.testing.bounds import gamma
 from tests.optimizers import GRADS, PARAMS, RECIPES, SHAPES, updated
-from tests.torch_internals import TorchDispatchMode
+from tests.torch_private import TorchDispatchMode
 
 RATES = [1e-2, torch.tensor(1e-2), ps.optim.linear_schedule(3e-2, 1e-3, 3)]
 VECTOR = 16

@@ -20,7 +20,7 @@ import purestep as ps
 from purestep import tree
 from purestep.testing.bounds import gamma
 from tests.families import ROUNDINGS, SHAPE, llama
-from tests.torch_internals import attention_in_steps
+from tests.torch_private import attention_in_steps
 
 KEYS = ps.random.split(ps.random.key(5), 3)
 X = torch.randn(3, 4, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)

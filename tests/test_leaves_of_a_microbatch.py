@@ -12,7 +12,7 @@ from torch import Tensor
 
 import purestep as ps
 from tests.squares import WAYS, squares, x_ones
-from tests.torch_internals import TorchDispatchMode
+from tests.torch_private import TorchDispatchMode
 
 
 def test_a_loss_that_freezes_a_leaf() -> None:

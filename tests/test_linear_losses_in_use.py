@@ -13,7 +13,7 @@ import purestep as ps
 from purestep.losses import linear_cross_entropy
 from purestep.testing.bounds import gamma
 from tests.logits import problem
-from tests.torch_internals import compiled_with_graphs
+from tests.torch_private import compiled_with_graphs
 
 STEPS: dict[str, dict[str, Any]] = {
     "eager": {},

@@ -19,7 +19,7 @@ import pytest
 import torch
 
 import purestep as ps
-from purestep.torch_internals import NEWEST, OLDEST
+from purestep.torch_private import NEWEST, OLDEST
 
 ROOT = Path(__file__).parent.parent
 
@@ -104,11 +104,11 @@ def foreign_names(source: str) -> set[str]:
 
 @pytest.mark.parametrize("folder", ["purestep", "proofs", "tests", "benchmarks"])
 def test_private_names_of_torch_stand_in_one_place(folder: str) -> None:
-    """In purestep/torch_internals.py, and what only tests look through in tests/torch_internals.py."""
+    """In purestep/torch_private.py, and what only tests look through in tests/torch_private.py."""
     found = {
         str(file): foreign_names(file.read_text())
         for file in (ROOT / folder).rglob("*.py")
-        if file.name != "torch_internals.py"
+        if file.name != "torch_private.py"
     }
     assert not {file: names for file, names in found.items() if names}
 

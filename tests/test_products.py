@@ -12,9 +12,9 @@ from torch import Tensor
 
 from purestep.products import LEAST, product, with_products
 from purestep.rewrites import summands_apart
-from purestep.torch_internals import rewriting
+from purestep.torch_private import rewriting
 from tests.graphs import operators_after
-from tests.torch_internals import compiling_sizes_of_data, pass_of_the_compiler
+from tests.torch_private import compiling_sizes_of_data, pass_of_the_compiler
 
 SIDE = 192  # SIDE ** 3 > LEAST
 

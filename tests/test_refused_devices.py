@@ -9,7 +9,7 @@ import purestep as ps
 from proofs.devices import Waits, lazy
 from purestep import optim
 from tests.on_a_device import one_leaf, ones, row
-from tests.torch_internals import FakeTensorMode
+from tests.torch_private import FakeTensorMode
 
 
 def test_two_devices() -> None:

@@ -13,9 +13,9 @@ from torch import Tensor
 from torch.func import grad, vmap
 
 import purestep as ps
-from purestep.torch_internals import may_draw
+from purestep.torch_private import may_draw
 from tests.blocks import MANY, PARAMS, TRANSFORMS, Function, W, X, block, both, chain
-from tests.torch_internals import attention
+from tests.torch_private import attention
 
 
 def dropping(p: Any, x: Tensor, **how: Any) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from torch import Tensor
 import purestep as ps
 from purestep.rewrites import MANY, few_once, rewritten, summands_apart
 from tests.graphs import operators_after
-from tests.torch_internals import code_of_the_compiler
+from tests.torch_private import code_of_the_compiler
 
 STEP = torch.tensor(3)
 LEAF = torch.linspace(-1, 1, 4 * MANY)

@@ -22,7 +22,7 @@ import purestep as ps
 from proofs.devices import lazy
 from purestep import tree
 from tests.states import COMPLEX, DTYPES, Moments, anything, assert_same_bits, noise, zeros
-from tests.torch_internals import FakeTensorMode
+from tests.torch_private import FakeTensorMode
 
 
 class Part(Enum):

@@ -13,7 +13,7 @@ import purestep as ps
 from proofs.ranks import Run
 from proofs.strategies import assert_same
 from purestep import tree
-from tests.torch_internals import TorchDispatchMode
+from tests.torch_private import TorchDispatchMode
 from tests.uneven import SGD, Batch, batch, params, sound, step
 
 pytestmark = pytest.mark.timeout(120)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import purestep as ps
-from purestep.torch_internals import unwatched
+from purestep.torch_private import unwatched
 from tests.counted_graphs import GROUPS, PLAIN, loss_fn, start, weight_fn
 
 pytestmark = pytest.mark.usefixtures("fresh_compiler")

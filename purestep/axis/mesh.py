@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from purestep import torch_internals
+from purestep import torch_private
 from purestep.axis.ranks import BUCKET_BYTES, RankError, Ranks, Wait
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ class MeshAxis(Ranks):
                 f"this process is not in the mesh {mesh}: make the axis on its ranks alone"
             )
         part = mesh[self.dims]
-        flat = part if len(self.dims) == 1 else torch_internals.flattened(part)
+        flat = part if len(self.dims) == 1 else torch_private.flattened(part)
         self._whole, self._across = mesh, dict[tuple[str, ...], MeshAxis]()
         self.mesh: DeviceMesh = flat
         self._group: Any = flat.get_group()
@@ -80,7 +80,7 @@ class MeshAxis(Ranks):
     @property
     def meetings(self) -> int | None:
         """How many collectives its group has begun; None where the backend does not count."""
-        return torch_internals.collectives_begun(self._group)
+        return torch_private.collectives_begun(self._group)
 
     @property
     def rank(self) -> int:
@@ -143,14 +143,14 @@ class Group(NamedTuple):
         flat = x.reshape(-1)
         with _told(self):
             if law == "psum":
-                met, shape = torch_internals.all_reduce(flat, "sum", self.name), x.shape
+                met, shape = torch_private.all_reduce(flat, "sum", self.name), x.shape
             elif law == "all_gather":
-                met = torch_internals.all_gather(flat, self.size, self.name)
+                met = torch_private.all_gather(flat, self.size, self.name)
                 shape = torch.Size([self.size, *x.shape])
             else:
-                met = torch_internals.reduce_scatter(flat, "sum", self.size, self.name)
+                met = torch_private.reduce_scatter(flat, "sum", self.size, self.name)
                 shape = x.shape[1:]
-            return torch_internals.wait(met).view(shape)
+            return torch_private.wait(met).view(shape)
 
     def __str__(self) -> str:
         return f"MeshAxis({self.dims}, {self.size} rank{'s' if self.size > 1 else ''})"

@@ -21,7 +21,7 @@ from torch.nn import Module, Parameter
 from purestep import tree
 from purestep.modules import huggingface, keyed, plan, refused, watch
 from purestep.random import Keys
-from purestep.torch_internals import (
+from purestep.torch_private import (
     asked_once,
     hooks_backward,
     never_compiled_alone,

@@ -12,7 +12,7 @@ from torch.nn import Module
 
 from purestep import tree
 from purestep.modules.watch import BUFFERS
-from purestep.torch_internals import adds_its_masks
+from purestep.torch_private import adds_its_masks
 
 _NOT = "or take a step that is not transformed"
 TRANSFORMS = {

@@ -30,7 +30,7 @@ from purestep.random import (
     scaled,
     uniform,
 )
-from purestep.torch_internals import (
+from purestep.torch_private import (
     asked_once,
     checkpoint_frame,
     function_modes,

@@ -12,7 +12,7 @@ from torch.nn.parameter import is_lazy
 
 from purestep import tree
 from purestep.modules.watch import BUFFERS, place
-from purestep.torch_internals import accumulate_hooks, gradient_hooks
+from purestep.torch_private import accumulate_hooks, gradient_hooks
 
 _WRAPPERS = {
     "DistributedDataParallel": "pass module.module, and ps.MeshAxis to the step",

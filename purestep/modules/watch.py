@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from purestep.modules.keyed import NOISE
-from purestep.torch_internals import (
+from purestep.torch_private import (
     arguments_of,
     is_wrapped,
     may_draw,

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from purestep import tree
 from purestep.optim.schedules import SCHEDULER_HINT, is_scheduler
-from purestep.torch_internals import storage_of
+from purestep.torch_private import storage_of
 from purestep.types import OptState, Params, Tree
 
 Update: TypeAlias = Callable[[Tree, OptState, Params], tuple[Tree, OptState]]

@@ -13,7 +13,7 @@ from purestep.optim.leafwise import Columns, OfLeaf, leafwise, multiply_add, num
 from purestep.optim.partition import Mask, masked
 from purestep.optim.schedules import LearningRate, check_rate
 from purestep.optim.transforms import add_decayed_weights, momentum as momentum_transform
-from purestep.torch_internals import foreach_add_, fused_adamw_
+from purestep.torch_private import foreach_add_, fused_adamw_
 from purestep.types import Tree
 
 

@@ -23,7 +23,7 @@ from purestep.optim.leafwise import (
     widened,
 )
 from purestep.optim.partition import Mask, masked
-from purestep.torch_internals import foreach_add_, foreach_copy_, foreach_mul_
+from purestep.torch_private import foreach_add_, foreach_copy_, foreach_mul_
 from purestep.types import OptState, Params, Tree
 
 

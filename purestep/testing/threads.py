@@ -11,7 +11,7 @@ from torch import Tensor
 
 from purestep.axis.laws import LAWS
 from purestep.axis.ranks import BUCKET_BYTES, RankError, Ranks, Wait
-from purestep.torch_internals import never_compiled_alone, transformed
+from purestep.torch_private import never_compiled_alone, transformed
 
 
 class ThreadAxis(Ranks):

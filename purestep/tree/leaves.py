@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from purestep import torch_internals
+from purestep import torch_private
 from purestep.tree.shard import Spread, own
 from purestep.tree.structure import flatten, leaves_of, plain, spread, unflatten
 from purestep.types import Tree
@@ -45,36 +45,36 @@ def eager(*trees: Tree) -> bool:
     (True, False)
     """
     # Not ``is_compiling``, which is true of every thread while one of them compiles.
-    if torch.compiler.is_dynamo_compiling() or torch_internals.transformed():
+    if torch.compiler.is_dynamo_compiling() or torch_private.transformed():
         return False
-    if torch_internals.forward_level() >= 0:
+    if torch_private.forward_level() >= 0:
         return False
     return not (trees and any_requires_grad(flatten(trees)[0]))
 
 
 def untransformed(*trees: Tree) -> bool:
     """Whether neither a transform nor autograd sees what is done with these; a compiler may."""
-    if torch_internals.transformed() or torch_internals.forward_level() >= 0:
+    if torch_private.transformed() or torch_private.forward_level() >= 0:
         return False
     return not (trees and any_requires_grad(flatten(trees)[0]))
 
 
 def differentiated(leaves: Sequence[Any]) -> bool:
     """Whether anybody may ask for derivatives of these leaves: a ``vmap`` alone does not."""
-    if torch_internals.forward_level() >= 0:
+    if torch_private.forward_level() >= 0:
         return True
     if torch.compiler.is_dynamo_compiling():
         # A compiler cannot ask which transforms there are, nor look below them.
-        return torch_internals.transformed() or any_requires_grad(leaves)
-    if torch_internals.transforms_differentiate():
+        return torch_private.transformed() or any_requires_grad(leaves)
+    if torch_private.transforms_differentiate():
         return True
     return any_requires_grad([below_transforms(leaf) for leaf in leaves])
 
 
 def below_transforms(leaf: Any) -> Any:
     """The leaf below all wrappers of ``torch.func``."""
-    while isinstance(leaf, Tensor) and torch_internals.is_wrapped(leaf):
-        leaf = torch_internals.unwrapped(leaf)
+    while isinstance(leaf, Tensor) and torch_private.is_wrapped(leaf):
+        leaf = torch_private.unwrapped(leaf)
     return leaf
 
 
@@ -130,9 +130,9 @@ def at_hand(tensor: Tensor) -> Tensor | None:
     >>> torch.vmap(lambda x: x + at_hand(x).sum())(torch.tensor([1.0, 2.0]))
     tensor([4., 5.])
     """
-    if torch.compiler.is_dynamo_compiling() or torch_internals.modes():
+    if torch.compiler.is_dynamo_compiling() or torch_private.modes():
         return None
-    if torch_internals.is_wrapped(tensor):
+    if torch_private.is_wrapped(tensor):
         tensor = below_transforms(tensor)
     return tensor if type(tensor) is Tensor and tensor.is_cpu else None
 
@@ -166,7 +166,7 @@ def global_norm(tree: Tree) -> Tensor:
         parts = [torch.cat([*map(torch.flatten, leaves)])]
     if not eager(parts):
         return _norm(torch.stack([_norm(part) for part in parts]))
-    norms = torch_internals.foreach_norm(parts, 2, dtype=dtype)
+    norms = torch_private.foreach_norm(parts, 2, dtype=dtype)
     return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
 
 

@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 import optree
 import torch
 
-from purestep import torch_internals
+from purestep import torch_private
 from purestep.tree.shard import NAMESPACE, Place, Shard, Spread
 from purestep.types import Tree
 
@@ -50,7 +50,7 @@ def _rebuilt(structure: Structure, leaves: Iterator[Any], *, pruned: bool = Fals
     if pruned and all(builtins.map(is_empty, children)):
         return ()
     if torch.compiler.is_dynamo_compiling():
-        return torch_internals.traced_container(structure, children)
+        return torch_private.traced_container(structure, children)
     return structure.one_level().unflatten(children)
 
 
@@ -85,7 +85,7 @@ def _traced(structure: Structure) -> list[Place | None]:
     if structure.is_leaf():
         return [None]
     children = [_traced(child) for child in structure.children()]
-    return _places(structure.type, torch_internals.traced_metadata(structure), children)
+    return _places(structure.type, torch_private.traced_metadata(structure), children)
 
 
 def leaves_of(tree: Tree) -> list[Any]:
