@@ -146,7 +146,8 @@ def hear(
     *flags_and_words, total, _, _ = numbers
     known = [*map(int, flags_and_words)]
     words, squares = known[5:9], known[9:]
-    answer = Answer(*known[:5], any(words))
+    fields: list[Any] = [*known[:5], any(words)]
+    answer = Answer(*fields)
     if answer.failed:
         texts = {r: text for r, text in enumerate(axis.gather_object(None)) if text} if ask else {}
         who = _ranks([*texts] or [answer.who]) if ask or answer.failed == 1 else "several ranks"
