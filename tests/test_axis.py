@@ -102,7 +102,9 @@ def test_dims_in_classes_of_ones_own() -> None:
 
 
 @pytest.mark.parametrize(
-    "axis", ["dp", ("dp", "cp"), cast("Any", dist.ProcessGroup)(0, 1)], ids=str
+    "axis",
+    ["dp", ("dp", "cp"), cast("Any", dist.ProcessGroup)(0, 1)],
+    ids=lambda x: type(x).__name__,
 )
 def test_the_name_of_a_mesh_or_of_its_dimension_is_no_axis(axis: Any) -> None:
     x, optimizer = torch.ones(2), ps.optim.sgd(0.1)
