@@ -58,7 +58,7 @@ def _missing(path: str) -> Callable[..., NoReturn]:
     return missing
 
 
-# Who transforms, batches or watches: where nobody does, buffers are reused and kernels that no transform knows are used.
+# Who transforms, batches or watches: where none of them is active, buffers are reused and kernels that no transform knows are used.
 
 transformed: Callable[[], bool] = _private("_C._are_functorch_transforms_active")
 """Whether a transform of ``torch.func`` is active."""

@@ -264,7 +264,7 @@ def test_linear_derivatives_of_autograd() -> None:
 
 @pytest.mark.parametrize("frozen", [(0,), (1,), (2,), (0, 1), (1, 2), (0, 2)])
 def test_what_is_frozen_gets_no_gradient(frozen: tuple[int, ...]) -> None:
-    """The others get theirs, of a bias that nobody differentiates, too."""
+    """The others get theirs, also beside a bias without a derivative."""
     case = problem(4, 3, 7)
     given_ = [case.hidden, case.weight, problem(1, 7, 1).hidden[0]]
     moving = [number for number in range(3) if number not in frozen]

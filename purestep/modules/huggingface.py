@@ -78,7 +78,7 @@ def _looking(
         calls.append(type(model))
         output = forward(*args, **kwargs)
         calls.pop()
-        # What a model passes to its own parts is its own business.
+        # A model may pass anything to its parts: only calls from outside are checked.
         if not calls:
             _check_cache(output, given)
         return output

@@ -32,7 +32,7 @@ def shard(tree_: Tree, axis: Axis, dim: int = 0) -> Tree:
 
 def _cut(whole: Tensor, axis: Axis, dim: int) -> Tensor | Shard:
     if whole.ndim == 0:
-        return whole.clone()  # as each piece has memory of its own
+        return whole.clone()  # A piece shares no memory with the whole.
     made = Shard(None, axis, tuple(whole.shape), dim)
     dim, place = made.dim, made.place
     if own_programs(axis):
