@@ -45,7 +45,7 @@ BUDGETS = {
     "sharding": 120,
     "optim": 845,
     "data": 619,
-    "checkpoint": 360,
+    "checkpoint": 365,
     "losses": 381,
     "modules": 967,
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
@@ -46,7 +47,10 @@ class Background:
     def __init__(self) -> None:
         self._saving: Future[None] | None = None
         self._copies: dict[str, Tensor] = {}
-        self._group: Group = None
+        self._groups: list[Group] = []
+        # A program that ends while gloo's threads let go of Python's tensors is aborted; this joins
+        # them before, since it also runs where the program ends.
+        weakref.finalize(self, _destroy, self._groups)
 
     def save(self, path: File, tree: Tree) -> None:
         """``save(path, tree)``, which goes on when this returns."""
@@ -68,16 +72,17 @@ class Background:
     def _begin(self, path: File, tree: Tree, end: Callable[[Group], None]) -> None:
         group = world(tree)
         if group is not None:
-            group = self._group = self._group or dist.new_group(backend="gloo")
+            self._groups[:] = self._groups or [dist.new_group(backend="gloo")]
+            group = self._groups[0]
         slots = slots_of(path, tree, group)
         copies = {name: state.put(s, self._copy(name, state.local(s))) for name, s in slots.items()}
 
-        def act() -> None:
+        def act(_: Background) -> None:
             write(path, copies, group)
             end(group)
 
         thread = ThreadPoolExecutor(1, "checkpoint")  # which Python waits for where it ends
-        self._saving = thread.submit(act)
+        self._saving = thread.submit(act, self)  # which is kept until then
         thread.shutdown(wait=False)
 
     def _copy(self, name: str, tensor: Tensor) -> Tensor:
@@ -94,6 +99,10 @@ class Background:
             with suppress(*[Exception] * (kind is not None)):
                 self.wait()
         finally:
-            if self._group is not None:
-                dist.destroy_process_group(self._group)
-                self._group = None
+            _destroy(self._groups)
+
+
+def _destroy(groups: list[Group]) -> None:
+    while groups:
+        with suppress(ValueError):  # of a program that has destroyed all groups
+            dist.destroy_process_group(groups.pop())
