@@ -16,7 +16,7 @@ from proofs.strategies import Batch, Case, assert_same, cases, cut, weights_of
 from proofs.theorem import System, theorem
 from purestep import tree
 from purestep.testing.strategies import cuts
-from purestep.torch_private import storage_address
+from purestep.torch_private import storage_of
 
 SETTINGS = [{}, {"normalize": "grads"}, {"on_nonfinite": "skip"}]
 
@@ -31,9 +31,7 @@ def purity_cases(draw: st.DrawFn) -> tuple[Case, list[Batch], list[Batch], dict[
 
 def storages(value: Any) -> set[int]:
     """Where the leaves that hold anything live."""
-    return {
-        storage_address(leaf.untyped_storage()) for leaf in tree.leaves_of(value) if leaf.numel()
-    }
+    return {storage_of(leaf) for leaf in tree.leaves_of(value) if leaf.numel()}
 
 
 def globals_of() -> tuple[Any, ...]:

@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from purestep import tree
 from purestep.axis import Axis, check_axis, overlap, within
-from purestep.torch_private import saved_tensors_hooks, storage_of, version
+from purestep.torch_private import storage_of, version
 from purestep.types import LossFn, Microbatch, OptState, Params, WeightFn
 
 
@@ -215,19 +215,17 @@ class recomputation(TorchFunctionMode):  # noqa: N801
 
     ``torch.func.functional_call`` gives a module its own parameters back before the backward pass
     begins, so that a checkpoint inside of it computes with those again. Recomputation is what calls
-    torch with gradients enabled, or with hooks on what is saved.
+    torch with gradients enabled.
     """
 
     def __init__(self, leaves: Sequence[Tensor]) -> None:
         super().__init__()
         self._leaves = {*map(storage_of, leaves)}
-        self._hooks = saved_tensors_hooks(False)
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        again = torch.is_grad_enabled() or saved_tensors_hooks(False) != self._hooks
-        if again and not torch.compiler.is_dynamo_compiling():
+        if torch.is_grad_enabled() and not torch.compiler.is_dynamo_compiling():
             for value in tree.leaves_of((args, kwargs)):
                 if isinstance(value, torch.nn.Parameter) and (
                     storage_of(value) not in self._leaves

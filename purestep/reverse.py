@@ -9,7 +9,7 @@ transforms, compilers and functions of the user's.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import repeat
 from operator import attrgetter, is_, is_not
 from typing import Any, NamedTuple, Protocol, cast
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from purestep import checks, tree
 from purestep.objective import part_of, value
-from purestep.torch_private import is_deferred, run_backward, storage_address, storage_use_count
+from purestep.torch_private import run_backward
 from purestep.types import Count, LossFn, Microbatch, Ready, Tree
 
 _GRAD = attrgetter("grad")
@@ -76,7 +76,8 @@ def in_place(loss_fn: LossFn, part_of: Callable[..., Any] = part_of) -> Reverse:
                 loss_fn, params, inputs.microbatch, inputs.weights, inputs.divisors
             )
         loss = value(terms, cotangents, constant=True)
-        reached = backward(terms, cotangents, own, sums, ready, check=inputs.check)
+        data = tree.leaves_of(inputs.microbatch)
+        reached = backward(terms, cotangents, own, sums, ready, data=data, check=inputs.check)
         torch.clear_autocast_cache()  # Its casts of these leaves are of no use any more.
         return Beside(loss, weights, tree.detached(aux) if aux != () else (), reached)
 
@@ -90,11 +91,13 @@ def backward(
     sums: Sums,
     ready: Ready | None = None,
     *,
+    data: Sequence[Any] = (),
     check: bool = False,
 ) -> bool:
     """Adds the gradients of Σ term · cotangent to the sums; whether any leaf received one.
 
-    ``.grad`` of each leaf is its sum, to which autograd adds while the pass runs.
+    ``.grad`` of each leaf is its sum, to which autograd adds while the pass runs. No sum shares
+    memory with the ``data``.
     """
     for index in reversed(range(len(terms))):
         if not terms[index].requires_grad:
@@ -122,7 +125,7 @@ def backward(
         leaf.grad = None  # A loss that keeps its leaves does not keep the sums.
     came = any(map(is_not, sums.values, repeat(None)))
     if any(map(is_, before, repeat(None))):
-        unshare(sums.values, before)
+        unshare(sums.values, [*cotangents, *own, *data], before)
     return came
 
 
@@ -133,25 +136,34 @@ def _handed_over(ready: Ready, before: list[Tensor | None], index: int, leaf: Te
         before[index] = leaf.grad if leaf.grad is not total else before[index]
 
 
-def unshare(values: list[Any], before: Sequence[Tensor | None] | None = None) -> None:
-    """Clones each new gradient whose memory another tensor holds, so that it can be added to.
+def unshare(
+    values: list[Any], others: Iterable[Any] = (), before: Sequence[Tensor | None] = ()
+) -> None:
+    """Clones each new gradient that shares memory, so that it can be added to.
 
     Both gradients of ``torch.stack([a, b]).sum(0)``, say, lie in one storage, with the cotangent;
-    and a Function may return a tensor that it has saved.
+    and a Function may return what it has saved, such as a param or data. ``others`` are these.
+    Where a sum was there ``before``, the gradient is in it.
     """
-    taken = set()
+    taken = {_address(other) for other in others if type(other) is Tensor} | {None}
     for index, grad in enumerate(values):
-        if grad is None or (before is not None and before[index] is not None):
-            continue  # It was taken earlier.
+        if grad is None or (before and before[index] is not None):
+            continue
         if grad.is_sparse:
             grad = values[index] = grad.to_dense()
-        # One holder is the gradient, the other the storage that is asked for here.
-        shared = storage_use_count(storage_address(grad.untyped_storage())) > 2
         # A subclass, such as DTensor, may hold its values in tensors elsewhere.
-        shared = shared or id(grad) in taken or type(grad) is not Tensor
-        if shared or 0 in grad.stride() or is_deferred(grad):
+        if type(grad) is not Tensor or 0 in grad.stride() or _address(grad) in taken:
             values[index] = grad.clone()
-        taken.add(id(grad))
+        else:
+            taken.add(_address(grad))
+
+
+def _address(tensor: Tensor) -> int | None:
+    """Where the tensor's storage begins; None on a device that computes later."""
+    try:
+        return tensor.untyped_storage().data_ptr()
+    except (RuntimeError, NotImplementedError):
+        return None
 
 
 def filled(sums: Sums, leaves: Sequence[Tensor]) -> list[Tensor]:

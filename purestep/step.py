@@ -23,7 +23,6 @@ from purestep.modes import reverse_modes
 from purestep.objective import divisors_of
 from purestep.optim.base import Optimizer, check_optimizer, explain, held_back, in_place
 from purestep.sharding import joined, per_microbatch
-from purestep.torch_private import foreach_clone
 from purestep.types import (
     GradAndValue,
     LossFn,
@@ -37,7 +36,7 @@ from purestep.types import (
 )
 from purestep.weights import count, label_weights, weigh
 
-_ON_HOST, _RECORDED = attrgetter("is_cpu"), attrgetter("requires_grad")
+_RECORDED = attrgetter("requires_grad")
 
 Normalize = Literal["loss", "grads"]
 OnNonfinite = Literal["propagate", "skip"]
@@ -280,9 +279,8 @@ def transition(
             return params, opt_state
         if not donate:
             state = leaves[: len(leaves) - structure.child(2).num_leaves]
-            on_host = state and all(map(_ON_HOST, state))
-            copies = foreach_clone(state) if on_host else [leaf.clone() for leaf in state]
-            params, opt_state, grads = tree.unflatten(structure, [*copies, *leaves[len(state) :]])
+            copies = [*map(torch.clone, state), *leaves[len(state) :]]
+            params, opt_state, grads = tree.unflatten(structure, copies)
         if applied.is_cpu and not applied:
             return params, opt_state
         where = None if applied.is_cpu else applied

@@ -71,16 +71,12 @@ unwrapped: Callable[[Tensor], Tensor] = _private("_C._functorch.get_unwrapped")
 """The tensor inside of one that ``torch.func`` made."""
 
 modes: Callable[[], int] = _private("_C._len_torch_dispatch_stack")
-"""How many modes of this thread see every operation, so that tensors may have no values."""
 
 
 def is_watched() -> bool:
     """Whether a mode of this thread sees every operation, so that tensors may have no values."""
     return modes() > 0
 
-
-is_deferred: Callable[[Tensor], bool] = _private("_is_functional_tensor")
-"""Whether a tensor's values are computed later than its device was told, so that they lie nowhere yet."""
 
 _interpreters = _private("_C._functorch.get_interpreter_stack")
 _vmap = _private("_C._functorch.TransformType.Vmap")
@@ -149,23 +145,15 @@ version = _attribute("Tensor._version")
 """How often a tensor was written to."""
 
 
-storage_address: Callable[[Any], int] = _attribute("UntypedStorage._cdata")
-
-
 def storage_of(tensor: Tensor) -> int:
     """One number for all tensors that share memory, also on devices without addresses."""
-    return storage_address(tensor.untyped_storage())
+    return id(tensor.untyped_storage())  # one object as long as the memory is there
 
-
-storage_use_count: Callable[[int], int] = _private("_C._storage_Use_Count")
-"""How many tensors, and Python's storages, hold the storage at an address."""
 
 # Kernels for many leaves at once.
 
 
 foreach_add_: Callable[..., None] = _private("_foreach_add_")
-foreach_clone: Callable[..., tuple[Tensor, ...]] = _private("_foreach_clone")
-foreach_copy_: Callable[..., None] = _private("_foreach_copy_")
 foreach_mul_: Callable[..., None] = _private("_foreach_mul_")
 foreach_norm: Callable[..., tuple[Tensor, ...]] = _private("_foreach_norm")
 fused_adamw_: Callable[..., None] = _private("_fused_adamw_")

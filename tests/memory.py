@@ -7,7 +7,6 @@ from typing import Any
 
 from torch import Tensor
 
-from purestep.torch_private import storage_address
 from purestep.tree import leaves_of
 from tests.torch_private import TorchDispatchMode
 
@@ -34,7 +33,7 @@ class LiveBytes(TorchDispatchMode):
         if tensor.is_meta:
             return
         storage = tensor.untyped_storage()
-        key, size = storage_address(storage), storage.nbytes() if new else 0
+        key, size = id(storage), storage.nbytes() if new else 0
         if key in self._known:
             return
         self._known.add(key)

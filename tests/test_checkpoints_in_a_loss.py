@@ -70,32 +70,16 @@ def test_a_function_with_a_backward_pass_of_its_own() -> None:
         axis.map(lambda _: rank(axis))([0])
 
 
-class Scale(torch.autograd.Function):
-    """tanh(x w), as fused kernels are written: torch's own functions do not see its arguments."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
-        ctx.save_for_backward(x, w)
-        return torch.tanh(x * w)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        x, w = ctx.saved_tensors
-        slope = grad * (1 - torch.tanh(x * w) ** 2)
-        return slope * w, (slope * x).sum(0)
-
-
 class Block(torch.nn.Module):
     """A layer that is computed again in the backward pass."""
 
-    def __init__(self, fused: bool) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.w = torch.nn.Parameter(torch.ones(3))
-        self.fused = fused
 
     def forward(self, x: Tensor) -> Tensor:
         def body(x: Tensor) -> Tensor:
-            return Scale.apply(x, self.w) if self.fused else torch.tanh(x * self.w)
+            return torch.tanh(x * self.w)
 
         out: Tensor = checkpoint(body, x, use_reentrant=False)
         return out
@@ -119,13 +103,10 @@ def closed_over(block: Block, p: Any, x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("program", [layers, adapted, closed_over])
-@pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("frozen", [False, True])
-def test_a_checkpoint_with_a_modules_own_parameters(
-    program: Any, fused: bool, frozen: bool
-) -> None:
+def test_a_checkpoint_with_a_modules_own_parameters(program: Any, frozen: bool) -> None:
     """Refused, since nobody can tell whether the forward pass had them too; the way out is right."""
-    block, weights = Block(fused).requires_grad_(not frozen), lambda m: torch.ones(2)
+    block, weights = Block().requires_grad_(not frozen), lambda m: torch.ones(2)
     generator = torch.Generator().manual_seed(0)
     params = {
         "layers": torch.rand(2, 3, generator=generator),

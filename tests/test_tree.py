@@ -13,7 +13,7 @@ from torch.autograd import forward_ad
 from purestep import tree
 from purestep.tree.alike import kind
 from purestep.tree.leaves import SMALL, at_hand
-from tests.memory import LiveBytes
+from tests.torch_private import FakeTensorMode
 
 register: Any = optree.dataclasses.dataclass
 
@@ -159,7 +159,7 @@ def test_what_the_host_can_read() -> None:
     torch.vmap(torch.func.grad(look))(x[None])
     torch.func.jvp(look, (x,), (x,))
     assert [list(values.flatten()) for values in seen] == [[1.0, 2.0]] * 3
-    with LiveBytes():
+    with FakeTensorMode():
         assert at_hand(torch.ones(2)) is None
     assert at_hand(torch.ones(2, device="meta")) is None
 

@@ -23,7 +23,7 @@ from purestep.optim.leafwise import (
     widened,
 )
 from purestep.optim.partition import Mask, masked
-from purestep.torch_private import foreach_add_, foreach_copy_, foreach_mul_
+from purestep.torch_private import foreach_add_, foreach_mul_
 from purestep.types import OptState, Params, Tree
 
 
@@ -96,7 +96,8 @@ def momentum(decay: float | Tensor, *, nesterov: bool = False) -> Transform:
             # Two lists, for what comes next may write to the updates.
             grads = [grad.to(t.dtype) for grad, t in zip(grads, trace, strict=True)]
             foreach_add_(grads, trace, alpha=decay)
-            foreach_copy_(trace, grads)
+            for old, new in zip(trace, grads, strict=True):
+                old.copy_(new)
         return grads
 
     return leafwise(Transform, MomentumState, [decay], rule, kernel, reads_params=False)

@@ -130,7 +130,7 @@ def at_hand(tensor: Tensor) -> Tensor | None:
     >>> torch.vmap(lambda x: x + at_hand(x).sum())(torch.tensor([1.0, 2.0]))
     tensor([4., 5.])
     """
-    if torch.compiler.is_dynamo_compiling() or torch_private.modes():
+    if torch.compiler.is_dynamo_compiling():
         return None
     if torch_private.is_wrapped(tensor):
         tensor = below_transforms(tensor)
