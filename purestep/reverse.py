@@ -76,7 +76,7 @@ def in_place(loss_fn: LossFn, part_of: Callable[..., Any] = part_of) -> Reverse:
                 loss_fn, params, inputs.microbatch, inputs.weights, inputs.divisors
             )
         loss = value(terms, cotangents, constant=True)
-        data = tree.leaves_of(inputs.microbatch)
+        data, _ = tree.flatten(inputs.microbatch)
         reached = backward(terms, cotangents, own, sums, ready, data=data, check=inputs.check)
         torch.clear_autocast_cache()  # Its casts of these leaves are of no use any more.
         return Beside(loss, weights, tree.detached(aux) if aux != () else (), reached)
@@ -145,25 +145,29 @@ def unshare(
     and a Function may return what it has saved, such as a param or data. ``others`` are these.
     Where a sum was there ``before``, the gradient is in it.
     """
-    taken = {_address(other) for other in others if type(other) is Tensor} | {None}
-    for index, grad in enumerate(values):
+    taken = {None, *_addresses(others)}
+    for index, (grad, address) in enumerate(zip(values, _addresses(values), strict=True)):
         if grad is None or (before and before[index] is not None):
             continue
         if grad.is_sparse:
-            grad = values[index] = grad.to_dense()
-        # A subclass, such as DTensor, may hold its values in tensors elsewhere.
-        if type(grad) is not Tensor or 0 in grad.stride() or _address(grad) in taken:
+            values[index] = grad.to_dense()
+        elif address in taken or 0 in grad.stride():
             values[index] = grad.clone()
-        else:
-            taken.add(_address(grad))
+        taken.add(address)
 
 
-def _address(tensor: Tensor) -> int | None:
-    """Where the tensor's storage begins; None on a device that computes later."""
-    try:
-        return tensor.untyped_storage().data_ptr()
-    except (RuntimeError, NotImplementedError):
-        return None
+def _addresses(tensors: Iterable[Any]) -> list[int | None]:
+    """Where each tensor's storage begins; None of a subclass, which may hold its values elsewhere.
+
+    None as well on a device that computes later.
+    """
+    found: list[int | None] = []
+    for tensor in tensors:
+        try:
+            found.append(tensor.untyped_storage().data_ptr() if type(tensor) is Tensor else None)
+        except (RuntimeError, NotImplementedError):
+            found.append(None)
+    return found
 
 
 def filled(sums: Sums, leaves: Sequence[Tensor]) -> list[Tensor]:

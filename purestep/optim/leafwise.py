@@ -140,7 +140,10 @@ def alike(*trees: Tree) -> tuple[list[list[Tensor]], list[Any], set[torch.dtype]
         dtypes.add(leaf.dtype)
     if not dtypes <= SUMS:
         return None
-    return [leaves[count * n : count * (n + 1)] for n in range(len(trees))], structures, dtypes
+    columns = []
+    for n in range(len(trees)):
+        columns.append(leaves[count * n : count * (n + 1)])
+    return columns, structures, dtypes
 
 
 def fits(home: set[tuple[torch.dtype, str]], leaves: Sequence[Tensor]) -> bool:
