@@ -97,11 +97,6 @@ def check_params(params: Params, axis: Axis) -> None:
                 f"{_path(params, 0)} is on {leaves[0].device}, but {_path(params, position)} is on "
                 f"{leaf.device}: the params of a step are on one device; move them there"
             )
-    if leaves[0].device.type == "mps":
-        raise ValueError(
-            f"params are on {leaves[0].device}, which has no float64, and losses and counts are "
-            "summed in it: move params and microbatches to the CPU"
-        )
     _check_pieces(params, leaves, axis)
 
 
@@ -127,16 +122,11 @@ def check_no_parameters(params: Params, leaves: Sequence[Any]) -> None:
 
 
 def _refuse_leaf(path: str, leaf: Any) -> NoReturn:
-    if isinstance(leaf, Tensor) and leaf.is_floating_point() and not leaf.is_sparse:
-        raise TypeError(
-            f"{path} is {leaf.dtype}, in which neither gradients nor updates can be computed: keep "
-            "params in bfloat16 or wider, and cast inside loss_fn"
-        )
     found = leaf.dtype if isinstance(leaf, Tensor) else type(leaf).__name__
     raise TypeError(
-        f"{path} is {found}, which has no gradient: params are floating point tensors in "
-        "containers that optree knows; keep other data in the microbatch or close over it, and "
-        "register classes of your own in purestep.tree.NAMESPACE"
+        f"{path} is {found}: params are dense tensors in bfloat16 or wider, in containers that "
+        "optree knows. Cast inside loss_fn, keep other data in the microbatch or close over it, "
+        "and register classes of your own in purestep.tree.NAMESPACE"
     )
 
 

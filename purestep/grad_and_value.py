@@ -79,15 +79,12 @@ def grad_and_value(
 
 
 def _value_and_aux(output: Any, has_aux: bool) -> tuple[Tensor, Tree]:
-    if has_aux and not (isinstance(output, tuple) and len(output) == 2):
-        raise ValueError(
-            f"with has_aux=True the function must return (value, aux), got {type(output).__name__}"
-        )
-    value, aux = output if has_aux else (output, None)
-    if not isinstance(value, Tensor) or value.ndim != 0:
+    paired = has_aux and isinstance(output, tuple) and len(output) == 2
+    value, aux = output if paired else (output, None)
+    if not isinstance(value, Tensor) or value.ndim != 0 or paired != has_aux:
         found = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
-        hint = "" if has_aux else ". Perhaps it returns aux as well: has_aux=True"
         raise ValueError(
-            f"only a scalar tensor has a gradient, but the function gave {found}{hint}"
+            f"the function must return a scalar tensor, or (scalar, aux) with has_aux=True; with "
+            f"{has_aux=} it returned {found}"
         )
     return value, aux

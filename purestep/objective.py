@@ -165,8 +165,6 @@ def _mismatch(losses: torch.Size, weights: torch.Size) -> str:
             "loss_fn must return one loss per token; a scalar is most likely a mean or a sum: take "
             'reduction="none"'
         )
-    if losses.numel() == weights.numel():
-        return "the same number in another shape: reshape the losses, or the weights in weight_fn"
     if len(losses) == len(weights):
         gaps = [abs(weight - loss) for loss, weight in zip(losses, weights, strict=True)]
         if sorted(gaps)[-2:] in ([1], [0, 1]):
@@ -175,6 +173,7 @@ def _mismatch(losses: torch.Size, weights: torch.Size) -> str:
                 "shift them in the data instead, before weight_fn counts them, or count what the "
                 'loss uses, as in weight_fn=lambda m: m["labels"][:, 1:] != -100'
             )
-    if 1 in losses:
-        return "they are multiplied one by one and never broadcast; a loss takes a mean too many"
-    return "they are multiplied one by one and never broadcast"
+    return (
+        "they are multiplied one by one and never broadcast: reshape the losses, or the weights in "
+        "weight_fn; or loss_fn takes a mean too many"
+    )

@@ -9,7 +9,6 @@ import purestep as ps
 from proofs.devices import Waits, lazy
 from purestep import optim
 from tests.on_a_device import one_leaf, ones, row
-from tests.torch_private import FakeTensorMode
 
 
 def test_two_devices() -> None:
@@ -32,11 +31,3 @@ def test_data_on_the_host() -> None:
         new = weighed(params, optimizer.init(params), [data])[0]
     assert waits.seen == []
     assert new["w"].tolist() == [0.5, 0, -0.5]
-
-
-def test_a_device_without_float64() -> None:
-    with FakeTensorMode():
-        params = {"w": torch.ones(3, device="mps")}
-        step = ps.make_update_step(one_leaf, optim.sgd(0.5), weight_fn=ones)
-        with pytest.raises(ValueError, match=r"mps:0, which has no float64.* move params and"):
-            step(params, (), [])

@@ -26,7 +26,7 @@ def test_a_reduced_loss(reduce: Any) -> None:
 
 def test_losses_of_another_shape_are_not_broadcast() -> None:
     with pytest.raises(
-        ValueError, match=r"\(2, 1\) against weights of shape \(2,\): the same number in another"
+        ValueError, match=r"\(2, 1\) against weights of shape \(2,\):.* reshape the losses"
     ):
         step_with(lambda p, m: loss_fn(p, m)[:, None])
     with pytest.raises(ValueError, match=r"\(2,\) against weights of shape \(1,\)"):
@@ -84,7 +84,7 @@ def test_params_that_have_no_gradient(leaf: Any, found: str) -> None:
     params = {"layers": [{"w": torch.ones(())}, {"w": leaf}]}
     step = ps.make_update_step(loss_fn, SGD, weight_fn=weight_fn)
     with pytest.raises(
-        TypeError, match=rf"params\['layers'\]\[1\]\['w'\] is {found}, which has no grad"
+        TypeError, match=rf"params\['layers'\]\[1\]\['w'\] is {found}: params are dense"
     ):
         step(params, (), [])
 
@@ -240,5 +240,7 @@ def test_labels_that_are_no_tensor(labels: Any) -> None:
 
 def test_params_in_eight_bits() -> None:
     params = {"w": torch.ones(2).to(torch.float8_e4m3fn)}
-    with pytest.raises(TypeError, match=r"params\['w'\] is torch.float8_e4m3fn, in which neither"):
+    with pytest.raises(
+        TypeError, match=r"params\['w'\] is torch.float8_e4m3fn: .* in bfloat16 or wider"
+    ):
         ps.make_update_step(loss_fn, SGD, weight_fn=weight_fn)(params, (), [MICROBATCH])
