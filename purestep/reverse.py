@@ -22,7 +22,7 @@ from purestep.objective import part_of, value
 from purestep.torch_private import run_backward
 from purestep.types import Count, LossFn, Microbatch, Ready, Tree
 
-_GRAD = attrgetter("grad")
+_GRAD, _DTYPE, _REQUIRES_GRAD = map(attrgetter, ["grad", "dtype", "requires_grad"])
 
 
 class Inputs(NamedTuple):
@@ -105,10 +105,11 @@ def backward(
     if not terms:
         return False
     before = [*sums.values]
-    for leaf, so_far, dtype in zip(own, before, sums.dtypes, strict=True):
-        if leaf.dtype is not dtype:
+    if not all(map(_REQUIRES_GRAD, own)) or [*map(_DTYPE, own)] != sums.dtypes:
+        for leaf, dtype in zip(own, sums.dtypes, strict=True):
+            leaf.requires_grad = True  # The loss may have frozen it.
             leaf.grad_dtype = dtype
-        leaf.requires_grad = True  # The loss may have frozen it.
+    for leaf, so_far in zip(own, before, strict=True):
         leaf.grad = so_far
     if ready is not None:
         for index, leaf in enumerate(own):
