@@ -1,8 +1,10 @@
-"""Trains an unmodified GPT-2 of transformers, all its dropouts on, on groups that are cut in four ways.
+"""Trains an unmodified GPT-2 of transformers, all its dropouts on, on groups cut in four ways.
 
-With purestep, and keys for the dropouts, the four cuts over one rank and over two are one training run: the parameters differ
-by rounding. With the loop that is usually written, a mean for each microbatch and torch's global generator, they are four
-different runs. It takes the extra: ``pip install 'purestep[huggingface]'``.
+With purestep, and keys for the dropouts, the four cuts over one rank and over two are one training
+run: the parameters differ by rounding. The usual loop takes a mean for each microbatch and torch's
+global generator: the four cuts are four different runs.
+
+It takes the extra: ``pip install 'purestep[huggingface]'``.
 
     python -m purestep.examples.cut_invariance
 """
@@ -43,7 +45,7 @@ CUTS: dict[str, Cut] = {
 
 
 def gpt2(dtype: torch.dtype) -> GPT2LMHeadModel:
-    """A small one, as transformers makes it: dropout of 0.1 in the embedding, in attention and in both residuals."""
+    """A small one: dropout of 0.1 in the embedding, in attention and in both residuals."""
     config = GPT2Config(
         vocab_size=256, n_positions=CONTEXT, n_embd=32, n_layer=2, n_head=2, bos_token_id=None,
         eos_token_id=None, attn_implementation="eager",
@@ -53,7 +55,7 @@ def gpt2(dtype: torch.dtype) -> GPT2LMHeadModel:
 
 
 def groups(steps: int) -> list[list[Batch]]:
-    """A group of docstrings for each update, byte for byte. Each docstring has a key: of the run, and of its number in it."""
+    """A group of docstrings for each update. Each has a key, of the run and of its number in it."""
     files = sorted((Path(sysconfig.get_paths()["stdlib"]) / "asyncio").glob("*.py"))
     corpus = [list(text.encode()[:CONTEXT]) for text in docstrings_of(files)]
     generator = torch.Generator().manual_seed(0)
@@ -70,7 +72,7 @@ def train(
     data: list[list[Batch]],
     optimizer: ps.optim.Optimizer = OPTIMIZER,
 ) -> list[Params]:
-    """What one rank does: the parameters after each update, to which it brings its share of the group."""
+    """What one rank does with its share of each group: the parameters after each update."""
     params, apply = ps.from_module(model)
 
     def loss_fn(params: Params, batch: Batch) -> Tensor:
@@ -120,7 +122,7 @@ def worst(runs: Sequence[list[Params]]) -> list[float]:
 
 
 def plane(runs: Sequence[list[Params]], chosen: int) -> list[tuple[Tensor, Tensor]]:
-    """Each run's way from where all begin, in the plane in which the ends of the first ``chosen`` differ most."""
+    """Each run's way, in the plane in which the ends of the first ``chosen`` runs differ most."""
     start = {k: p.detach() for k, p in gpt2(torch.float64).named_parameters()}
     ways = torch.stack(
         [
@@ -182,9 +184,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, list[float]]:
         "purestep, float32": worst(rounded),
         "the usual loop, float64": worst(loops),
     }
-    print(
-        f"{len(exact)} runs of purestep, {len(loops)} of the usual loop, {options.steps} updates each"
-    )
+    print(f"{len(exact)} runs of purestep, {len(loops)} of the usual loop, {options.steps} updates")
     for name, values in far.items():
         print(f"largest distance from the first run, {name}: {values[-1]:.1e} of its norm")
     draw(options.picture, loops, exact, far)

@@ -1,15 +1,16 @@
 """Trains a byte-level GPT on the docstrings of Python's standard library, three times over.
 
-Once with each group of docstrings in one large batch; once with the same group cut into microbatches over
-simulated ranks; and once cut the same way, but with the mean of the microbatches' means that most training
-loops compute. The picture shows how far the last two end up from the first, step by step.
+Once with each group of docstrings in one large batch; once with the same group cut into
+microbatches over simulated ranks; and once cut the same way, but with the mean of the microbatches'
+means that most training loops compute. The picture shows how far the last two end up from the
+first, step by step.
 
     python -m purestep.examples.docstrings --help
 
-Under ``torchrun`` it trains once, over real ranks; rank 0 speaks for all. With a checkpoint, processes may be
-killed or interrupted: the run goes on where it was saved, and ends in the same bits. It may go on over more or
-fewer ranks, and in microbatches of a different size, and then ends in the same parameters but for rounding. Whatever
-else it was begun with, it goes on with, or is refused.
+Under ``torchrun`` it trains once, over real ranks; rank 0 speaks for all. With a checkpoint,
+processes may be killed or interrupted: the run goes on where it was saved, and ends in the same
+bits. It may go on over more or fewer ranks, and in microbatches of a different size: it ends in the
+same parameters but for rounding. All other settings have to stay, or the run is refused.
 
     torchrun --nproc-per-node 2 --max-restarts 3 -m purestep.examples.docstrings --checkpoint state
 """
@@ -59,7 +60,7 @@ RECIPE = Recipe()
 
 
 def settings_of(options: argparse.Namespace, corpus: list[bytes]) -> elastic.Settings:
-    """All that decides where a run ends up. How it is cut does not: neither ranks nor microbatches are here."""
+    """All that decides where a run ends up: neither its ranks nor its microbatches."""
     return {
         "steps": options.steps,
         "examples": options.examples,
@@ -71,7 +72,7 @@ def settings_of(options: argparse.Namespace, corpus: list[bytes]) -> elastic.Set
 
 
 def docstrings(of: Path | None = None) -> list[bytes]:
-    """Every docstring in a folder, of the standard library without one, that is longer than a line: a few bytes to thousands."""
+    """The docstrings longer than a line in a folder; None: in the standard library."""
     if of is not None:
         return [text.encode() for text in docstrings_of(sorted(of.rglob("*.py")))]
     folder = Path(sysconfig.get_paths()["stdlib"])
@@ -107,9 +108,9 @@ def example_of(text: bytes) -> Example:
 
 
 def cut(examples: list[Example], ranks: int, max_tokens: int) -> list[Batch]:
-    """The examples packed into microbatches, each dealt out to the ranks, which are its leading dimension.
+    """The examples packed into microbatches, whose leading dimension is the ranks.
 
-    Ranks that are simulated hold the same shapes: rows are filled up with examples that have no labels.
+    Simulated ranks hold the same shapes: examples without labels fill up the rows.
     """
     ignored = {"tokens": torch.zeros(1, dtype=torch.int64), "labels": torch.full((1,), -100)}
     microbatches = []
@@ -235,7 +236,7 @@ def compare(options: argparse.Namespace) -> None:
             **over_ranks,
         ),
     }
-    # The mean of means reports a mean of means: for a loss per byte, its parameters are asked again.
+    # The mean of means reports a mean of means: its loss per byte is evaluated.
     evaluate = ps.make_eval_step(loss_fn)
     states = {name: (params, optimizer.init(params)) for name in steps}
     losses: dict[str, list[float]] = {name: [] for name in steps}
@@ -325,7 +326,7 @@ def fingerprint(params: Any) -> str:
 
 
 def train(options: argparse.Namespace, axis: ps.MeshAxis) -> None:
-    """Trains once, over real ranks, from the checkpoint on if there is one; rank 0 prints and saves."""
+    """Trains over real ranks, from the checkpoint on if there is one; rank 0 prints and saves."""
     speaks = axis.rank == 0
     generator = torch.Generator().manual_seed(RECIPE.seed)
     corpus = docstrings(options.docstrings_of)
@@ -427,7 +428,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--shard",
         choices=["step", "microbatch"],
-        help="keep a piece of the state on each rank, and gather params once a step or once a microbatch; only under torchrun",
+        help="keep a piece of the state on each rank, and gather params once a step or once a "
+        "microbatch; only under torchrun",
     )
     parser.add_argument("--save-every", type=positive, default=20, help="steps between two saves")
     options = parser.parse_args(arguments)
@@ -455,7 +457,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def main() -> None:
-    """Trains over the ranks of ``torchrun`` where there are any, else compares over simulated ones."""
+    """Trains over the ranks of ``torchrun`` if there are any, else compares simulated ones."""
     options = parse()
     try:
         if "RANK" in os.environ:

@@ -2,7 +2,8 @@
 
     torchrun --nproc-per-node 2 --max-restarts 3 -m purestep.examples.docstrings --checkpoint state
 
-When a process dies, ``torchrun`` ends the others too and starts all of them again, from the top of the program.
+When a process dies, ``torchrun`` ends the others too and starts all of them again, from the top of
+the program.
 """
 
 from __future__ import annotations
@@ -31,9 +32,9 @@ Result = TypeVar("Result")
 
 @contextmanager
 def processes() -> Iterator[ps.MeshAxis]:
-    """The processes of ``torchrun`` as one axis, which they leave together unless there is an error."""
+    """The processes of ``torchrun`` as one axis; without an error, they leave it together."""
     store, rank, size = next(rendezvous("env://", timeout=TIMEOUT))
-    # The store lives as long as torchrun: without a prefix, it still says where dead processes listened.
+    # The store outlives processes: without a prefix, it still says where dead ones listened.
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     store = PrefixStore(f"attempt_{attempt}", store)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=TIMEOUT)
@@ -53,14 +54,14 @@ def end(code: int, line: str = "") -> NoReturn:
         print(line, file=sys.stderr)
     sys.stdout.flush()
     sys.stderr.flush()
-    # Not sys.exit: a thread of a process group that still lets go of a tensor as Python ends aborts the process.
+    # Not sys.exit: a process group's thread that frees a tensor as Python ends aborts the process.
     os._exit(code)
 
 
 def from_rank_0(function: Callable[[], Result]) -> Result:
     """What the function gives on rank 0, on every rank; it runs nowhere else.
 
-    Where it raises, every rank ends, and rank 0 says why in one line: nobody waits for one that has left.
+    Where it raises, every rank ends, and rank 0 says why in one line.
     """
     answer: list[Any] = [None, None]
     if dist.get_rank() == 0:
@@ -76,7 +77,7 @@ def from_rank_0(function: Callable[[], Result]) -> Result:
 
 
 def on_every_rank(function: Callable[[], Result]) -> Result:
-    """What the function gives on this rank. Where it raises, it does so on all of them, and every rank ends in the same way."""
+    """What the function gives on this rank. It raises on all ranks alike, and every rank ends."""
     try:
         return function()
     except (OSError, ValueError) as error:
@@ -84,15 +85,15 @@ def on_every_rank(function: Callable[[], Result]) -> Result:
 
 
 def check_alike(axis: ps.MeshAxis, settings: Settings) -> None:
-    """Ends every rank, rank 0 with one line, where they were not all started with the same settings."""
+    """Ends every rank, rank 0 with one line, unless all were started with the same settings."""
     heard: list[Any] = [None] * axis.size
     dist.all_gather_object(heard, dict(settings))
     for rank, theirs in enumerate(heard):
         name = difference(heard[0], theirs)
         if name is not None:
             _refuse(
-                f"rank 0 was started with {said(name, heard[0])}, rank {rank} with {said(name, theirs)}: "
-                "start all of them with the same",
+                f"rank 0 was started with {said(name, heard[0])}, "
+                f"rank {rank} with {said(name, theirs)}: start all of them with the same"
             )
 
 

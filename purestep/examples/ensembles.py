@@ -1,8 +1,8 @@
-"""Trains a network with 64 learning rates at once: ``torch.vmap`` of the update step is a program of 64 runs.
+"""Trains a network with 64 learning rates at once: ``torch.vmap`` of the update step.
 
-The picture shows the valley of the loss over the learning rate, as the program finds it, and the 64 runs one after the other,
-which come out the same and take many times as long. (Where the rate is too large for training to be stable, it amplifies
-what rounding leaves between the two.)
+The picture shows the valley of the loss over the learning rate. The 64 runs one after the other
+come out the same and take many times as long. (A rate too large for stable training amplifies what
+rounding leaves between the two.)
 
     python -m purestep.examples.ensembles
 """
@@ -158,13 +158,10 @@ def main(arguments: Sequence[str] | None = None) -> Found:
     best = int(found.together[:, -1].argmin())
     apart = (found.together - found.alone).abs() / found.alone
     stable = int((apart.amax(1) < 1e-9).sum())
-    print(
-        f"best of {RUNS} learning rates: {found.rates[best]:.1e}, loss {found.together[best, -1]:.1e}"
-    )
+    loss = found.together[best, -1]
+    print(f"best of {RUNS} learning rates: {found.rates[best]:.1e}, loss {loss:.1e}")
     print(f"seconds: {found.seconds_together:.1f} together, {found.seconds_alone:.1f} one by one")
-    print(
-        f"losses within 1e-9 of each other: {stable} runs; the others amplify whatever rounding leaves"
-    )
+    print(f"losses within 1e-9 of each other: {stable} runs; the others amplify rounding")
     draw(options.picture, found)
     return found
 

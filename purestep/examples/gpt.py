@@ -27,7 +27,7 @@ class Config:
 def init(
     config: Config, generator: torch.Generator, dtype: torch.dtype = torch.float32
 ) -> dict[str, Any]:
-    """Parameters: normal, narrower where residual branches end; the embedding is the output layer too."""
+    """Normal, narrower where residual branches end; the embedding is the output layer too."""
 
     def normal(*shape: int, std: float = 0.02) -> Tensor:
         return (std * torch.randn(shape, generator=generator, dtype=torch.float64)).to(dtype)
@@ -51,7 +51,7 @@ def init(
 
 
 def apply(config: Config, params: dict[str, Any], tokens: Tensor, *, remat: bool = False) -> Tensor:
-    """Logits for the token after each of ``tokens``, which is ``(batch, time)``; ``remat``: with less memory, in more time."""
+    """Logits for the token after each of ``tokens``, ``(batch, time)``; ``remat`` saves memory."""
     x = functional.embedding(tokens, params["embedding"]) + params["position"][: tokens.shape[1]]
     layer = ps.remat(block) if remat else block
     for layer_params in params["layers"]:

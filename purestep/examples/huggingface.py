@@ -1,7 +1,9 @@
-"""Trains a small Llama of transformers from scratch on Python's docstrings, and a LoRA of peft on torch's.
+"""Trains a small Llama of transformers on Python's docstrings, and a LoRA of peft on torch's.
 
-Nothing is downloaded: the tokenizer is trained on the spot. Docstrings are packed, several in a row; the picture shows what
-both models have learned, and that packing changes no document's loss. What is saved loads in plain transformers and peft.
+Nothing is downloaded: the tokenizer is trained on the spot. Docstrings are packed, several in a
+row. The picture shows what both models have learned, and that packing changes no document's loss.
+What is saved loads in plain transformers and peft.
+
 It takes the extra: ``pip install 'purestep[huggingface]'``.
 
     python -m purestep.examples.huggingface --help
@@ -96,7 +98,7 @@ def packed(examples: Sequence[Batch], generator: torch.Generator) -> Iterator[Ba
 
 
 def loss_of(apply: Any) -> Callable[[Params, Batch], Tensor]:
-    """The loss of each token. Positions that begin again at 0 tell the model where a document begins."""
+    """The loss of each token. Where positions begin again at 0, a document begins."""
 
     def loss_fn(params: Params, batch: Batch) -> Tensor:
         output = apply(
@@ -118,7 +120,7 @@ def train(
     steps: int,
     peak_rate: float,
 ) -> tuple[Params, dict[str, list[tuple[int, float]]]]:
-    """The trained params, and what held-out documents cost on the way: steps taken, and loss per token."""
+    """The trained params, and the loss per token of held-out documents after so many steps."""
     rate = ps.optim.warmup_cosine_decay_schedule(
         0.0, peak_rate, steps // 10 + 1, steps + 1, peak_rate / 10
     )
@@ -171,7 +173,7 @@ def changes(params: Params, apply: Any, documents: Sequence[Batch]) -> dict[str,
     for i, pair in enumerate(pairwise(documents)):
         row = ps.pack_documents(pair, row_tokens=2 * CONTEXT)
         tokens = int(ps.label_weights(row).sum())
-        # What those do who put texts one after the other: positions go on, and the second sees the first.
+        # Texts that are just put one after the other: the second sees the first.
         joined = {**row, "positions": torch.arange(2 * CONTEXT)[None]}
         found["tokens"].append(tokens)
         for name, batch in {"packed": row, "joined": joined}.items():
@@ -225,7 +227,7 @@ def draw(
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Trains a Llama, saves and loads it; trains a LoRA on what was loaded, saves and loads that; draws."""
+    """Trains a Llama, and a LoRA on it; saves and loads both; draws."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )

@@ -1,9 +1,11 @@
 """Learns a learning rate for each layer, by gradient descent through training.
 
-A run of 20 updates is a function of its learning rates, and ``torch.func`` differentiates the loss at its end by them. The outer
-loop, which makes use of that, is an update step itself: its parameters are the logarithms of the rates, its microbatch is a few
-whole runs, and its "token" is a run. The picture shows what the rates become, and that on data and initial parameters never seen
-before they train further in the same number of updates than the best single rate for all layers.
+A run of 20 updates is a function of its learning rates, and ``torch.func`` differentiates the loss
+at its end by them. The outer loop is an update step, too: its parameters are the logarithms of the
+rates, its microbatch is a few whole runs, and its "token" is a run.
+
+The picture shows what the rates become. On new data and initial parameters they train further in
+the same number of updates than the best single rate for all layers.
 
     python -m purestep.examples.hypergradients
 """
@@ -106,7 +108,7 @@ def best_single(some: Any) -> Rates:
 
 
 def learn(log_rates: Rates, steps: int, generator: torch.Generator) -> list[Rates]:
-    """The logarithms of the rates: first those to begin with, then those after each outer update."""
+    """The logarithms of the rates: to begin with, and after each outer update."""
     optimizer = ps.optim.adamw(0.1, weight_decay=0.0)
     update_step = ps.make_update_step(
         lambda log_rates, some: losses_of(log_rates, some)[:, -1],
@@ -146,7 +148,7 @@ def draw(path: Path, rates: list[Rates], single: Tensor, learned: Tensor) -> Non
 
 
 def main(arguments: Sequence[str] | None = None) -> tuple[Tensor, Tensor]:
-    """Learns rates; prints, draws and returns the losses of unseen runs, with the best single rate and with these."""
+    """Learns rates; prints, draws and returns the losses of unseen runs without and with them."""
     options = picture.parse(__doc__, "hypergradients", 60, arguments)
     generator = torch.Generator().manual_seed(0)
     single = best_single(runs(96, generator))
@@ -157,8 +159,11 @@ def main(arguments: Sequence[str] | None = None) -> tuple[Tensor, Tensor]:
         print(f"{name}: learning rate {single[name].exp():.4f} -> {rates[-1][name].exp():.4f}")
     gain = before[:, -1] - after[:, -1]
     error = gain.std() / len(gain) ** 0.5
-    print(f"loss of {len(gain)} unseen runs: {before[:, -1].mean():.3f} with the best single rate, "
-          f"{after[:, -1].mean():.3f} with a rate for each layer; the difference is {gain.mean():.3f} ± {error:.3f}")  # fmt: skip
+    print(
+        f"loss of {len(gain)} unseen runs: {before[:, -1].mean():.3f} with the best single rate, "
+        f"{after[:, -1].mean():.3f} with a rate for each layer; "
+        f"the difference is {gain.mean():.3f} ± {error:.3f}"
+    )
     draw(options.picture, rates, before, after)
     return before, after
 

@@ -1,8 +1,9 @@
-"""Learns where to begin: sinusoids, of which ten points are given, are learned in a few updates [Finn et al., 2017].
+"""Learns where to begin: a few updates learn a sinusoid from ten of its points [Finn et al., 2017].
 
-The inner loop is an update step of purestep's, and so is the outer one, whose loss runs the inner one on each of its tasks. The
-picture shows what both initialisations become in a few updates: the one that was learned through the update, and the one that was
-trained in the ordinary way on the same tasks, for which the mean of all sinusoids, zero, is the best answer.
+The inner loop is an update step, and so is the outer one, whose loss runs the inner one on each of
+its tasks. The picture shows what two initialisations become in a few updates. One was learned
+through the update. The other was trained in the ordinary way on the same tasks: its best answer is
+the mean of all sinusoids, zero.
 
     python -m purestep.examples.maml
 """
@@ -63,7 +64,7 @@ def ones(batch: Batch) -> Tensor:
 
 
 def sinusoids(number: int, generator: torch.Generator) -> Batch:
-    """Of amplitudes from 0.1 to 5 and any phase: the points that are given, and as many to be found."""
+    """Of amplitudes from 0.1 to 5 and any phase: points to learn from, and as many to predict."""
 
     def uniform(low: float, high: float, *shape: int) -> Tensor:
         return low + (high - low) * torch.rand(shape, generator=generator, dtype=torch.float64)
@@ -77,7 +78,7 @@ def sinusoids(number: int, generator: torch.Generator) -> Batch:
 
 
 def adapted(params: Params, task: Batch, updates: int, rate: float | Tensor = RATE) -> list[Params]:
-    """The parameters before the first and after each of so many updates on the given points of one task."""
+    """The parameters before the first update on the points of one task, and after each."""
     optimizer = ps.optim.sgd(rate)
     update_step = ps.make_update_step(loss_fn, optimizer, weight_fn=ones)
     opt_state, path = optimizer.init(params), [params]
@@ -99,7 +100,7 @@ def errors(params: Params, tasks: Batch, updates: int, rate: float | Tensor = RA
 
 
 def learn(updates: int, steps: int) -> Params:
-    """Parameters that are good after so many updates of a task; of 0 updates, those of ordinary training."""
+    """Parameters that are good after so many updates of a task; 0: after ordinary training."""
     generator = torch.Generator().manual_seed(0)
     params = init(generator)
     rate = ps.optim.warmup_cosine_decay_schedule(0.0, 1e-2, steps // 40 + 1, steps + 1, 5e-4)
@@ -116,7 +117,7 @@ def learn(updates: int, steps: int) -> Params:
 
 
 def best_rate(params: Params, tasks: Batch) -> Tensor:
-    """The rate with which these parameters have the least error in the end, of 24 in one program."""
+    """The rate with which these parameters have the least error in the end, of 24."""
     rates = torch.logspace(-4, -0.5, 24, dtype=torch.float64)
     ends = torch.vmap(lambda rate: errors(params, tasks, MOST, rate)[:, -1].mean())(rates)
     return rates[ends.nan_to_num(nan=torch.inf).argmin()]
@@ -149,7 +150,7 @@ def draw(
 
 
 def main(arguments: Sequence[str] | None = None) -> list[Tensor]:
-    """Learns both initialisations; prints, draws and returns their errors on unseen tasks: the ordinary ones', the learned ones'."""
+    """Learns both initialisations; prints, draws and returns their errors on unseen tasks."""
     options = picture.parse(__doc__, "maml", 2000, arguments)
     generator = torch.Generator().manual_seed(1)
     plain, learned = learn(0, options.steps), learn(UPDATES, options.steps)
@@ -162,8 +163,10 @@ def main(arguments: Sequence[str] | None = None) -> list[Tensor]:
     found = [errors(params, unseen, MOST, rate) for params, rate in curves.values()]
     for name, each in zip(curves, found, strict=True):
         means = each.mean((0, 2))
-        print(f"error on {len(each)} unseen sinusoids, {name}: {means[0]:.2f}, after {UPDATES} updates "
-              f"{means[UPDATES]:.2f}, after {MOST} {means[MOST]:.2f}")  # fmt: skip
+        print(
+            f"error on {len(each)} unseen sinusoids, {name}: {means[0]:.2f}, "
+            f"after {UPDATES} updates {means[UPDATES]:.2f}, after {MOST} {means[MOST]:.2f}"
+        )
     largest = int(unseen["amplitude"].argmax())
     draw(options.picture, curves, {k: v[largest] for k, v in unseen.items()}, found)
     return found

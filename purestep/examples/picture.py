@@ -1,4 +1,4 @@
-"""What the small examples share: a command line of two options, and a picture that is written where they are run."""
+"""What the small examples share: a command line of two options, and a picture."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ BLUE, ORANGE, GREEN, GREY = "#0072b2", "#d55e00", "#009e73", "0.45"
 def parse(
     words: str | None, name: str, steps: int, arguments: Sequence[str] | None
 ) -> argparse.Namespace:
-    """``--steps`` and ``--picture`` of the program that says these words of itself; refused where nothing could be drawn."""
+    """``--steps`` and ``--picture`` of a program; a picture that cannot be written is refused."""
     parser = argparse.ArgumentParser(
         description=words, formatter_class=argparse.RawTextHelpFormatter
     )

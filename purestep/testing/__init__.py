@@ -1,4 +1,4 @@
-"""For tests of training: ranks as threads and as processes, and the laws of gradient accumulation for trainers of any kind.
+"""For tests of training: ranks as threads and as processes, and laws that any trainer keeps.
 
 pip install "purestep[testing]"
 """

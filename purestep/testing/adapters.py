@@ -1,4 +1,4 @@
-"""Trainers that are ready to be judged: a pure step, a loop over a module and an optimizer, and programs in several processes."""
+"""Trainers to be judged: a pure step, a loop of torch's, and programs in several processes."""
 
 from __future__ import annotations
 
@@ -19,11 +19,12 @@ from purestep.testing.trainer import Abilities, Group, Observation
 
 Step: TypeAlias = Callable[..., Any]
 MakeStep: TypeAlias = Callable[[Problem, Axis], tuple[Any, Any, Step]]
-"""``make(problem, axis)`` gives params, optimizer state and a pure step, ``(params, state, microbatches) -> (params, state, metrics)``."""
+"""``make(problem, axis)`` returns params, optimizer state and a pure step:
+``(params, state, microbatches) -> (params, state, metrics)``."""
 
 
 class PureTrainer:
-    """A pure step, whose ranks are threads. Params are a dict by the names that the problem's module has for them.
+    """A pure step, whose ranks are threads. Params have the names of the problem's module.
 
     >>> import purestep as ps
     >>> def make(problem, axis):
@@ -90,7 +91,9 @@ class RankProgram(Protocol):
 
 
 UpdateFn: TypeAlias = Callable[[Any, Any, Sequence[Batch], Problem], Mapping[str, Any] | None]
-"""``update(model, optimizer, microbatches, problem)`` makes one update in place; what it reports, by name, or None."""
+"""``update(model, optimizer, microbatches, problem)`` makes one update in place.
+
+It returns what it reports, by name, or None."""
 
 
 class Loop:
@@ -98,7 +101,7 @@ class Loop:
 
     Args:
         update: one update in place.
-        prepare: makes the model and the optimizer that ``update`` is given; None: the problem's own.
+        prepare: makes the model and the optimizer for ``update``; None: the problem's own.
     """
 
     def __init__(
@@ -162,10 +165,10 @@ def loop(
     prepare: Callable[[nn.Module, Problem], tuple[Any, Any]] | None = None,
     abilities: Abilities = Abilities(),
 ) -> OneRank | Processes:
-    """A trainer of a loop: ``update(model, optimizer, microbatches, problem)`` makes one update in place.
+    """A trainer of a loop: ``update(model, optimizer, microbatches, problem)`` updates in place.
 
-    With ``abilities.ranks`` above 1 it runs in as many processes of a gloo group, on a single rank too: then both functions
-    stand at the top of a module.
+    With ``abilities.ranks`` above 1 it runs in as many processes of a gloo group, on a single rank
+    too: both functions then stand at the top of a module.
 
     >>> import purestep as ps
     >>> def update(model, optimizer, microbatches, problem):
@@ -182,7 +185,7 @@ def loop(
 
 
 class Processes:
-    """A program for each rank, in processes of their own: those of one gloo group, which stay from run to run.
+    """A program for each rank, in the processes of a gloo group, which stay from run to run.
 
     Args:
         make: a function at the top of a module, that makes a ``RankProgram`` in each process.

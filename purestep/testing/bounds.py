@@ -1,9 +1,9 @@
-"""How far apart rounding can take two computations of the same update: computed from the case, never chosen.
+"""How far rounding can take two computations of one update apart: computed, never chosen.
 
-    γₙ = n u / (1 - n u)        u the unit roundoff of the dtype, n the roundings that can follow one another
+    γₙ = n u / (1 - n u)        u: the unit roundoff of the dtype, n: roundings in a row
 
-A sum of products of inputs, each of which has passed through at most n roundings, is off by at most γₙ times the sum of the
-products' absolute values: its majorant.
+A sum of products of inputs, each of which has passed through at most n roundings, is off by at most
+γₙ times the sum of the products' absolute values: its majorant.
 """
 
 from __future__ import annotations
@@ -30,7 +30,10 @@ def gamma(n: int, dtype: torch.dtype) -> float:
 
 
 class Bound(NamedTuple):
-    """How far a run may be off: the norm of each parameter's error, what is reported of the last update, and the loss after it."""
+    """How far a run may be off: the norm of each parameter's error, and the errors of the reports.
+
+    ``evaluation`` bounds the loss after the last update.
+    """
 
     params: dict[str, float]
     loss: float
@@ -41,7 +44,7 @@ class Bound(NamedTuple):
 def bound(
     problem: Problem, batches: Sequence[Batch | None], tokens: int, dtype: torch.dtype
 ) -> Bound:
-    """The bound after updates on these whole batches, for whoever sums so many tokens in all in this dtype."""
+    """The bound after updates on these whole batches, with so many tokens summed in this dtype."""
     n = (problem.task.roundings + 8) * max(1, len(batches)) + 2 * tokens
     factor = gamma(n, dtype)
     if isinstance(problem.model, Linear):
@@ -58,7 +61,7 @@ def bound(
 def _of_polynomials(
     problem: Problem, model: Linear, batches: Sequence[Batch | None]
 ) -> tuple[dict[str, float], float, float, float]:
-    """All updates of the linear model are polynomials of the data: the same ones, of absolute values, with no difference."""
+    """Updates of the linear model are polynomials of the data: here, of its absolute values."""
     weight, bias = (p.detach().to(torch.float64).abs() for p in (model.weight, model.bias))
     moments = [torch.zeros_like(weight), torch.zeros_like(bias)]
     loss = norm = evaluation = 0.0
@@ -90,9 +93,9 @@ def _of_polynomials(
 def _of_gradients(
     problem: Problem, batches: Sequence[Batch | None]
 ) -> tuple[dict[str, float], float, float, float]:
-    """For other models the norms of each row's own gradient stand for the products: Σ‖gₘ‖, after a single update.
+    """For other models the norms of each row's gradient stand for the products: Σ‖gₘ‖, one update.
 
-    Of all parameters together: one whose gradient is zero is given differences of others' terms.
+    Of all parameters together: one whose gradient is zero gets differences of others' terms.
     """
     params = {name: p.to(torch.float64) for name, p in problem.params().items()}
     sizes = {name: float(p.norm()) for name, p in params.items()}
@@ -118,7 +121,7 @@ def _of_gradients(
         loss += float(value)
         total += float(torch.stack([grad.norm() for grad in grads.values()]).norm())
         after = {name: p - problem.learning_rate * grads[name] for name, p in after.items()}
-    # A loss near zero is a difference of larger numbers, which are not seen here: those of the loss before stand for them.
+    # A loss near zero is a difference of larger numbers: those of the loss before stand for them.
     evaluation = max(loss, sum(float(of_row(after, row)) for row in range(len(share))))
     sizes = {name: size + problem.learning_rate * total for name, size in sizes.items()}
     return sizes, loss, total, evaluation

@@ -1,4 +1,4 @@
-"""Two ways to write the same training, of which a law says that they end in the same state; and what a trainer makes of them."""
+"""Two ways to write the same training, which must end in the same state; and whether they do."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ class Run(NamedTuple):
 class Case:
     """Two runs that must agree; ``first`` None: the second one and the specification.
 
-    ``reports`` says what a rank reports of the last update that must agree, too, and ``scale`` how much larger the count of tokens is in
-    the second.
+    ``reports`` names what the ranks' reports of the last update must agree in, too. ``scale`` is
+    how much larger the count of tokens is in the second.
     """
 
     problem: Problem
@@ -165,14 +165,17 @@ def outcome(
     for each in seen:
         if {*each.params} != {*known}:
             raise ValueError(
-                f"observe() of {type(trainer).__name__} names the parameters {[*each.params]}, but the problem's module has "
-                f"{[*known]}: give them the names of the problem's"
+                f"observe() of {type(trainer).__name__} names the parameters {[*each.params]}, but "
+                f"the problem's module has {[*known]}: give them the names of the problem's"
             )
     return seen
 
 
 def agree(trainer: Trainer, case: Case) -> bool:
-    """Raises ``DisagreementError`` where the two runs end in different states, or report different numbers; else: whether to the bit."""
+    """Whether the two runs agree to the bit; ``DisagreementError`` where they differ by more.
+
+    They agree in their last states and in what they report.
+    """
     # The first run has no more in it than has to be computed.
     whole = _wholes(case.first or case.second)
     tokens = sum(case.problem.weights(b).numel() for b in _wholes(case.second) if b is not None)
@@ -235,8 +238,8 @@ def _compare(
                 moved = float((want - case.problem.params()[name].to(torch.float64)).norm())
                 raise DisagreementError(
                     case,
-                    f"{name}{on}: {_shown(have)} is not {_shown(want)}; they are {error:.3g} apart, and rounding "
-                    f"explains {2 * allowed.params[name]:.1g}",
+                    f"{name}{on}: {_shown(have)} is not {_shown(want)}; they are {error:.3g} "
+                    f"apart, and rounding explains {2 * allowed.params[name]:.1g}",
                     error / moved if moved else float("inf"),
                 )
         _compare_reports(case, each, expected, allowed, scale, on)

@@ -42,7 +42,7 @@ class TrainerLaw:
         statement: in a sentence.
         cases: what is drawn, for a trainer of these abilities.
         missing: why the law is not put to a trainer; empty: it is.
-        claim: raises ``DisagreementError`` where two runs do not agree; else whether they agree to the bit.
+        claim: whether two runs agree to the bit; ``DisagreementError`` where they do not agree.
     """
 
     name: str
@@ -54,7 +54,7 @@ class TrainerLaw:
 
 
 def _batches(abilities: Abilities, kind: Any = None, **more: Any) -> SearchStrategy[Batch]:
-    """Sums of weights that are a power of two hide in which dtype one divides by them, so that others are drawn as well."""
+    """Sums that are a power of two hide in which dtype they divide: others are drawn, too."""
     kind = kind or abilities.weights
 
     def some(exact: bool) -> SearchStrategy[Batch]:
@@ -65,7 +65,7 @@ def _batches(abilities: Abilities, kind: Any = None, **more: Any) -> SearchStrat
 
 @st.composite
 def _updates(draw: st.DrawFn, abilities: Abilities, microbatches: int = 2) -> list[list[Batch]]:
-    """Some updates on one rank, each of at most so many microbatches; of a model that is no polynomial, none."""
+    """Updates on one rank, each of at most so many microbatches; none of a model that is given."""
     if abilities.task.model is not None:
         return []
     group = st.lists(_batches(abilities, most_rows=2), min_size=1, max_size=microbatches)
@@ -144,7 +144,7 @@ def _spread(draw: st.DrawFn, trainer: Trainer) -> Case:
 
 @st.composite
 def _reordered(draw: st.DrawFn, trainer: Trainer) -> Case:
-    """The same microbatches on the same number of ranks, and rows, microbatches and ranks in a different order."""
+    """Rows, microbatches and ranks in a different order."""
     abilities = trainer.abilities
     problem = draw(problems(abilities))
     batch = draw(_batches(abilities, least_rows=2))
@@ -249,7 +249,7 @@ def _pure(trainer: Trainer, case: Case) -> bool:
 
 @st.composite
 def _identity(draw: st.DrawFn, trainer: Trainer) -> Case:
-    """An update without tokens in the middle, or one that must be skipped; and a run in which it never was."""
+    """A run with an update without tokens, or one that must be skipped, and a run without it."""
     abilities = trainer.abilities
     problem = draw(problems(abilities))
     size = draw(st.integers(1, abilities.ranks)) if abilities.uneven else 1
@@ -337,7 +337,7 @@ LAWS: dict[str, TrainerLaw] = {
         ),
         TrainerLaw(
             "T2", "ranks",
-            "Microbatches that are spread over ranks give the update of one rank that holds them all, on every rank.",
+            "Microbatches spread over ranks give every rank the update of one that holds them all.",
             _spread,
             lambda trainer: "" if trainer.abilities.ranks > 1 else "it runs on one rank",
         ),
@@ -359,13 +359,13 @@ LAWS: dict[str, TrainerLaw] = {
         ),
         TrainerLaw(
             "T6", "purity",
-            "The same start and data give the same bits; data and the program's global state stay as they were.",
+            "The same start and data give the same bits; data and global state stay as they were.",
             _twice,
             claim=_pure,
         ),
         TrainerLaw(
             "T7", "identity",
-            "An update without tokens, or one that is skipped, leaves everything as if it had never been.",
+            "An update without tokens, or one that is skipped, leaves everything as it was.",
             _identity,
         ),
         TrainerLaw(
@@ -375,7 +375,7 @@ LAWS: dict[str, TrainerLaw] = {
         ),
         TrainerLaw(
             "T15", "randomness",
-            "Where elements are dropped, the cut, the ranks, the order and the padding still change nothing.",
+            "Cut, ranks, order and padding change nothing where elements are dropped, either.",
             lambda trainer: _regrouped(trainer, dropout=0.5),
             lambda trainer: "" if trainer.abilities.dropout else "its model drops nothing",
         ),

@@ -21,9 +21,9 @@ Finding: TypeAlias = Literal["holds", "wrong", "refuses", "not asked"]
 class Verdict(NamedTuple):
     """What is found out about one law.
 
-    ``finding`` is "holds", in ``cases`` cases, of which so many ``to the bit``; "wrong", with the smallest ``case`` that was
-    found, ``why`` in words, and by how much of what the update moves; "refuses", with the smallest case in which an exception was raised;
-    or "not asked", and why.
+    ``finding`` is "holds", in ``cases`` cases, of which so many ``to_the_bit``; "wrong", with the
+    smallest ``case`` found, ``why`` in words, and the ``size`` of the error relative to the update;
+    "refuses", with the smallest case that raised an exception; or "not asked", and ``why``.
     """
 
     law: TrainerLaw
@@ -51,7 +51,7 @@ def judge(
     cases: int = CASES,
     shrink: int = SHRINK,
 ) -> list[Verdict]:
-    """A verdict for each law. A case that the trainer refuses is told only where no wrong number is found.
+    """A verdict for each law. "refuses" is told only where no wrong number is found.
 
     >>> from purestep.testing import Specification
     >>> for verdict in judge(Specification(), ["T1", "T16"], cases=10):
@@ -69,7 +69,9 @@ def check(
     cases: int = CASES,
     shrink: int = SHRINK,
 ) -> None:
-    """Raises an ``AssertionError`` for the first law that does not hold: the smallest case in words, and as code to paste.
+    """Raises an ``AssertionError`` for the first law that does not hold.
+
+    It tells the smallest case in words, and as code to paste.
 
     >>> from purestep.testing import Specification
     >>> check(Specification(), ["T1", "T2", "T3"], cases=10)
@@ -109,13 +111,15 @@ def _verdict(trainer: Trainer, name: str, cases: int, shrink: int) -> Verdict:
     law = _law(name)
     if isinstance(trainer, type) or not hasattr(trainer, "abilities"):
         raise TypeError(
-            f"{trainer!r} is no trainer, which has abilities, start, update and observe: of a loop make one by "
-            "ps.testing.loop(update), of a pure step by ps.testing.PureTrainer(make, abilities), of a class by calling it"
+            f"{trainer!r} is no trainer, which has abilities, start, update and observe: of a loop "
+            "make one by ps.testing.loop(update), of a pure step by ps.testing.PureTrainer(make, "
+            "abilities), of a class by calling it"
         )
     dtype = trainer.abilities.dtype
     if dtype not in (torch.float64, torch.float32):
         raise ValueError(
-            f"{dtype} rounds so much that a wrong number could hide in it: judge the trainer in torch.float32 or torch.float64"
+            f"{dtype} rounds so much that a wrong number could hide in it: judge the trainer in "
+            "torch.float32 or torch.float64"
         )
     if missing := law.missing(trainer):
         return Verdict(law, "not asked", why=missing)

@@ -1,4 +1,4 @@
-"""A law: a claim about any subject, the cases on which it is tried, and what is found out about a subject."""
+"""A law: a claim about any subject, and the cases on which it is tried."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Law(Generic[Subject]):
     def test(
         self, subject: Subject, where: Callable[[Any], Any] = lambda case: case
     ) -> Callable[[], None]:
-        """The test that the subject satisfies the claim, under the profile of Hypothesis; ``where`` brings a case to a device."""
+        """The test that the subject satisfies the claim; ``where`` brings a case to a device."""
 
         @given(self.cases)
         def holds(case: Any) -> None:
@@ -38,7 +38,7 @@ class Law(Generic[Subject]):
     def broken_by(
         self, subject: Subject, max_examples: int = 20, shrink: int = 0, *, draw: int = 0
     ) -> AssertionError | None:
-        """What the claim says of the smallest case found in which it does not hold for this subject; None: it held in all.
+        """What the claim says of the smallest case found in which it fails; None: it held in all.
 
         Args:
             subject: what the claim is about.
@@ -75,16 +75,16 @@ class Law(Generic[Subject]):
                 except AssertionError as error:
                     seen[key] = error
             last = seen[key]
-            # From here alone, whatever went wrong, so that Hypothesis takes it for one and the same.
+            # From one place, whatever went wrong: Hypothesis takes it for one and the same.
             raise _BrokenError
 
         with warnings.catch_warnings():
-            # Hypothesis warns of how long it would take to print the case, which is printed elsewhere.
+            # Hypothesis warns that it takes long to print the case, which is printed elsewhere.
             warnings.simplefilter("ignore", HypothesisWarning)
             try:
                 holds()
             except (_BrokenError, Flaky):
-                # A subject that remembers may do right when the same case comes again. Once wrong is enough.
+                # A subject that remembers may be right the second time. Once wrong is enough.
                 return last
         return None
 

@@ -1,4 +1,4 @@
-"""What a trainer is given to learn: a model, the loss of each token, and the numbers of plain SGD."""
+"""What a trainer has to learn: a model, the loss of each token, and the numbers of plain SGD."""
 
 from __future__ import annotations
 
@@ -22,8 +22,10 @@ class Task:
         name: in words.
         losses: ``losses(model, batch)`` gives each token's loss, of shape ``(rows, length)``.
         weights: ``weights(batch)`` gives each token's weight, in the same shape.
-        ignored: what stands where nothing counts, for each key of a batch: beyond the end of a row, and in rows that do not count.
-        roundings: how many roundings can follow one another in one update of a token, but for the sum over tokens.
+        ignored: for each key of a batch, the value where nothing counts: in padding and in
+            ignored rows.
+        roundings: how many roundings can follow one another in one update of a token, but for the
+            sum over tokens.
         model: to start from; None: it is drawn.
         vocabulary: how many different tokens there are, where they are numbers of a vocabulary.
     """
@@ -41,7 +43,9 @@ class Task:
 class Problem:
     """A model to start from, and how it is to be trained: by plain SGD.
 
-        g = ∇ Σ wᵢ ℓᵢ(θ) / Σ wᵢ + weight_decay · θ        m = momentum · m + g        θ = θ - learning_rate · m
+        g = ∇ Σ wᵢ ℓᵢ(θ) / Σ wᵢ + weight_decay · θ
+        m = momentum · m + g
+        θ = θ - learning_rate · m
 
     which is ``torch.optim.SGD`` with these three numbers.
     """
@@ -79,7 +83,7 @@ class Problem:
 
 
 class Linear(nn.Module):
-    """x · weight + bias for each token, of which elements of x are dropped while it trains, where the problem says so."""
+    """x · weight + bias for each token; in training with dropout of elements of x."""
 
     def __init__(
         self, weight: Sequence[float], bias: float, dtype: torch.dtype, dropout: float = 0.0
@@ -117,18 +121,19 @@ REGRESSION = Task(
     ignored={"x": 1, "y": 3, "w": 0, "key": 0},
     roundings=32,
 )
-"""``Linear`` by its squared errors. A batch has ``x`` of shape (rows, length, 2), and ``y`` and ``w``, the weights, of shape
-(rows, length); where elements are dropped, ``key``, the number of each row."""
+"""``Linear`` by its squared errors. A batch has ``x`` of shape (rows, length, 2), and ``y`` and
+``w``, the weights, of shape (rows, length); for dropout, ``key``, the number of each row."""
 
 
 def causal_lm(model: nn.Module) -> Task:
-    """Next tokens, for a model with the calls of transformers: ``model(input_ids=, attention_mask=).logits``.
+    """Next tokens, for a model of transformers: ``model(input_ids=, attention_mask=).logits``.
 
-    A batch has ``input_ids``, ``attention_mask`` and ``labels``, all of shape (rows, length). Labels are -100 where nothing
-    counts, and are to be shifted: what the model says at one place is about the label at the next.
+    A batch has ``input_ids``, ``attention_mask`` and ``labels``, all of shape (rows, length).
+    Labels are -100 where nothing counts, and the logits of one place are about the label of the
+    next.
     """
 
-    # Every dimension is summed over once forward and twice backward; norms, softmax and the rest take a few for each leaf.
+    # Each dimension is summed once forward and twice backward; the rest takes a few for each leaf.
     shapes = [p.shape for p in model.parameters()]
     roundings = sum(3 * sum(shape) + 16 for shape in shapes)
     ignored = {"input_ids": 0, "attention_mask": 0, "labels": -100, "key": 0}

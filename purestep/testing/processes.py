@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 CONTEXT = get_context("forkserver")
 IMPORTED = ["torch._dynamo", "torch.distributed.tensor.debug", "pytest"]
-"""Ranks are forked from a process of a single thread, which has imported once what takes seconds."""
+"""What takes seconds to import: ranks are forked from a process that has done so."""
 
 
 class DeadRankError(RuntimeError):
@@ -28,7 +28,7 @@ class DeadRankError(RuntimeError):
 class World:
     """``size`` processes, for as long as the context lasts; none outlives it.
 
-    Results are pickled, exceptions like any other: a rank that raises is heard like one that returns.
+    Results are pickled, exceptions like any other.
 
     Args:
         size: how many ranks.
@@ -60,9 +60,9 @@ class World:
             self._processes.append(process)
 
     def run(self, function: Callable[..., Any], *args: Sequence[Any]) -> list[Any]:
-        """``function(rank, *args of this rank)`` on every rank: what each returns or raises, or ``DeadRankError``.
+        """What ``function(rank, *args of this rank)`` returns or raises, or ``DeadRankError``.
 
-        A rank that raises ends, as a program would, and its peers learn that. The next run starts afresh.
+        A rank that raises ends, as a program would. The next run starts afresh.
         """
         columns: list[Any] = list(zip(*args, strict=True)) if args else [()] * self.size
         if not all(process.is_alive() for process in self._processes):

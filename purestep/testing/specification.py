@@ -1,4 +1,4 @@
-"""The specification, as a trainer: the equation on one big batch, in ten plain lines that share no code with the package."""
+"""The specification, as a trainer: the equation on one big batch, in ten plain lines."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from purestep.testing.trainer import Abilities, Group, Observation
 def spec(
     loss_fn: Callable[..., Any], update: Callable[..., Any], params: Any, opt_state: Any, batch: Any
 ) -> Any:
-    """One step on one batch whose weights are ``batch["w"]``: ``(params, opt_state), grads, loss``."""
+    """One step on a batch with the weights ``batch["w"]``: ``(params, opt_state), grads, loss``."""
     weights = batch["w"].to(torch.float64)
     num_tokens = weights.sum()
 
@@ -27,7 +27,7 @@ def spec(
 
 
 class Specification:
-    """The trainer that is right: each update is that of all microbatches of all ranks as one batch, in float64."""
+    """The trainer that is right: all microbatches of all ranks are one batch, in float64."""
 
     abilities = Abilities(ranks=64)
 
@@ -81,7 +81,7 @@ class Specification:
 
 
 def together(parts: Sequence[Batch]) -> Batch | None:
-    """All rows as one batch; shorter ones are filled up with zeros, labels with -100, which count for nothing."""
+    """All rows as one batch; shorter ones are padded with zeros, labels with -100."""
     if not parts:
         return None
     keys = parts[0]

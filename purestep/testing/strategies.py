@@ -1,6 +1,6 @@
-"""How the same data can be written: strategies of Hypothesis for cuts, ranks, orders, padding and weights.
+"""How the same data can be written: strategies of Hypothesis for cuts, ranks, order, padding.
 
-Whatever fails shrinks to a case that a person can read: few rows, one microbatch, small whole numbers.
+A failing case shrinks to one that is easy to read: few rows, one microbatch, small whole numbers.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 @st.composite
 def cuts(draw: st.DrawFn, rows: int, most: int = 5, *, empty: bool = True) -> Cut:
-    """Any cut of so many rows into microbatches, in order: uneven, and empty ones too, if they may be.
+    """Any cut of so many rows into microbatches, in order: uneven, with empty ones if ``empty``.
 
     >>> from hypothesis import find
     >>> find(cuts(3), lambda cut: len(cut) == 2 and len(cut[0]) == 2)
@@ -43,7 +43,7 @@ def cuts(draw: st.DrawFn, rows: int, most: int = 5, *, empty: bool = True) -> Cu
 def ranks(
     draw: st.DrawFn, cut: Sequence[T], most: int = 4, *, uneven: bool = True
 ) -> list[list[T]]:
-    """Any way to give the microbatches of a cut to ranks; ranks need not hold equally many, nor any, unless you say so.
+    """Any way to share the microbatches of a cut over ranks; ``uneven``: ranks may hold none.
 
     >>> from hypothesis import find
     >>> find(ranks([[0], [1], [2]]), lambda shares: len(shares) == 2 and len(shares[1]) == 2)
@@ -74,7 +74,7 @@ def orders(draw: st.DrawFn, cut: Cut) -> Cut:
 
 
 class Padding(NamedTuple):
-    """What is added to a microbatch and counts for nothing: rows, columns, and whole microbatches after it."""
+    """What is added and counts for nothing: rows, columns, and microbatches after this one."""
 
     rows: int
     columns: int
@@ -96,9 +96,10 @@ def padding(draw: st.DrawFn, most: int = 2) -> Padding:
 def weights(
     draw: st.DrawFn, rows: int, length: int, kind: Weights = "whole", *, exact: bool = True
 ) -> list[list[float]]:
-    """A weight for each token, of which many are 0; ``exact``: their sum is a power of two, and dividing by it never rounds.
+    """A weight for each token, many of them 0; ``exact``: their sum is a power of two.
 
-    "mask" draws 0 and 1, "whole" whole numbers, and "any" such numbers divided by a power of two. At least one is not 0.
+    Dividing by a power of two never rounds. "mask" draws 0 and 1, "whole" whole numbers, and "any"
+    such numbers divided by a power of two. At least one is not 0.
 
     >>> from hypothesis import find
     >>> find(weights(1, 3, "mask"), lambda drawn: drawn[0][0] > 0 and drawn[0][2] > 0)
@@ -120,7 +121,7 @@ _WEIGHTS: dict[Weights, list[int]] = {
 def _adjusted(
     draw: st.DrawFn, rows: list[list[int]], kind: Weights, *, exact: bool
 ) -> list[list[float]]:
-    """The same weights, of which at least one is not 0, and the sum is a power of two if it must be."""
+    """The same weights, at least one of them not 0; ``exact``: their sum is a power of two."""
     length = len(rows[0])
     flat: list[float] = [weight for row in rows for weight in row]
     if not any(flat):
@@ -154,7 +155,7 @@ def exact_batches(
     most_length: int = 3,
     keyed: bool = False,
 ) -> Batch:
-    """Rows of small integers, with weights whose sum is a power of two: arithmetic on them has no rounding.
+    """Rows of small integers; ``exact``: the weights' sum is a power of two, so nothing rounds.
 
     >>> from hypothesis import find
     >>> int(find(exact_batches(), lambda batch: batch["w"].sum() > 2)["w"].sum())
@@ -239,7 +240,7 @@ def ignored_like(batch: Batch, ignored: Mapping[str, float]) -> Batch:
 def padded_group(
     draw: st.DrawFn, parts: Sequence[Batch], names: Sequence[str], task: Task, *, added: bool = True
 ) -> tuple[list[Batch], str]:
-    """These microbatches with any padding, and how, in words; ``added``: there may be microbatches without tokens."""
+    """These microbatches with any padding, and how, in words; ``added``: empty ones, too."""
     group, words = [], []
     for part, name in zip(parts, names, strict=True):
         more = draw(padding())

@@ -15,23 +15,25 @@ from purestep.torch_private import never_compiled_alone, transformed
 
 
 class ThreadAxis(Ranks):
-    """``size`` ranks as threads of this process: each runs a program of its own, as processes would.
+    """``size`` ranks as threads of this process: each runs its own program, as processes would.
 
-    For tests of what ``VmapAxis`` cannot run: ranks with different numbers of microbatches, and ranks that go
-    wrong. They meet in their collectives. Where they cannot, because one calls another collective, with
-    another shape or dtype, or has ended, every rank that takes part gets an error at once that names ranks
-    and calls: never a hang. As between processes, the first collective of each rank over an axis belongs to the
-    first of the others, the second to the second, and so on; gradients leave while others still compute. Each
-    ``map`` is a world of its own, so that several threads may map over one axis. (Forward-mode
-    differentiation belongs to the whole process in torch: ``jvp`` is for ``VmapAxis`` and ``MeshAxis``.)
+    For tests of what ``VmapAxis`` cannot run: ranks with different numbers of microbatches, and
+    ranks that go wrong. They meet in their collectives. Where they cannot, because one calls
+    another collective, with another shape or dtype, or has ended, every rank that takes part gets
+    an error at once that names ranks and calls: never a hang.
+
+    As between processes, the first collective of each rank over an axis belongs to the first of the
+    others, the second to the second, and so on; gradients leave while others still compute. Several
+    threads may map over one axis. (Forward-mode differentiation belongs to the whole process in
+    torch: ``jvp`` is for ``VmapAxis`` and ``MeshAxis``.)
 
     Args:
         size: how many ranks.
         bucket_bytes: as in ``MeshAxis``.
 
     >>> axis = ThreadAxis(3)
-    >>> axis.map(lambda x: axis.apply("psum", x))([torch.tensor(1), torch.tensor(2), torch.tensor(3)])
-    [tensor(6), tensor(6), tensor(6)]
+    >>> axis.map(lambda x: axis.apply("psum", x))([torch.tensor(rank) for rank in range(3)])
+    [tensor(3), tensor(3), tensor(3)]
     """
 
     device = torch.device("cpu")
@@ -95,10 +97,10 @@ class ThreadAxis(Ranks):
         return axis
 
     def map(self, fn: Callable[..., Any]) -> Callable[..., list[Any]]:
-        """``fn`` run by every rank: each argument has one entry per rank, and so has what comes back.
+        """``fn`` run by every rank: each argument has one entry per rank, and so has the result.
 
-        An exception in one rank is raised here, with the rank in its notes. Ranks that waited for it get
-        a ``RankError``, which is raised only where there is nothing else.
+        An exception in one rank is raised here, with the rank in its notes. Ranks that waited for
+        it get a ``RankError``, which is raised only where there is nothing else.
         """
 
         def mapped(*args: Sequence[Any]) -> list[Any]:
@@ -112,14 +114,15 @@ class ThreadAxis(Ranks):
             for position, arg in enumerate(args):
                 if len(arg) != self.size:
                     raise ValueError(
-                        f"argument {position} has {len(arg)} entries, but {self} takes one for each rank"
+                        f"argument {position} has {len(arg)} entries, but {self} takes one for "
+                        "each rank"
                     )
             return self._world.run(fn, list(zip(*args, strict=True)) or [()] * self.size)
 
         return mapped
 
     def meet(self, law: str, x: Tensor) -> Tensor:
-        """The law on one plain tensor of each rank: the same arithmetic as on a dimension of ranks."""
+        """The law on a plain tensor of each rank: the arithmetic of a dimension of ranks."""
         return x.view_as(x) if law == "pvary" else self._begin(law, x.detach())()
 
     def launch(self, x: Tensor) -> Wait:
@@ -132,7 +135,7 @@ class ThreadAxis(Ranks):
         return wait
 
     def across(self, inner: Ranks) -> ThreadAxis:
-        """The axis over those of these ranks that hold the same of what is spread over ``inner``, a part of this axis."""
+        """The axis over those of these ranks that stand at the same place of ``inner``."""
         assert isinstance(inner, ThreadAxis)
         places = [inner._groups[rank].index(rank) for rank in range(self._world.size)]
         groups = [
@@ -242,7 +245,7 @@ class _Meeting:
 
 
 class _Run:
-    """What the threads of one ``map`` share: their meetings, what each of them waits for, and how it ended."""
+    """What the threads of one ``map`` share: meetings, what each waits for, and how it ended."""
 
     def __init__(self, size: int) -> None:
         self._size = size

@@ -1,4 +1,4 @@
-"""A trainer, as the laws see it: a black box that can be started, given groups of microbatches, and looked at."""
+"""A trainer, as the laws see it: a black box to start, to update and to look at."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Abilities(NamedTuple):
     Args:
         ranks: up to how many ranks it runs on.
         uneven: whether ranks may hold different numbers of microbatches, or none.
-        weights: which weights tokens may have: 0 and 1 ("mask"), "whole" numbers, or "any" from 0 on.
+        weights: the tokens' weights: 0 and 1 ("mask"), "whole" numbers, or "any" from 0 on.
         dtype: in which it computes.
         task: what it is given to learn.
         momentum: whether its SGD can have momentum and weight decay.
@@ -39,10 +39,10 @@ class Abilities(NamedTuple):
 
 
 class Observation(NamedTuple):
-    """What a rank can see after an update: its parameters by name, and what it reports, as far as it does.
+    """What a rank can see after an update: its parameters by name, and what it may report.
 
-    ``loss`` is the mean over the tokens of all ranks, ``grad_norm`` that of the gradient of this loss, ``num_tokens`` the sum of all
-    weights.
+    ``loss`` is the mean over the tokens of all ranks, ``grad_norm`` the norm of its gradient, and
+    ``num_tokens`` the sum of all weights.
     """
 
     params: Mapping[str, Tensor]
@@ -52,7 +52,7 @@ class Observation(NamedTuple):
 
 
 class Trainer(Protocol):
-    """What an adapter has to say. An exception that it raises is a refusal, which is not as bad as a wrong number."""
+    """The calls of a trainer. An exception is a refusal, not as bad as a wrong number."""
 
     @property
     def abilities(self) -> Abilities:
