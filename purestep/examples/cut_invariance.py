@@ -21,6 +21,7 @@ from torch.nn import functional
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import purestep as ps
+from purestep import tree
 from purestep.examples import picture
 from purestep.examples.docstrings import distance, docstrings_of
 
@@ -121,15 +122,15 @@ def worst(runs: Sequence[list[Params]]) -> list[float]:
     ]
 
 
+def flat(params: Params) -> Tensor:
+    """All parameters as one vector."""
+    return torch.cat([leaf.detach().flatten() for leaf in tree.leaves_of(params)])
+
+
 def plane(runs: Sequence[list[Params]], chosen: int) -> list[tuple[Tensor, Tensor]]:
     """Each run's way, in the plane in which the ends of the first ``chosen`` runs differ most."""
-    start = {k: p.detach() for k, p in gpt2(torch.float64).named_parameters()}
-    ways = torch.stack(
-        [
-            torch.stack([torch.cat([(at[k] - start[k]).flatten() for k in start]) for at in run])
-            for run in ([start, *run] for run in runs)
-        ]
-    )
+    start = flat(dict(gpt2(torch.float64).named_parameters()))
+    ways = torch.stack([torch.stack([start, *map(flat, run)]) - start for run in runs])
     ends = ways[:chosen, -1] - ways[:chosen, -1].mean(0)
     directions = torch.linalg.svd(ends, full_matrices=False).Vh[:2]
     return [(way @ directions[0], way @ directions[1]) for way in ways]
@@ -173,7 +174,7 @@ def draw(
 
 def main(arguments: Sequence[str] | None = None) -> dict[str, list[float]]:
     """Trains all of them; prints, draws and returns how far apart they are after each update."""
-    options = picture.parse(__doc__, "cut_invariance", 20, arguments)
+    options = picture.parser(__doc__, "cut_invariance", 20).parse_args(arguments)
     data, wide, narrow = groups(options.steps), torch.float64, torch.float32
     arrangements = [(cut, ranks) for ranks in (1, 2) for cut in CUTS.values()]
     exact = [pure(cut, ranks, data, wide) for cut, ranks in arrangements]

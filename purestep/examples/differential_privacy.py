@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +25,11 @@ from torch import Tensor
 
 import purestep as ps
 from purestep import tree
-from purestep.examples import picture
+from purestep.examples import mlp, picture
+from purestep.examples.docstrings import distance
+from purestep.examples.mlp import Params
 from purestep.types import LossFn, WeightFn
 
-Params = dict[str, Tensor]
 Batch = dict[str, Tensor]
 
 CLASSES = 10
@@ -108,43 +110,25 @@ def people(number: int, seed: int) -> Batch:
 
 def init(generator: torch.Generator) -> Params:
     """One hidden layer."""
-    return {
-        "in": torch.randn(FEATURES, WIDTH, generator=generator) / FEATURES**0.5,
-        "bias": torch.zeros(WIDTH),
-        "out": torch.randn(WIDTH, CLASSES, generator=generator) / WIDTH**0.5,
-    }
-
-
-def apply(params: Params, x: Tensor) -> Tensor:
-    """Logits of the classes."""
-    return torch.tanh(x @ params["in"] + params["bias"]) @ params["out"]
+    return mlp.init((FEATURES, WIDTH, CLASSES), generator, dtype=torch.float32)
 
 
 def loss_fn(params: Params, batch: Batch) -> Tensor:
     """Cross entropy of each example."""
-    return ps.losses.cross_entropy(apply(params, batch["x"]), batch["labels"])
+    return ps.losses.cross_entropy(mlp.apply(params, batch["x"]), batch["labels"])
 
 
 def train(data: Batch, noise: float, steps: int, seed: int, rows: int = 300) -> Params:
     """The parameters after so many updates on all of the data, in microbatches of ``rows``."""
     examples, key = len(data["x"]), ps.random.key(seed)
-    params, group = (
-        init(torch.Generator().manual_seed(1000 + seed)),
-        ps.split(data, k=examples // rows),
+    params = init(torch.Generator().manual_seed(1000 + seed))
+    group, opt_state = ps.split(data, k=examples // rows), OPTIMIZER.init(params)
+    update_step = partial(
+        private_update_step, loss_fn=loss_fn, optimizer=OPTIMIZER, clip=CLIP, chunk_size=300
     )
-    opt_state = OPTIMIZER.init(params)
     for step in range(steps):
-        params, opt_state = private_update_step(
-            params,
-            opt_state,
-            group,
-            ps.random.fold_in(key, step),
-            loss_fn=loss_fn,
-            optimizer=OPTIMIZER,
-            clip=CLIP,
-            noise=noise,
-            batch_size=examples,
-            chunk_size=300,
+        params, opt_state = update_step(
+            params, opt_state, group, ps.random.fold_in(key, step), noise=noise, batch_size=examples
         )
     return params
 
@@ -152,7 +136,7 @@ def train(data: Batch, noise: float, steps: int, seed: int, rows: int = 300) -> 
 def accuracy(params: Params) -> float:
     """On people outside of the training data."""
     test = people(4000, seed=SEEDS)
-    return float((apply(params, test["x"]).argmax(-1) == test["labels"]).double().mean())
+    return float((mlp.apply(params, test["x"]).argmax(-1) == test["labels"]).double().mean())
 
 
 def mean_accuracy(examples: int, noise: float, steps: int) -> float:
@@ -165,7 +149,7 @@ def apart(steps: int) -> float:
     """How far two cuts of one batch end from each other, as a part of ‖θ‖: into 1, and into 12."""
     data = people(1200, seed=0)
     one, twelve = (train(data, 12.0, steps, 0, rows) for rows in (1200, 100))
-    return float(tree.global_norm(tree.map(torch.sub, one, twelve)) / tree.global_norm(one))
+    return distance(twelve, one)
 
 
 def epsilon(noise: float, steps: int) -> float:
@@ -207,7 +191,7 @@ def draw(path: Path, steps: int, found: dict[int, list[float]]) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> dict[int, list[float]]:
     """Trains with each noise on data of each size; prints, draws and returns the accuracies."""
-    options = picture.parse(__doc__, "differential_privacy", 30, arguments)
+    options = picture.parser(__doc__, "differential_privacy", 30).parse_args(arguments)
     found = {
         examples: [mean_accuracy(examples, noise, options.steps) for noise in NOISES]
         for examples in SIZES

@@ -22,64 +22,45 @@ import ast
 import hashlib
 import os
 import sysconfig
-import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing
-from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from einops import rearrange
 from torch import Tensor
 from tqdm import tqdm
 
 import purestep as ps
 from purestep import tree
-from purestep.examples import elastic, gpt
+from purestep.examples import elastic, gpt, picture
+from purestep.types import WeightFn
 
 Example = dict[str, Tensor]
 Batch = dict[str, Tensor]
 
+Settings = dict[str, str | int]
+
 CONFIG = gpt.Config()
+SEED = 0
 
 
-@dataclass(frozen=True)
-class Recipe:
-    """How the model is trained, as far as the command line does not say."""
-
-    seed: int = 0
-    peak_rate: float = 2e-3
-    last_rate: float = 3e-4
-    b2: float = 0.95
-    weight_decay: float = 0.1
-    max_norm: float = 1.0
-
-
-RECIPE = Recipe()
-
-
-def settings_of(options: argparse.Namespace, corpus: list[bytes]) -> elastic.Settings:
+def settings_of(options: argparse.Namespace, corpus: list[bytes]) -> Settings:
     """All that decides where a run ends up: neither its ranks nor its microbatches."""
     return {
         "steps": options.steps,
         "examples": options.examples,
         "dtype": options.dtype,
-        **asdict(RECIPE),
-        **asdict(CONFIG),
         "corpus": hashlib.sha256(b"\0".join(corpus)).hexdigest()[:12],
     }
 
 
 def docstrings(of: Path | None = None) -> list[bytes]:
     """The docstrings longer than a line in a folder; None: in the standard library."""
-    if of is not None:
-        return [text.encode() for text in docstrings_of(sorted(of.rglob("*.py")))]
-    folder = Path(sysconfig.get_paths()["stdlib"])
-    files = sorted(file for file in folder.glob("[!_]*.py"))
-    files += sorted(
-        f for name in ("asyncio", "email", "json", "logging") for f in (folder / name).glob("*.py")
-    )
+    stdlib = Path(sysconfig.get_paths()["stdlib"])
+    parts = ("[!_]*.py", "asyncio/*.py", "email/*.py", "json/*.py", "logging/*.py")
+    files = of.rglob("*.py") if of else (file for part in parts for file in stdlib.glob(part))
     return [text.encode() for text in docstrings_of(files)]
 
 
@@ -107,23 +88,6 @@ def example_of(text: bytes) -> Example:
     return {"tokens": data[:-1], "labels": data[1:]}
 
 
-def cut(examples: list[Example], ranks: int, max_tokens: int) -> list[Batch]:
-    """The examples packed into microbatches, whose leading dimension is the ranks.
-
-    Simulated ranks hold the same shapes: examples without labels fill up the rows.
-    """
-    ignored = {"tokens": torch.zeros(1, dtype=torch.int64), "labels": torch.full((1,), -100)}
-    microbatches = []
-    for packed in ps.pack(examples, max_tokens=max_tokens * ranks):
-        missing = -len(packed["tokens"]) % ranks
-        rows = [dict(zip(packed, row, strict=True)) for row in zip(*packed.values(), strict=True)]
-        (full,) = ps.pack([*rows, *[ignored] * missing], max_tokens=10**9)
-        microbatches.append(
-            tree.map(lambda leaf: rearrange(leaf, "(b rank) time -> rank b time", rank=ranks), full)
-        )
-    return microbatches
-
-
 def shuffled(corpus: list[bytes], generator: torch.Generator) -> Iterator[Example]:
     """Docstrings in random order, again and again."""
     while True:
@@ -142,8 +106,9 @@ def mean_of_means_weights(batch: Batch) -> Tensor:
     return present / present.sum().clamp(min=1)
 
 
-def sample(params: Any, prompt: str, length: int, generator: torch.Generator) -> str:
+def sample(params: Any, prompt: str = "Return ", length: int = 160) -> str:
     """Text that continues the prompt."""
+    generator = torch.Generator().manual_seed(SEED)
     tokens = list(prompt.encode())
     for _ in range(length):
         context = torch.tensor([tokens[-CONFIG.context :]])
@@ -151,14 +116,6 @@ def sample(params: Any, prompt: str, length: int, generator: torch.Generator) ->
         probabilities = torch.softmax(logits / 0.7, -1)
         tokens.append(int(torch.multinomial(probabilities, 1, generator=generator)))
     return bytes(tokens).decode(errors="replace")
-
-
-def print_sample(params: Any) -> None:
-    """What the model says, between two lines."""
-    generator = torch.Generator().manual_seed(RECIPE.seed)
-    print("---")
-    print(sample(params, "Return ", 160, generator))
-    print("---")
 
 
 def distance(params: Any, reference: Any) -> float:
@@ -171,37 +128,27 @@ def draw(
     path: Path, dtype: str, distances: dict[str, list[float]], losses: dict[str, list[float]]
 ) -> None:
     """Distance from the large batch on the left, losses on the right."""
-    from matplotlib.figure import Figure
-
-    colors = {"one large batch": "0.6", "purestep": "#0072b2", "mean of means": "#d55e00"}
-    widths = {"one large batch": 6.0, "purestep": 1.8, "mean of means": 1.8}
+    colors = {"one large batch": "0.6", "mean of means": picture.ORANGE, "purestep": picture.BLUE}
+    figure, (left, right) = picture.panels(
+        "‖θ − θ(one large batch)‖ / ‖θ(one large batch)‖", "Loss per byte"
+    )
     steps = range(1, len(losses["purestep"]) + 1)
-    figure = Figure(figsize=(11, 4.2), dpi=150, layout="constrained")
-    left, right = figure.subplots(1, 2)
     for name, values in distances.items():
         left.semilogy(steps, values, color=colors[name], linewidth=1.8)
-        left.annotate(
-            name, (steps[-1], values[-1]), (-4, 7), textcoords="offset points",
-            color=colors[name], ha="right", fontsize=12,
-        )  # fmt: skip
+        at = (steps[-1], values[-1])
+        picture.say(left, name, at, colors[name], xytext=(-4, 9), ha="right")
     rounding = torch.finfo(getattr(torch, dtype)).eps
     left.axhspan(1e-17, rounding, color="0.92")
-    left.annotate(
-        f"less than {dtype} resolves", (steps[-1], rounding), (-4, -4), textcoords="offset points",
-        color="0.45", ha="right", va="top",
-    )  # fmt: skip
+    words = f"less than {dtype} resolves"
+    picture.say(left, words, (steps[-1], rounding), picture.GREY, xytext=(-4, -8), ha="right")
     left.set_ylim(1e-17, 3)
-    left.set_ylabel("‖θ − θ(one large batch)‖ / ‖θ(one large batch)‖")
-    for name in ("one large batch", "mean of means", "purestep"):
-        right.plot(
-            steps, losses[name], color=colors[name], linewidth=widths[name], label=name, alpha=0.9
-        )
-    right.set_ylabel("loss per byte")
+    for name, color in colors.items():
+        width = 6 if name == "one large batch" else 1.8
+        right.plot(steps, losses[name], color=color, linewidth=width, label=name, alpha=0.9)
     right.legend(frameon=False)
     for axes in (left, right):
         axes.set_xlabel("step")
-        axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path)
+    picture.save(figure, path)
 
 
 def begin(
@@ -209,68 +156,64 @@ def begin(
 ) -> tuple[ps.optim.Optimizer, Any]:
     """The optimizer, and the parameters to begin with."""
     schedule = ps.optim.warmup_cosine_decay_schedule(
-        0.0, RECIPE.peak_rate, options.steps // 10 + 1, options.steps + 1, RECIPE.last_rate
+        0.0, 2e-3, options.steps // 10 + 1, options.steps + 1, 3e-4
     )
     matrices = tree.map(lambda leaf: leaf.ndim > 1, gpt.init(CONFIG, generator))
     optimizer = ps.optim.chain(
-        ps.optim.clip_by_global_norm(RECIPE.max_norm),
-        ps.optim.adamw(schedule, b2=RECIPE.b2, weight_decay=RECIPE.weight_decay, mask=matrices),
+        ps.optim.clip_by_global_norm(1.0),
+        ps.optim.adamw(schedule, b2=0.95, weight_decay=0.1, mask=matrices),
     )
     return optimizer, gpt.init(CONFIG, generator, getattr(torch, options.dtype))
 
 
 def compare(options: argparse.Namespace) -> None:
     """Trains three times side by side, the last two over simulated ranks; prints, draws."""
-    generator = torch.Generator().manual_seed(RECIPE.seed)
+    generator = torch.Generator().manual_seed(SEED)
     corpus = docstrings(options.docstrings_of)
     print(lengths_of(corpus))
 
     optimizer, params = begin(options, generator)
-    axis = ps.VmapAxis(options.ranks)
-    over_ranks: dict[str, Any] = {"in_dims": (None, None, 0), "out_dims": None}
+    axis = ps.testing.ThreadAxis(options.ranks)
+
+    def over_ranks(weight_fn: WeightFn) -> Any:
+        step = axis.map(ps.make_update_step(loss_fn, optimizer, weight_fn=weight_fn, axis=axis))
+
+        def on_rank_0(params: Any, opt_state: Any, shares: list[list[Batch]]) -> Any:
+            return step([params] * axis.size, [opt_state] * axis.size, shares)[0]
+
+        return on_rank_0
+
     steps = {
         "one large batch": ps.make_update_step(loss_fn, optimizer),
-        "purestep": axis.map(ps.make_update_step(loss_fn, optimizer, axis=axis), **over_ranks),
-        "mean of means": axis.map(
-            ps.make_update_step(loss_fn, optimizer, axis=axis, weight_fn=mean_of_means_weights),
-            **over_ranks,
-        ),
+        "purestep": over_ranks(ps.label_weights),
+        "mean of means": over_ranks(mean_of_means_weights),
     }
-    # The mean of means reports a mean of means: its loss per byte is evaluated.
+    # A step with weights of the mean of means reports a mean of means.
     evaluate = ps.make_eval_step(loss_fn)
     states = {name: (params, optimizer.init(params)) for name in steps}
     losses: dict[str, list[float]] = {name: [] for name in steps}
     distances: dict[str, list[float]] = {"mean of means": [], "purestep": []}
-    seconds, tokens = 0.0, 0
 
     stream = ps.group(shuffled(corpus, generator), options.examples)
     bar = tqdm(range(options.steps), unit="step")
     for _, examples in zip(bar, stream, strict=False):
         whole = ps.pack(examples, max_tokens=options.examples * CONFIG.context)
-        pieces = cut(examples, options.ranks, options.max_tokens)
-        losses["mean of means"].append(float(evaluate(states["mean of means"][0], whole).loss))
+        shares = ps.balance(examples, ranks=axis.size)
+        pieces = [ps.pack(share, max_tokens=options.max_tokens) for share in shares]
         for name, step in steps.items():
-            start = time.perf_counter()
-            *state, metrics = step(*states[name], whole if name == "one large batch" else pieces)
-            states[name] = (state[0], state[1])
-            if name != "mean of means":
-                losses[name].append(float(metrics.loss))
-            if name == "purestep":
-                seconds += time.perf_counter() - start
-                tokens += int(metrics.num_tokens)
+            losses[name].append(float(evaluate(states[name][0], whole).loss))
+            group = whole if name == "one large batch" else pieces
+            params, opt_state, _ = step(*states[name], group)
+            states[name] = params, opt_state
         for name, values in distances.items():
             values.append(distance(states[name][0], states["one large batch"][0]))
-        bar.set_postfix_str(f"loss {losses['purestep'][-1]:.3f}, {tokens / seconds:.0f} tokens/s")
+        bar.set_postfix_str(f"loss {losses['purestep'][-1]:.3f}")
 
     print(f"loss {losses['purestep'][0]:.3f} -> {losses['purestep'][-1]:.3f}")
-    print(f"{tokens / seconds:.0f} tokens per second over {options.ranks} simulated ranks")
     for name, values in distances.items():
-        print(
-            f"distance from one large batch after {options.steps} steps, {name}: {values[-1]:.1e}"
-        )
-    print_sample(states["purestep"][0])
+        print(f"distance from one large batch after {len(values)} steps, {name}: {values[-1]:.1e}")
+    print(sample(states["purestep"][0]))
     draw(options.picture, options.dtype, distances, losses)
-    print(f"picture: {options.picture}")
 
 
 class Shares(Iterator[list[Batch]]):
@@ -288,13 +231,13 @@ class Shares(Iterator[list[Batch]]):
         return ps.pack(mine, max_tokens=self._max_tokens)
 
 
-def written(settings: elastic.Settings) -> dict[str, Tensor]:
+def written(settings: Settings) -> dict[str, Tensor]:
     """The settings as tensors of one shape, for a checkpoint to hold."""
     texts = {name: repr(value).encode() for name, value in settings.items()}
     return {name: torch.tensor(list(text.ljust(32))) for name, text in texts.items()}
 
 
-def resume(folder: Path | None, settings: elastic.Settings, begun: Any) -> Any:
+def resume(folder: Path | None, settings: Settings, begun: Any) -> Any:
     """The state that was saved last, or the state ``begun`` where none was.
 
     Refused are a folder that cannot be made, and a state of a run with different settings.
@@ -306,14 +249,14 @@ def resume(folder: Path | None, settings: elastic.Settings, begun: Any) -> Any:
     if last is None:
         return begun
     saved, state = ps.checkpoint.load(last, like=(written(settings), begun))
-    found = {name: ast.literal_eval(bytes(text.tolist()).decode()) for name, text in saved.items()}
-    name = elastic.difference(settings, found)
-    if name is not None:
-        raise ValueError(
-            f"{folder} is of a run with {elastic.said(name, found)}, but this one has "
-            f"{elastic.said(name, settings)}: give it the same to go on, or name a different "
-            "folder to begin anew"
-        )
+    for name, text in saved.items():
+        found = ast.literal_eval(bytes(text.tolist()).decode())
+        if found != settings[name]:
+            raise ValueError(
+                f"{folder} is of a run with {name}={found!r}, but this one has "
+                f"{name}={settings[name]!r}: give it the same to go on, or name a different "
+                "folder to begin anew"
+            )
     return state
 
 
@@ -328,18 +271,16 @@ def fingerprint(params: Any) -> str:
 def train(options: argparse.Namespace, axis: ps.MeshAxis) -> None:
     """Trains over real ranks, from the checkpoint on if there is one; rank 0 prints and saves."""
     speaks = axis.rank == 0
-    generator = torch.Generator().manual_seed(RECIPE.seed)
+    generator = torch.Generator().manual_seed(SEED)
     corpus = docstrings(options.docstrings_of)
     settings = settings_of(options, corpus)
-    elastic.check_alike(axis, settings)
 
     optimizer, params = begin(options, generator)
     update_step = ps.make_update_step(loss_fn, optimizer, axis=axis, gather=options.shard or "step")
     begun = (params, optimizer.init(params), torch.tensor(0), torch.tensor(0))
     if options.shard:
         begun = (*ps.shard(begun[:2], axis), *begun[2:])
-    where = elastic.on_every_rank if options.shard else elastic.from_rank_0
-    state = where(lambda: resume(options.checkpoint, settings, begun))
+    state = elastic.on_every_rank(lambda: resume(options.checkpoint, settings, begun))
     params, opt_state, taken, position = state
     first = int(taken)
     if speaks:
@@ -348,7 +289,6 @@ def train(options: argparse.Namespace, axis: ps.MeshAxis) -> None:
         print(f"from step {first} to {options.steps} over {axis.size} ranks")
         print(f"each of them keeps {kept:.1f} MiB of state")
     losses: list[float] = []
-    seconds, tokens = 0.0, 0
 
     groups = ps.group(shuffled(corpus, generator), options.examples, start=int(position))
     numbers = range(first + 1, options.steps + 1)
@@ -358,12 +298,9 @@ def train(options: argparse.Namespace, axis: ps.MeshAxis) -> None:
         tqdm(numbers, initial=first, total=options.steps, unit="step", disable=not speaks) as bar,
     ):
         for step, microbatches in zip(bar, stream, strict=False):
-            start = time.perf_counter()
             params, opt_state, metrics = update_step(params, opt_state, microbatches)
             losses.append(float(metrics.loss))
-            seconds += time.perf_counter() - start
-            tokens += int(metrics.num_tokens)
-            bar.set_postfix_str(f"loss {losses[-1]:.3f}, {tokens / seconds:.0f} tokens/s")
+            bar.set_postfix_str(f"loss {losses[-1]:.3f}")
             due = step % options.save_every == 0 or step == options.steps
             if options.checkpoint and due:
                 # Where this step's examples end, however many more have been prefetched.
@@ -375,84 +312,36 @@ def train(options: argparse.Namespace, axis: ps.MeshAxis) -> None:
     if speaks:
         if losses:
             print(f"loss {losses[0]:.3f} -> {losses[-1]:.3f}")
-            print(f"{tokens / seconds:.0f} tokens per second over {axis.size} ranks")
         print(f"parameters sha256 {fingerprint(params)}")
-        print_sample(params)
-
-
-def positive(text: str) -> int:
-    """A whole number from 1 on."""
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{number} is less than 1")
-    return number
+        print(sample(params))
 
 
 def folder_of_python(text: str) -> Path:
     """An argument that is a folder with docstrings in it."""
-    folder = Path(text)
-    if not docstrings(folder):
-        raise argparse.ArgumentTypeError(
-            f"{text} holds no Python file with a docstring of more than a line"
-        )
-    return folder
+    if not docstrings(Path(text)):
+        raise argparse.ArgumentTypeError(f"{text} holds no Python file with a docstring")
+    return Path(text)
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line, with everything refused that would stop the program later."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
-    parser.add_argument("--steps", type=positive, default=180)
-    parser.add_argument(
-        "--docstrings-of",
-        type=folder_of_python,
-        metavar="FOLDER",
-        help="train on those of its Python files, instead of the standard library's",
-    )
-    parser.add_argument("--examples", type=positive, default=16, help="docstrings in one update")
-    parser.add_argument(
-        "--ranks",
-        type=positive,
-        default=2,
-        help="simulated data-parallel ranks; not under torchrun",
-    )
-    parser.add_argument("--max-tokens", type=positive, default=256, help="per microbatch of a rank")
+    parser = picture.parser(__doc__, "docstrings", 180)
+    number = partial(parser.add_argument, type=picture.positive)
+    number("--examples", default=16, help="docstrings in one update")
+    number("--max-tokens", default=256, help="per microbatch of a rank")
+    number("--ranks", default=2, help="simulated data-parallel ranks; not under torchrun")
+    number("--save-every", default=20, help="steps between two saves")
     parser.add_argument("--dtype", choices=["float64", "float32"], default="float64")
-    parser.add_argument(
-        "--picture", type=Path, default=Path("docstrings.png"), help="not under torchrun"
-    )
-    parser.add_argument(
-        "--checkpoint", type=Path, help="folder to save to and to go on from; only under torchrun"
-    )
-    parser.add_argument(
-        "--shard",
-        choices=["step", "microbatch"],
-        help="keep a piece of the state on each rank, and gather params once a step or once a "
-        "microbatch; only under torchrun",
-    )
-    parser.add_argument("--save-every", type=positive, default=20, help="steps between two saves")
+    parser.add_argument("--docstrings-of", type=folder_of_python, help="instead of Python's own")
+    parser.add_argument("--checkpoint", type=Path, help="folder to save to and to go on from")
+    parser.add_argument("--shard", choices=["step", "microbatch"], help="gather pieces so often")
     options = parser.parse_args(arguments)
-
     if options.max_tokens < CONFIG.context:
         parser.error(
             f"--max-tokens {options.max_tokens} has no room for an example of {CONFIG.context}"
         )
-    if "RANK" in os.environ:
-        return options
-    if options.checkpoint:
-        parser.error("--checkpoint needs torchrun")
-    if options.shard:
-        parser.error("--shard needs torchrun")
-    from matplotlib.figure import Figure  # It takes a while to load, and ranks draw nothing.
-
-    kinds = Figure().canvas.get_supported_filetypes()
-    if options.picture.suffix.removeprefix(".") not in kinds:
-        parser.error(f"--picture {options.picture} must end in one of {', '.join(kinds)}")
-    try:
-        os.scandir(options.picture.parent).close()
-    except OSError as error:
-        parser.error(f"--picture {options.picture}: {error}")
+    if "RANK" not in os.environ and (options.checkpoint or options.shard):
+        parser.error("--checkpoint and --shard need torchrun")
     return options
 
 

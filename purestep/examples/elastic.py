@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, NoReturn, TypeAlias, TypeVar, cast
+from typing import NoReturn, TypeVar
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
@@ -23,9 +23,6 @@ from torch.distributed.rendezvous import rendezvous
 import purestep as ps
 
 TIMEOUT = timedelta(minutes=2)
-
-Settings: TypeAlias = Mapping[str, str | int | float]
-"""What a run is made with, by name."""
 
 Result = TypeVar("Result")
 
@@ -58,64 +55,10 @@ def end(code: int, line: str = "") -> NoReturn:
     os._exit(code)
 
 
-def from_rank_0(function: Callable[[], Result]) -> Result:
-    """What the function gives on rank 0, on every rank; it runs nowhere else.
-
-    Where it raises, every rank ends, and rank 0 says why in one line.
-    """
-    answer: list[Any] = [None, None]
-    if dist.get_rank() == 0:
-        try:
-            answer = [function(), None]
-        except (OSError, ValueError) as error:
-            answer = [None, str(error)]
-    dist.broadcast_object_list(answer)
-    result, refusal = answer
-    if refusal is not None:
-        _refuse(refusal)
-    return cast("Result", result)
-
-
 def on_every_rank(function: Callable[[], Result]) -> Result:
     """What the function gives on this rank. It raises on all ranks alike, and every rank ends."""
     try:
         return function()
     except (OSError, ValueError) as error:
-        _refuse(str(error))
-
-
-def check_alike(axis: ps.MeshAxis, settings: Settings) -> None:
-    """Ends every rank, rank 0 with one line, unless all were started with the same settings."""
-    heard: list[Any] = [None] * axis.size
-    dist.all_gather_object(heard, dict(settings))
-    for rank, theirs in enumerate(heard):
-        name = difference(heard[0], theirs)
-        if name is not None:
-            _refuse(
-                f"rank 0 was started with {said(name, heard[0])}, "
-                f"rank {rank} with {said(name, theirs)}: start all of them with the same"
-            )
-
-
-def _refuse(reason: str) -> NoReturn:
-    _leave_together()
-    end(1, reason)
-
-
-def difference(ours: Settings, theirs: Settings) -> str | None:
-    """The first name under which the two differ.
-
-    >>> difference({"steps": 180, "dtype": "float64"}, {"steps": 180, "dtype": "float32"})
-    'dtype'
-    """
-    names = {**ours, **theirs}
-    return next((name for name in names if ours.get(name) != theirs.get(name)), None)
-
-
-def said(name: str, settings: Settings) -> str:
-    """One setting as a message tells it.
-
-    >>> said("steps", {"steps": 180}), said("steps", {})
-    ('steps=180', 'no steps')
-    """
-    return f"{name}={settings[name]!r}" if name in settings else f"no {name}"
+        _leave_together()
+        end(1, str(error))

@@ -11,14 +11,12 @@ It takes the extra: ``pip install 'purestep[huggingface]'``.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
-from matplotlib.figure import Figure
 from peft import LoraConfig, PeftModel, get_peft_model
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
@@ -34,7 +32,7 @@ from transformers import (
 import purestep as ps
 from purestep import tree
 from purestep.examples import picture
-from purestep.examples.docstrings import docstrings, docstrings_of, positive
+from purestep.examples.docstrings import docstrings, docstrings_of
 
 Params = dict[str, Tensor]
 Batch = dict[str, Tensor]
@@ -49,10 +47,8 @@ PYTHON, TORCH = "Python's docstrings", "torch's docstrings"
 def torch_docstrings() -> list[str]:
     """Those of the parts that people call most."""
     folder = Path(torch.__file__).parent
-    parts = [
-        file for name in ("nn", "optim", "distributions") for file in (folder / name).rglob("*.py")
-    ]
-    return docstrings_of(sorted(parts))
+    parts = ("nn", "optim", "distributions")
+    return docstrings_of(file for part in parts for file in (folder / part).rglob("*.py"))
 
 
 def tokenizer_of(texts: Sequence[str]) -> PreTrainedTokenizerFast:
@@ -102,10 +98,7 @@ def loss_of(apply: Any) -> Callable[[Params, Batch], Tensor]:
 
     def loss_fn(params: Params, batch: Batch) -> Tensor:
         output = apply(
-            params,
-            input_ids=batch["input_ids"],
-            position_ids=batch["positions"],
-            use_cache=False,
+            params, input_ids=batch["input_ids"], position_ids=batch["positions"], use_cache=False
         )
         return ps.losses.cross_entropy(output.logits, batch["labels"])
 
@@ -185,55 +178,41 @@ def draw(
     path: Path, scratch: Mapping[str, Any], lora: Mapping[str, Any], rows: Mapping[str, Any]
 ) -> None:
     """What was learned on the left, what packing changes on the right."""
-    blue, orange, green, grey = picture.BLUE, picture.ORANGE, picture.GREEN, picture.GREY
-    figure = Figure(figsize=(11, 4.2), dpi=110, layout="constrained")
-    left, right = figure.subplots(1, 2)
-
+    figure, (left, right) = picture.panels(
+        "Loss per token, held out", "Loss per token: |in a shared row − alone|"
+    )
     begin = scratch[PYTHON][-1][0]
-    for name, color in {PYTHON: blue, TORCH: orange}.items():
+    for name, color in {PYTHON: picture.BLUE, TORCH: picture.ORANGE}.items():
         points = [*scratch[name], *[(begin + step, loss) for step, loss in lora[name]]]
         left.plot(*zip(*points, strict=True), color=color, linewidth=1.8, marker="o", markersize=3)
-        left.annotate(
-            name, points[-1], (4, 0), textcoords="offset points", color=color, va="center"
-        )
+        picture.say(left, name, points[-1], color)
     left.axvline(begin, color="0.8", zorder=0)
     for words, side, shift in [
         ("a Llama learns Python's", "right", -5),
         ("a LoRA learns torch's", "left", 5),
     ]:
-        left.annotate(
-            words, (begin, 1), (shift, 0), xycoords=("data", "axes fraction"),
-            textcoords="offset points", color=grey, ha=side, va="top",
-        )  # fmt: skip
+        where = {"xytext": (shift, 0), "xycoords": ("data", "axes fraction"), "va": "top"}
+        picture.say(left, words, (begin, 1), picture.GREY, ha=side, **where)
     left.set_xlabel("update")
-    left.set_ylabel("loss per token, held out")
 
     for name, words, color in [
-        ("joined", "one after the other, no borders", grey),
-        ("packed", "ps.pack_documents", green),
+        ("joined", "one after the other, no borders", picture.GREY),
+        ("packed", "ps.pack_documents", picture.GREEN),
     ]:
         right.semilogy(rows["tokens"], [max(x, 1e-10) for x in rows[name]], ".", color=color)
-        right.annotate(
-            words, (1, max(rows[name])), (0, 8), xycoords=("axes fraction", "data"),
-            textcoords="offset points", color=color, ha="right",
-        )  # fmt: skip
+        where = {"xytext": (0, 8), "xycoords": ("axes fraction", "data"), "ha": "right"}
+        picture.say(right, words, (1, max(rows[name])), color, **where)
     powers = range(-8, 1, 2)
     right.set_yticks([1e-10, *[10.0**n for n in powers]], ["0", *[f"$10^{{{n}}}$" for n in powers]])
     right.set_xlabel("tokens of two documents")
-    right.set_ylabel("loss per token: |in a shared row − alone|")
-    for axes in (left, right):
-        axes.spines[["top", "right"]].set_visible(False)
     picture.save(figure, path)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Trains a Llama, and a LoRA on it; saves and loads both; draws."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
-    parser.add_argument("--steps", type=positive, default=300, help="updates of the Llama")
-    parser.add_argument("--lora-steps", type=positive, default=100, help="updates of the LoRA")
-    parser.add_argument("--out", type=Path, default=Path("huggingface"), help="folder to write to")
+    parser = picture.parser(__doc__, "huggingface", 300)
+    parser.add_argument("--lora-steps", type=picture.positive, default=100)
+    parser.add_argument("--out", type=Path, default=Path("huggingface"), help="folder of models")
     options = parser.parse_args(arguments)
     llama, adapters = options.out / "llama", options.out / "lora"
     llama.mkdir(parents=True, exist_ok=True)
@@ -272,7 +251,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     prompt = reader("Args:\n    input (Tensor):", return_tensors="pt")
     (text,) = loaded.generate(**prompt, max_new_tokens=60, do_sample=True, top_k=20)
     print("---", reader.decode(text), "---", sep="\n")
-    draw(options.out / "huggingface.png", scratch, lora, rows)
+    draw(options.picture, scratch, lora, rows)
 
 
 if __name__ == "__main__":

@@ -22,9 +22,9 @@ from tqdm import tqdm
 
 import purestep as ps
 from purestep import tree
-from purestep.examples import picture
+from purestep.examples import mlp, picture
+from purestep.examples.mlp import Params
 
-Params = dict[str, dict[str, Tensor]]
 Batch = dict[str, Tensor]
 Rates = dict[str, Tensor]
 
@@ -36,35 +36,16 @@ RUNS = 4  # in an outer update
 MOMENTUM = 0.9
 
 
-def init(generator: torch.Generator) -> Params:
-    """The usual scale: outputs as large as inputs."""
-    return {
-        name: {
-            "weight": torch.randn(n, m, generator=generator, dtype=torch.float64) / n**0.5,
-            "bias": torch.zeros(m, dtype=torch.float64),
-        }
-        for name, n, m in zip(LAYERS, WIDTHS[:-1], WIDTHS[1:], strict=True)
-    }
-
-
-def apply(params: Params, x: Tensor) -> Tensor:
-    """A number for each row."""
-    for name in LAYERS:
-        x = x @ params[name]["weight"] + params[name]["bias"]
-        x = torch.tanh(x) if name != LAYERS[-1] else x
-    return x.squeeze(-1)
-
-
 def loss_fn(params: Params, batch: Batch) -> Tensor:
     """The squared error of each row."""
-    return ps.losses.mse(apply(params, batch["x"]), batch["y"])
+    return ps.losses.mse(mlp.apply(params, batch["x"]).squeeze(-1), batch["y"])
 
 
 def train(rates: Rates, run: Any) -> Tensor:
     """The loss of each update, and at last that of rows which were not trained on."""
     params, batches = run["params"], run["batches"]
     optimizer = ps.optim.partition(
-        {name: name for name in LAYERS},
+        LAYERS,
         {name: ps.optim.sgd(rate, momentum=MOMENTUM) for name, rate in rates.items()},
     )
     update_step = ps.make_update_step(
@@ -84,7 +65,7 @@ def runs(number: int, generator: torch.Generator) -> Any:
     for _ in range(number):
         x = torch.randn(UPDATES + 1, 2 * ROWS, WIDTHS[0], generator=generator, dtype=torch.float64)
         y = torch.sin(2 * x[..., 0]) * x[..., 1] + torch.cos(x[..., 2])
-        each.append({"params": init(generator), "batches": {"x": x, "y": y}})
+        each.append({"params": mlp.init(WIDTHS, generator), "batches": {"x": x, "y": y}})
     return tree.map(lambda *leaves: torch.stack(leaves), *each)
 
 
@@ -149,7 +130,7 @@ def draw(path: Path, rates: list[Rates], single: Tensor, learned: Tensor) -> Non
 
 def main(arguments: Sequence[str] | None = None) -> tuple[Tensor, Tensor]:
     """Learns rates; prints, draws and returns the losses of unseen runs without and with them."""
-    options = picture.parse(__doc__, "hypergradients", 60, arguments)
+    options = picture.parser(__doc__, "hypergradients", 60).parse_args(arguments)
     generator = torch.Generator().manual_seed(0)
     single = best_single(runs(96, generator))
     rates = learn(single, options.steps, generator)

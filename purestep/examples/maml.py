@@ -19,9 +19,9 @@ from torch import Tensor
 from tqdm import tqdm
 
 import purestep as ps
-from purestep.examples import picture
+from purestep.examples import mlp, picture
+from purestep.examples.mlp import Params
 
-Params = dict[str, Tensor]
 Batch = dict[str, Tensor]
 
 WIDTH = 40
@@ -32,35 +32,14 @@ UPDATES = 2  # of a task, through which is learned
 MOST = 10  # updates of a task in the picture
 
 
-def init(generator: torch.Generator) -> Params:
-    """Two hidden layers."""
-
-    def normal(*shape: int) -> Tensor:
-        deviation = math.sqrt(2 / shape[0])
-        return deviation * torch.randn(shape, generator=generator, dtype=torch.float64)
-
-    return {
-        "first": normal(1, WIDTH), "bias": torch.zeros(WIDTH, dtype=torch.float64),
-        "second": normal(WIDTH, WIDTH), "other": torch.zeros(WIDTH, dtype=torch.float64),
-        "out": normal(WIDTH, 1), "mean": torch.zeros(1, dtype=torch.float64),
-    }  # fmt: skip
-
-
 def apply(params: Params, x: Tensor) -> Tensor:
     """A number for each."""
-    hidden = torch.tanh(x[..., None] @ params["first"] + params["bias"])
-    hidden = torch.tanh(hidden @ params["second"] + params["other"])
-    return (hidden @ params["out"] + params["mean"]).squeeze(-1)
+    return mlp.apply(params, x[..., None]).squeeze(-1)
 
 
 def loss_fn(params: Params, batch: Batch) -> Tensor:
     """The squared error of each point."""
     return ps.losses.mse(apply(params, batch["x"]), batch["y"])
-
-
-def ones(batch: Batch) -> Tensor:
-    """All points count."""
-    return torch.ones_like(batch["y"])
 
 
 def sinusoids(number: int, generator: torch.Generator) -> Batch:
@@ -80,7 +59,9 @@ def sinusoids(number: int, generator: torch.Generator) -> Batch:
 def adapted(params: Params, task: Batch, updates: int, rate: float | Tensor = RATE) -> list[Params]:
     """The parameters before the first update on the points of one task, and after each."""
     optimizer = ps.optim.sgd(rate)
-    update_step = ps.make_update_step(loss_fn, optimizer, weight_fn=ones)
+    update_step = ps.make_update_step(
+        loss_fn, optimizer, weight_fn=lambda batch: torch.ones_like(batch["y"])
+    )
     opt_state, path = optimizer.init(params), [params]
     for _ in range(updates):
         params, opt_state, _ = update_step(params, opt_state, [{"x": task["x"], "y": task["y"]}])
@@ -102,7 +83,7 @@ def errors(params: Params, tasks: Batch, updates: int, rate: float | Tensor = RA
 def learn(updates: int, steps: int) -> Params:
     """Parameters that are good after so many updates of a task; 0: after ordinary training."""
     generator = torch.Generator().manual_seed(0)
-    params = init(generator)
+    params = mlp.init((1, WIDTH, WIDTH, 1), generator, gain=math.sqrt(2))
     rate = ps.optim.warmup_cosine_decay_schedule(0.0, 1e-2, steps // 40 + 1, steps + 1, 5e-4)
     optimizer = ps.optim.adamw(rate, weight_decay=0.0)
     update_step = ps.make_update_step(
@@ -151,7 +132,7 @@ def draw(
 
 def main(arguments: Sequence[str] | None = None) -> list[Tensor]:
     """Learns both initialisations; prints, draws and returns their errors on unseen tasks."""
-    options = picture.parse(__doc__, "maml", 2000, arguments)
+    options = picture.parser(__doc__, "maml", 2000).parse_args(arguments)
     generator = torch.Generator().manual_seed(1)
     plain, learned = learn(0, options.steps), learn(UPDATES, options.steps)
     rate = best_rate(plain, sinusoids(200, generator))

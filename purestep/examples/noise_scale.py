@@ -22,7 +22,8 @@ from torch import Tensor
 import purestep as ps
 from purestep import tree
 from purestep.examples import picture
-from purestep.examples.differential_privacy import Batch, Params, init, loss_fn, people
+from purestep.examples.differential_privacy import Batch, init, loss_fn, people
+from purestep.examples.mlp import Params
 from purestep.types import LossFn, WeightFn
 
 OPTIMIZER = ps.optim.sgd(0.1)
@@ -102,7 +103,7 @@ def direct(params: Params, data: Batch) -> NoiseScale:
         grads: Params = torch.func.grad(loss)(params)
         return grads
 
-    grads = torch.vmap(gradient)(data["x"], data["labels"]).values()
+    grads = tree.leaves_of(torch.vmap(gradient)(data["x"], data["labels"]))
     trace = sum(grad.double().var(0, correction=0).sum() for grad in grads)
     squared_norm = sum(grad.double().mean(0).square().sum() for grad in grads)
     return NoiseScale(torch.as_tensor(trace), torch.as_tensor(squared_norm))
@@ -147,7 +148,7 @@ def draw(path: Path, found: list[tuple[float, float, float]]) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> list[tuple[float, float, float]]:
     """Trains and measures; prints, draws and returns the noise scales."""
-    options = picture.parse(__doc__, "noise_scale", 240, arguments)
+    options = picture.parser(__doc__, "noise_scale", 240).parse_args(arguments)
     found = measure(options.steps)
     print("update | noise scale of microbatches | of all examples")
     for step, estimate, expected in found:

@@ -1,39 +1,47 @@
-"""What the small examples share: a command line of two options, and a picture."""
+"""What the examples share: a command line, and a picture."""
 
 from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from matplotlib.figure import Figure
-
-from purestep.examples.docstrings import positive
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 BLUE, ORANGE, GREEN, GREY = "#0072b2", "#d55e00", "#009e73", "0.45"
 
 
-def parse(
-    words: str | None, name: str, steps: int, arguments: Sequence[str] | None
-) -> argparse.Namespace:
-    """``--steps`` and ``--picture`` of a program; a picture that cannot be written is refused."""
-    parser = argparse.ArgumentParser(
-        description=words, formatter_class=argparse.RawTextHelpFormatter
-    )
-    parser.add_argument("--steps", type=positive, default=steps)
-    parser.add_argument("--picture", type=Path, default=Path(f"{name}.png"))
-    options = parser.parse_args(arguments)
+def parser(words: str | None, name: str, steps: int) -> argparse.ArgumentParser:
+    """A command line with ``--steps`` and ``--picture``."""
+    made = argparse.ArgumentParser(description=words, formatter_class=argparse.RawTextHelpFormatter)
+    made.add_argument("--steps", type=positive, default=steps)
+    made.add_argument("--picture", type=_writable, default=f"{name}.png")
+    return made
+
+
+def positive(text: str) -> int:
+    """A whole number from 1 on."""
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{number} is less than 1")
+    return number
+
+
+def _writable(text: str) -> Path:
+    """A path in a folder that exists: a long run should not fail at its end."""
     try:
-        os.scandir(options.picture.parent).close()
+        os.scandir(Path(text).parent).close()
     except OSError as error:
-        parser.error(f"--picture {options.picture}: {error}")
-    return options
+        raise argparse.ArgumentTypeError(f"{text}: {error}") from error
+    return Path(text)
 
 
 def panels(*titles: str, **how: Any) -> tuple[Figure, list[Any]]:
     """A figure with one panel under each title."""
+    from matplotlib.figure import Figure  # It takes a while to load, and ranks draw nothing.
+
     figure = Figure(figsize=(11, 4.2), dpi=110, layout="constrained")
     axes = figure.subplots(1, len(titles), squeeze=False, **how)[0].tolist()
     for each, title in zip(axes, titles, strict=True):
@@ -44,8 +52,8 @@ def panels(*titles: str, **how: Any) -> tuple[Figure, list[Any]]:
 
 def say(axes: Any, words: str, at: tuple[float, float], color: str, **how: Any) -> None:
     """Words beside a point of the panel."""
-    given: dict[str, Any] = {"xytext": (6, 0), "ha": "left", "va": "center", **how}
-    axes.annotate(words, at, textcoords="offset points", color=color, fontsize=11, **given)
+    where: dict[str, Any] = {"xytext": (6, 0), "ha": "left", "va": "center", "fontsize": 11, **how}
+    axes.annotate(words, at, textcoords="offset points", color=color, **where)
 
 
 def save(figure: Figure, path: Path) -> None:
