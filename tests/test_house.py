@@ -52,8 +52,8 @@ BUDGETS = {
 """Lines of code: no longer than they are, on the way to the goals of the design."""
 
 LATER = {
-    "testing": 1723,
-    "examples": 1476,
+    "testing": 1531,
+    "examples": 1298,
     "others": 1095,
 }
 """Rooms that are to be written again."""

@@ -11,9 +11,8 @@ from typing import Any, Protocol, TypeAlias
 from torch import Tensor, nn
 
 from purestep.axis import Axis, LocalAxis
-from purestep.state import state_dict
 from purestep.testing.problem import Batch, Problem
-from purestep.testing.processes import World, values
+from purestep.testing.processes import World
 from purestep.testing.threads import ThreadAxis
 from purestep.testing.trainer import Abilities, Group, Observation
 
@@ -61,10 +60,7 @@ class PureTrainer:
     def observe(self) -> Sequence[Observation]:
         """The parameters, and the metrics."""
         return [
-            Observation(
-                params if isinstance(params, dict) else state_dict(params),
-                *[getattr(metrics, name, None) for name in Observation._fields[1:]],
-            )
+            Observation(params, *[getattr(metrics, name, None) for name in Observation._fields[1:]])
             for params, _, metrics in self._states
         ]
 
@@ -203,30 +199,31 @@ class Processes:
     def start(self, problem: Problem, ranks: int) -> None:
         """Begins anew, in processes that may have been there before."""
         if ranks not in self._worlds:
-            world = World(ranks, self._timeout, strict=False)
-            self._worlds[ranks] = world.__enter__()
+            self._worlds[ranks] = World(ranks, self._timeout, strict=False)
+            self._worlds[ranks].start()
         self._world = self._worlds[ranks]
         self._run(_start, [self.make] * ranks, [problem] * ranks)
 
     def update(self, group: Group) -> None:
         """One update in all processes."""
-        self._run(_update, [list(share) for share in group])
+        self._run(_call, ["update"] * len(group), [list(share) for share in group])
 
     def observe(self) -> Sequence[Observation]:
         """What each process sees."""
-        return self._run(_observe)
+        return self._run(_call, ["observe"] * self._world.size)
 
     def _run(self, function: Callable[..., Any], *args: Sequence[Any]) -> list[Any]:
-        try:
-            return values(self._world.run(function, *args))
-        except AssertionError as error:
-            # A rank that fails is a refusal of the trainer's.
-            raise RuntimeError(f"{error}: {error.__cause__}") from error.__cause__
+        results = self._world.run(function, *args)
+        for rank, result in enumerate(results):
+            if isinstance(result, BaseException):
+                # A rank that fails is a refusal of the trainer's.
+                raise RuntimeError(f"rank {rank} failed: {result}") from result
+        return results
 
 
 def _leave(worlds: dict[int, World]) -> None:
     for world in worlds.values():
-        world.__exit__(None)
+        world.stop()
 
 
 _running: dict[str, RankProgram] = {}
@@ -237,9 +234,5 @@ def _start(rank: int, make: Callable[[], RankProgram], problem: Problem) -> None
     _running["program"].start(problem)
 
 
-def _update(rank: int, microbatches: Sequence[Batch]) -> None:
-    _running["program"].update(microbatches)
-
-
-def _observe(rank: int) -> Observation:
-    return _running["program"].observe()
+def _call(rank: int, name: str, *args: Any) -> Any:
+    return getattr(_running["program"], name)(*args)

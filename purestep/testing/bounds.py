@@ -47,15 +47,14 @@ def bound(
     """The bound after updates on these whole batches, with so many tokens summed in this dtype."""
     n = (problem.task.roundings + 8) * max(1, len(batches)) + 2 * tokens
     factor = gamma(n, dtype)
-    if isinstance(problem.model, Linear):
-        sizes = _of_polynomials(problem, problem.model, batches)
-    else:
-        sizes = _of_gradients(problem, batches)
-    params, *numbers = sizes
-    return Bound(
-        {name: factor * size for name, size in params.items()},
-        *(factor * number for number in numbers),
+    model = problem.model
+    params, *numbers = (
+        _of_polynomials(problem, model, batches)
+        if isinstance(model, Linear)
+        else _of_gradients(problem, batches)
     )
+    sizes = {name: factor * size for name, size in params.items()}
+    return Bound(sizes, *(factor * number for number in numbers))
 
 
 def _of_polynomials(

@@ -6,7 +6,7 @@ import copy
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import isnan
+from math import inf, isnan
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
@@ -61,54 +61,34 @@ class Case:
 
     def words(self) -> str:
         """The case in words."""
-        problem = self.problem
-        parts = [
-            "the equation" if self.first is None else self.first.how,
-            f"against {self.second.how}",
-        ]
-        numbers = [f"learning rate {problem.learning_rate}"]
-        numbers += [f"momentum {problem.momentum}"] if problem.momentum else []
-        numbers += [f"weight decay {problem.weight_decay}"] if problem.weight_decay else []
+        first = "the equation" if self.first is None else self.first.how
+        words = [f"{name.replace('_', ' ')} {n}" for name, n in _numbers(self.problem).items()]
         batch = together([part for share in self.second.groups[-1] for part in share])
         if batch is not None:
-            weights = problem.weights(batch)
+            weights = self.problem.weights(batch)
             listed = (weights.to(torch.int64) if weights.dtype == torch.bool else weights).tolist()
-            numbers.append(f"weights of the last update's rows in this order {listed}")
-        return f"{' '.join(parts)}; {', '.join(numbers)}"
+            words.append(f"weights of the last update's rows in this order {listed}")
+        return f"{first} against {self.second.how}; {', '.join(words)}"
 
     def code(self) -> str:
         """The case as a program, for a ``trainer`` of yours."""
-        problem = self.problem
-        known = isinstance(problem.model, Linear)
-        numbers = [f"learning_rate={problem.learning_rate}"]
-        numbers += [f"momentum={problem.momentum}"] if problem.momentum else []
-        numbers += [f"weight_decay={problem.weight_decay}"] if problem.weight_decay else []
-        task, model = ("ps.testing.REGRESSION", repr(problem.model)) if known else ("task", "model")
-        runs = [run for run in (self.first, self.second) if run is not None]
+        model = self.problem.model
+        known = f"ps.testing.REGRESSION, {model!r}" if isinstance(model, Linear) else "task, model"
+        numbers = ", ".join(f"{name}={n}" for name, n in _numbers(self.problem).items())
         lines = [
             "import torch",
             "import purestep as ps",
             "",
-            f"problem = ps.testing.Problem({task}, {model}, {', '.join(numbers)})",
+            f"problem = ps.testing.Problem({known}, {numbers})",
         ]
-        if self.first is None:
-            runs = [self.second, self.second]
-        for trainer, run in zip(
-            ["trainer" if self.first else "ps.testing.Specification()", "trainer"],
-            runs,
-            strict=True,
-        ):
+        one = "trainer" if self.first else "ps.testing.Specification()"
+        for trainer, run in ((one, self.first or self.second), ("trainer", self.second)):
+            start = f"it.start(problem, ranks={run.ranks})"
             lines += ["", f"it = {trainer}  # {run.how}"]
-            if run.setting is not None:
-                lines.append(f"it.use({run.setting!r})")
-            lines.append(f"it.start(problem, ranks={run.ranks})")
+            lines += [start] if run.setting is None else [f"it.use({run.setting!r})", start]
             for act in run.acts:
                 if act == "restart":
-                    lines += [
-                        "saved = it.save()",
-                        f"it.start(problem, ranks={run.ranks})",
-                        "it.load(saved)",
-                    ]
+                    lines += ["saved = it.save()", start, "it.load(saved)"]
                 else:
                     shares = ", ".join(f"[{', '.join(map(_code, share))}]" for share in act)
                     lines.append(f"it.update([{shares}])")
@@ -116,17 +96,19 @@ class Case:
         return "\n".join(lines)
 
 
+def _numbers(problem: Problem) -> dict[str, float]:
+    """The numbers of its SGD, but for those that are zero."""
+    names = ("learning_rate", "momentum", "weight_decay")
+    return {name: getattr(problem, name) for name in names if getattr(problem, name)}
+
+
 def _code(batch: Batch) -> str:
-    items = [
-        f"{key!r}: torch.tensor({_numbers(value)}, dtype={value.dtype})"
-        + (f".view{tuple(value.shape)}" if not value.numel() else "")
-        for key, value in batch.items()
-    ]
+    items = []
+    for key, value in batch.items():
+        numbers = re.sub(r"\b(nan|inf)\b", r'float("\1")', str(value.tolist()))
+        shape = "" if value.numel() else f".view{tuple(value.shape)}"
+        items.append(f"{key!r}: torch.tensor({numbers}, dtype={value.dtype}){shape}")
     return f"{{{', '.join(items)}}}"
-
-
-def _numbers(value: Tensor) -> str:
-    return re.sub(r"\b(nan|inf)\b", r'float("\1")', str(value.tolist()))
 
 
 class RefusalError(Exception):
@@ -185,11 +167,13 @@ def agree(trainer: Trainer, case: Case) -> bool:
     else:
         first = outcome(trainer, case.problem, case.first)
         expected = first[0]
-        _compare(case, first, expected, allowed, 1.0)
+        _compare(case, first, expected, allowed)
     second = outcome(trainer, case.problem, case.second)
     _compare(case, second, expected, allowed, case.scale)
-    if isinstance(trainer, Evaluating) and "loss" in case.reports and whole[-1] is not None:
-        _compare_evaluations(trainer, case, allowed)
+    if isinstance(trainer, Evaluating) and "loss" in case.reports:
+        last = whole[-1]
+        if last is not None and case.problem.weights(last).any():
+            _compare_evaluations(trainer, case, allowed)
     return all(
         bool(_same(each.params[name], expected.params[name]).all())
         for each in second
@@ -204,28 +188,26 @@ def _wholes(run: Run) -> list[Batch | None]:
 def _compare_evaluations(trainer: Any, case: Case, allowed: Bound) -> None:
     """Both groups are evaluated with the parameters at hand."""
     group = case.second.groups[-1]
-    counts = [case.problem.weights(part).any() for share in group for part in share]
-    if not any(map(bool, counts)):
-        return
     try:
         if case.first is None:
             specification = Specification()
             specification.start(case.problem, 1)
             trainer.start(case.problem, len(group))
-            one = specification.evaluate(group)
+            want = specification.evaluate(group)
         else:
-            one = trainer.evaluate(case.first.groups[-1])
-        other = trainer.evaluate(group)
+            want = trainer.evaluate(case.first.groups[-1])
+        have = trainer.evaluate(group)
     except Exception as error:
         raise RefusalError(f"evaluation: {type(error).__name__}: {error}") from error
-    if not _close(one, other, 2 * allowed.evaluation):
-        raise DisagreementError(
-            case, f"the loss in evaluation: {other} is not {one}", _relative(one, other)
-        )
+    _compare_numbers(case, "the loss in evaluation", have, want, allowed.evaluation)
 
 
 def _compare(
-    case: Case, seen: Sequence[Observation], expected: Observation, allowed: Bound, scale: float
+    case: Case,
+    seen: Sequence[Observation],
+    expected: Observation,
+    allowed: Bound,
+    scale: float = 1.0,
 ) -> None:
     for rank, each in enumerate(seen):
         on = f" on rank {rank}" if len(seen) > 1 else ""
@@ -240,48 +222,27 @@ def _compare(
                     case,
                     f"{name}{on}: {_shown(have)} is not {_shown(want)}; they are {error:.3g} "
                     f"apart, and rounding explains {2 * allowed.params[name]:.1g}",
-                    error / moved if moved else float("inf"),
+                    error / moved if moved else inf,
                 )
-        _compare_reports(case, each, expected, allowed, scale, on)
+        bounds = {"loss": allowed.loss, "grad_norm": allowed.grad_norm, "num_tokens": 0.0}
+        for name in case.reports:
+            number, other = getattr(each, name), getattr(expected, name)
+            if number is not None and other is not None:
+                other = float(other) * (scale if name == "num_tokens" else 1.0)
+                _compare_numbers(case, f"{name}{on}", float(number), other, bounds[name])
+
+
+def _compare_numbers(case: Case, what: str, have: float, want: float, allowed: float) -> None:
+    """Two that are infinite alike, or no numbers, are equal."""
+    same = have == want or (isnan(have) and isnan(want))
+    if not same and not abs(have - want) <= 2 * allowed:
+        size = abs(have - want) / abs(want) if want else inf
+        raise DisagreementError(case, f"{what}: {have} is not {want}", size)
 
 
 def _same(have: Tensor, want: Tensor) -> Tensor:
     """Where they are equal. What is no number in both runs is the same in both."""
     return (have == want) | (have.isnan() & want.isnan())
-
-
-def _compare_reports(
-    case: Case,
-    each: Observation,
-    expected: Observation,
-    allowed: Bound,
-    scale: float,
-    on: str,
-) -> None:
-    tolerance = {
-        "loss": 2 * allowed.loss,
-        "grad_norm": 2 * allowed.grad_norm,
-        "num_tokens": 0.0,
-    }
-    for name in case.reports:
-        have, want = getattr(each, name), getattr(expected, name)
-        if have is None or want is None:
-            continue
-        have, want = float(have), float(want)
-        scaled = want * scale if name == "num_tokens" else want
-        if not _close(have, scaled, tolerance[name]):
-            raise DisagreementError(
-                case, f"{name}{on}: {have} is not {scaled}", _relative(scaled, have)
-            )
-
-
-def _close(one: float, other: float, tolerance: float) -> bool:
-    """Whether they are as good as equal. Two that are infinite alike, or no numbers, are."""
-    return one == other or (isnan(one) and isnan(other)) or abs(one - other) <= tolerance
-
-
-def _relative(want: float, have: float) -> float:
-    return abs(have - want) / abs(want) if want else float("inf")
 
 
 def _shown(value: Tensor) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from math import inf
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
@@ -45,11 +46,7 @@ class Verdict(NamedTuple):
 
 
 def judge(
-    trainer: Trainer,
-    laws: Iterable[str] = tuple(LAWS),
-    *,
-    cases: int = CASES,
-    shrink: int = SHRINK,
+    trainer: Trainer, laws: Iterable[str] = tuple(LAWS), *, cases: int = CASES, shrink: int = SHRINK
 ) -> list[Verdict]:
     """A verdict for each law. "refuses" is told only where no wrong number is found.
 
@@ -63,11 +60,7 @@ def judge(
 
 
 def check(
-    trainer: Trainer,
-    laws: Iterable[str] = tuple(LAWS),
-    *,
-    cases: int = CASES,
-    shrink: int = SHRINK,
+    trainer: Trainer, laws: Iterable[str] = tuple(LAWS), *, cases: int = CASES, shrink: int = SHRINK
 ) -> None:
     """Raises an ``AssertionError`` for the first law that does not hold.
 
@@ -136,7 +129,7 @@ def _verdict(trainer: Trainer, name: str, cases: int, shrink: int) -> Verdict:
         try:
             law.claim(trainer, case)
         except RefusalError as refusal:
-            raise _RefusedError(case, str(refusal)) from refusal
+            raise DisagreementError(case, str(refusal), inf) from refusal
         except DisagreementError:
             pass
 
@@ -155,12 +148,6 @@ def _law(name: str) -> TrainerLaw:
     if name not in LAWS:
         raise ValueError(f"there is no law {name!r}: they are {', '.join(LAWS)}")
     return LAWS[name]
-
-
-class _RefusedError(AssertionError):
-    def __init__(self, case: Case, what: str) -> None:
-        super().__init__(what)
-        self.case, self.what = case, what
 
 
 def _report(verdict: Verdict) -> str:

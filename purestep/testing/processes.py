@@ -10,7 +10,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Sequence
 from multiprocessing import get_context
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
@@ -32,7 +32,7 @@ class World:
 
     Args:
         size: how many ranks.
-        timeout: the seconds that ``run``, and leaving the context, may take.
+        timeout: the seconds that ``run`` may take.
         strict: whether a warning in a rank is an error.
     """
 
@@ -42,10 +42,14 @@ class World:
         self.strict = strict
 
     def __enter__(self) -> World:
-        self._start()
+        self.start()
         return self
 
-    def _start(self) -> None:
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def start(self) -> None:
+        """Starts the processes."""
         CONTEXT.set_forkserver_preload(IMPORTED)
         self._folder = tempfile.TemporaryDirectory()
         self._connections: list[Connection] = []
@@ -66,22 +70,21 @@ class World:
         """
         columns: list[Any] = list(zip(*args, strict=True)) if args else [()] * self.size
         if not all(process.is_alive() for process in self._processes):
-            self._stop()
-            self._start()
+            self.stop()
+            self.start()
         for connection, column in zip(self._connections, columns, strict=True):
             connection.send_bytes(pickle.dumps((function, column)))
-        results: dict[int, Any] = {}
         until = time.monotonic() + self.timeout
-        while len(results) < self.size:
-            missing = [rank for rank in range(self.size) if rank not in results]
-            ready = wait([self._connections[rank] for rank in missing], until - time.monotonic())
-            if not ready:
-                self._stop()
-                raise TimeoutError(f"{missing=} after {self.timeout} s; the others said {results}")
-            for rank in missing:
-                if self._connections[rank] in ready:
-                    results[rank] = self._answer(rank)
-        return [results[rank] for rank in range(self.size)]
+        results: list[Any] = []
+        for rank, connection in enumerate(self._connections):
+            if not connection.poll(max(0.0, until - time.monotonic())):
+                others = [self._answer(r) for r, c in enumerate(self._connections) if c.poll()]
+                self.stop()
+                raise TimeoutError(
+                    f"rank {rank} is silent after {self.timeout} s; others said {[*results, *others]}"
+                )
+            results.append(self._answer(rank))
+        return results
 
     def _answer(self, rank: int) -> Any:
         process = self._processes[rank]
@@ -94,7 +97,8 @@ class World:
             process.join(self.timeout)
         return answer
 
-    def _stop(self) -> None:
+    def stop(self) -> None:
+        """Ends the processes."""
         for process in self._processes:
             process.kill()
         for process in self._processes:
@@ -102,22 +106,6 @@ class World:
         for connection in self._connections:
             connection.close()
         self._folder.cleanup()
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        try:
-            if kind is None and all(process.is_alive() for process in self._processes):
-                self._leave()
-        finally:
-            self._stop()
-
-    def _leave(self) -> None:
-        for connection in self._connections:
-            connection.send_bytes(pickle.dumps(None))
-        until = time.monotonic() + self.timeout
-        for process in self._processes:
-            process.join(until - time.monotonic())
-        codes = [process.exitcode for process in self._processes]
-        assert codes == [0] * self.size, f"the ranks ended with {codes}"
 
 
 def values(results: Sequence[Any]) -> list[Any]:
@@ -131,8 +119,8 @@ def values(results: Sequence[Any]) -> list[Any]:
 def _serve(rank: int, size: int, store: str, connection: Connection, strict: bool) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
-    while (task := pickle.loads(connection.recv_bytes())) is not None:
-        function, args = task
+    while True:
+        function, args = pickle.loads(connection.recv_bytes())
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("error" if strict else "default")
@@ -144,6 +132,3 @@ def _serve(rank: int, size: int, store: str, connection: Connection, strict: boo
             connection.send_bytes(pickle.dumps(error))
             os._exit(1)
         connection.send_bytes(pickle.dumps(answer))
-    dist.barrier()
-    dist.destroy_process_group()
-    os._exit(0)  # Nothing is left to tidy up, and Python's own tidying takes half a second.

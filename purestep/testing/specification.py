@@ -58,15 +58,13 @@ class Specification:
         return self.problem.losses(model, batch)
 
     def _sgd(self, grads: Params, moments: Params, params: Params) -> tuple[Params, Params]:
-        momentum, decay, rate = (
-            self.problem.momentum,
-            self.problem.weight_decay,
-            self.problem.learning_rate,
-        )
+        problem = self.problem
         moments = {
-            name: momentum * moments[name] + grads[name] + decay * params[name] for name in params
+            name: problem.momentum * moments[name] + grads[name] + problem.weight_decay * p
+            for name, p in params.items()
         }
-        return {name: params[name] - rate * moments[name] for name in params}, moments
+        after = {name: p - problem.learning_rate * moments[name] for name, p in params.items()}
+        return after, moments
 
     def observe(self) -> Sequence[Observation]:
         """The parameters, and the true loss, norm and count."""
@@ -88,15 +86,10 @@ def together(parts: Sequence[Batch]) -> Batch | None:
     longest = max(part[key].shape[1] for part in parts for key in keys if part[key].ndim > 1)
 
     def filled(key: str, x: Tensor) -> Tensor:
-        if x.ndim == 1 or x.shape[1] == longest:
+        if x.ndim == 1:
             return x
-        shape = x.shape[0], longest - x.shape[1], *x.shape[2:]
-        return torch.cat([x, x.new_full(shape, -100 if key == "labels" else 0)], 1)
+        more = [0, 0] * (x.ndim - 2) + [0, longest - x.shape[1]]
+        return torch.nn.functional.pad(x, more, value=-100 if key == "labels" else 0)
 
-    wide = {key: [filled(key, part[key]) for part in parts] for key in keys}
-    return {
-        key: torch.cat(values).to(torch.float64)
-        if values[0].is_floating_point()
-        else torch.cat(values)
-        for key, values in wide.items()
-    }
+    wide = {key: torch.cat([filled(key, part[key]) for part in parts]) for key in keys}
+    return {key: x.double() if x.is_floating_point() else x for key, x in wide.items()}

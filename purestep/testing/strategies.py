@@ -49,13 +49,11 @@ def ranks(
     >>> find(ranks([[0], [1], [2]]), lambda shares: len(shares) == 2 and len(shares[1]) == 2)
     [[[0]], [[1], [2]]]
     """
-    if not uneven:
-        sizes = [size for size in range(1, most + 1) if len(cut) % size == 0]
-        size = draw(st.sampled_from(sizes))
-        each = len(cut) // size
-        return [list(cut[rank * each : (rank + 1) * each]) for rank in range(size)]
-    size = draw(st.integers(1, most))
-    owners = draw(st.lists(st.integers(0, size - 1), min_size=len(cut), max_size=len(cut)))
+    sizes = [size for size in range(1, most + 1) if uneven or len(cut) % size == 0]
+    size = draw(st.sampled_from(sizes))
+    owners: Sequence[int] = [at * size // len(cut) for at in range(len(cut))]
+    if uneven:
+        owners = draw(st.lists(st.integers(0, size - 1), min_size=len(cut), max_size=len(cut)))
     return [
         [part for part, owner in zip(cut, owners, strict=True) if owner == rank]
         for rank in range(size)
@@ -105,16 +103,13 @@ def weights(
     >>> find(weights(1, 3, "mask"), lambda drawn: drawn[0][0] > 0 and drawn[0][2] > 0)
     [[1, 0, 1]]
     """
-    row = st.lists(st.sampled_from(_WEIGHTS[kind]), min_size=length, max_size=length)
+    row = st.lists(st.sampled_from(_values(kind)), min_size=length, max_size=length)
     drawn = draw(st.lists(row, min_size=rows, max_size=rows))
     return draw(_adjusted(drawn, kind, exact=exact))
 
 
-_WEIGHTS: dict[Weights, list[int]] = {
-    "mask": [0, 1],
-    "whole": [0, 0, 1, 1, 2, 3],
-    "any": [0, 0, 1, 1, 2, 3],
-}
+def _values(kind: Weights) -> list[int]:
+    return [0, 1] if kind == "mask" else [0, 0, 1, 1, 2, 3]
 
 
 @st.composite
@@ -182,7 +177,7 @@ def exact_batches(
     else:
         integer = st.integers(-2, 2)
         columns = (
-            each(st.sampled_from(_WEIGHTS[kind]), length),
+            each(st.sampled_from(_values(kind)), length),
             each(st.tuples(integer, integer), length),
             each(integer, length),
         )
@@ -252,11 +247,7 @@ def padded_group(
 
 
 def _said(more: Padding) -> str:
-    added = [
-        f"{count} {what}{'s' if count > 1 else ''}"
-        for count, what in zip(more, ["row", "column", "microbatch after it"], strict=True)
-        if count
-    ]
+    added = [f"{count} {what}" for what, count in more._asdict().items() if count]
     return f" (padded by {', '.join(added)})" if added else ""
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -83,17 +84,17 @@ class ThreadAxis(Ranks):
         ranks = torch.arange(self.size)
         if ranks.numel() != torch.Size(sizes).numel() or min(sizes, default=0) < 1:
             raise ValueError(f"{self}.split{sizes}: the sizes must multiply to {self.size}")
-        grid = ranks.view(sizes)
-        return tuple(self._along(grid, dim) for dim in range(len(sizes)))
+        grid, parts = ranks.view(sizes), []
+        for dim, size in enumerate(sizes):
+            lines = [tuple(line) for line in grid.movedim(dim, -1).reshape(-1, size).tolist()]
+            groups = [next(line for line in lines if rank in line) for rank in range(self.size)]
+            parts.append(self._part(groups, f"{self}.split{sizes}[{dim}]"))
+        return tuple(parts)
 
-    def _along(self, grid: Tensor, dim: int) -> ThreadAxis:
-        axis = ThreadAxis(grid.shape[dim], bucket_bytes=self.bucket_bytes)
-        axis._world = self._world
-        lines = grid.movedim(dim, -1).reshape(-1, axis.size).tolist()
-        axis._groups = [
-            next(tuple(line) for line in lines if rank in line) for rank in range(self.size)
-        ]
-        axis._name = f"{self}.split{tuple(grid.shape)}[{dim}]"
+    def _part(self, groups: list[tuple[int, ...]], name: str) -> ThreadAxis:
+        """The axis that joins each thread of the world with its group."""
+        axis = ThreadAxis(len(groups[0]), bucket_bytes=self.bucket_bytes)
+        axis._world, axis._groups, axis._name = self._world, groups, name
         return axis
 
     def map(self, fn: Callable[..., Any]) -> Callable[..., list[Any]]:
@@ -142,9 +143,7 @@ class ThreadAxis(Ranks):
             tuple(other for other in group if places[other] == places[rank])
             for rank, group in enumerate(self._groups)
         ]
-        axis = ThreadAxis(len(groups[0]), bucket_bytes=self.bucket_bytes)
-        axis._world, axis._groups, axis._name = self._world, groups, f"{self} across {inner}"
-        return axis
+        return self._part(groups, f"{self} across {inner}")
 
     def gather_object(self, value: Any) -> list[Any]:
         """All threads' values, in order of rank."""
@@ -233,15 +232,15 @@ class _World:
             errors.clear()
 
 
+@dataclass(eq=False)
 class _Meeting:
     """One collective: what each rank has brought to it, and what each takes away."""
 
-    def __init__(self, place: Hashable) -> None:
-        self.place = place
-        self.calls: dict[int, _Call] = {}
-        self.brought: dict[int, Tensor] = {}
-        self.results: dict[int, Tensor] = {}
-        self.errors: dict[int, str] = {}
+    place: Hashable
+    calls: dict[int, _Call] = field(default_factory=dict)
+    brought: dict[int, Tensor] = field(default_factory=dict)
+    results: dict[int, Tensor] = field(default_factory=dict)
+    errors: dict[int, str] = field(default_factory=dict)
 
 
 class _Run:
@@ -270,7 +269,7 @@ class _Run:
             meeting = self._meetings.setdefault(place, _Meeting(place))
             meeting.calls[rank], meeting.brought[rank] = call, x
             if meeting.errors or len(set(meeting.calls.values())) > 1:
-                self._refuse([meeting])
+                self._refuse(meeting)
             elif len(meeting.calls) == len(call.group):
                 values = _together(call.law, [meeting.brought[r] for r in call.group])
                 meeting.results.update(zip(call.group, values, strict=True))
@@ -301,28 +300,23 @@ class _Run:
 
     def _refuse_the_impossible(self) -> None:
         """Errors for the ranks that wait for what will not come."""
-        open_ = {
-            rank: meeting
+        waiting = [
+            meeting
             for rank, meeting in self._waiting.items()
             if rank not in meeting.results and rank not in meeting.errors
-        }
-        if len(open_) + len(self._ended) == self._size:
-            self._refuse(list(open_.values()))
-        else:
-            self._refuse([one for one in open_.values() if self._never(one)])
+        ]
+        none_computes = len(waiting) + len(self._ended) == self._size
+        for meeting in waiting:
+            missing = {*next(iter(meeting.calls.values())).group} - {*meeting.calls}
+            if none_computes or missing & {*self._ended}:
+                self._refuse(meeting)
 
-    def _never(self, meeting: _Meeting) -> bool:
-        """Whether one of the group has ended before it came."""
-        group = next(iter(meeting.calls.values())).group
-        return any(rank in self._ended and rank not in meeting.calls for rank in group)
-
-    def _refuse(self, meetings: Sequence[_Meeting]) -> None:
-        """Tells those who have come, and have not been told before."""
-        for meeting in meetings:
-            states = [f"rank {rank} {self._state(rank, meeting)}" for rank in range(self._size)]
-            message = "these ranks cannot meet: " + "; ".join(states)
-            meeting.errors = dict.fromkeys(meeting.calls, message) | meeting.errors
-            meeting.brought.clear()
+    def _refuse(self, meeting: _Meeting) -> None:
+        """An error for those who have come, and have none yet."""
+        states = [f"rank {rank} {self._state(rank, meeting)}" for rank in range(self._size)]
+        message = "these ranks cannot meet: " + "; ".join(states)
+        meeting.errors = dict.fromkeys(meeting.calls, message) | meeting.errors
+        meeting.brought.clear()
         self._changed.notify_all()
 
     def _state(self, rank: int, meeting: _Meeting) -> str:
