@@ -29,6 +29,8 @@ from purestep.types import (
     Microbatch,
     OptState,
     Params,
+    ParamsT,
+    StateT,
     StepMetrics,
     Sums,
     UpdateStep,
@@ -43,8 +45,8 @@ OnNonfinite = Literal["propagate", "skip"]
 
 
 def make_update_step(
-    loss_fn: LossFn,
-    optimizer: Optimizer,
+    loss_fn: LossFn[ParamsT],
+    optimizer: Optimizer[StateT],
     *,
     weight_fn: WeightFn | None = label_weights,
     axis: Axis = LocalAxis(),
@@ -55,7 +57,7 @@ def make_update_step(
     on_nonfinite: OnNonfinite = "propagate",
     donate: bool = False,
     compile: bool | Compiler = False,
-) -> UpdateStep:
+) -> UpdateStep[ParamsT, StateT]:
     """A pure function ``update_step(params, opt_state, microbatches)``.
 
     It returns ``(params, opt_state, metrics)`` after one optimizer step on a group of microbatches,
@@ -152,8 +154,8 @@ def make_update_step(
     checked: list[tree.Structure] = []
 
     def update_step(
-        params: Params, opt_state: OptState, microbatches: Sequence[Microbatch], /
-    ) -> tuple[Params, OptState, StepMetrics]:
+        params: ParamsT, opt_state: StateT, microbatches: Sequence[Microbatch], /
+    ) -> tuple[ParamsT, StateT, StepMetrics]:
         with axis.session(gather, settings) as ranks:
             new = is_new(checked, params)
             if new:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 from torch import Tensor
+from typing_extensions import TypeVar
 
 Tree: TypeAlias = Any
 """An optree pytree. Its leaves are tensors; ``None`` is an empty subtree, not a leaf."""
@@ -16,8 +17,17 @@ Params: TypeAlias = Tree
 OptState: TypeAlias = Tree
 """The optimizer's state, a tree of tensors."""
 
+
+class State(Any):  # type: ignore[misc]
+    """The state of an optimizer of ``ps.optim``, for type checkers: anything but plain params."""
+
+
 Microbatch: TypeAlias = Any
 """What ``loss_fn`` takes at once: any tree of tensors, of any shape."""
+
+ParamsT = TypeVar("ParamsT", default=Params)
+ReadParams = TypeVar("ReadParams", default=Params, contravariant=True)
+StateT = TypeVar("StateT", default=OptState)
 
 Ready: TypeAlias = Callable[[int, Tensor], Tensor]
 """Takes a leaf's position and its final sum, and returns where the sum lies from now on."""
@@ -51,7 +61,7 @@ class LossTerms(NamedTuple):
     weights: Tensor | None = None
 
 
-class LossFn(Protocol):
+class LossFn(Protocol[ReadParams]):
     """``loss_fn(params, microbatch)`` gives one loss per token: never a mean, never a sum.
 
     >>> import torch
@@ -62,7 +72,7 @@ class LossFn(Protocol):
     tensor([0., 4.])
     """
 
-    def __call__(self, params: Params, microbatch: Microbatch, /) -> Tensor | LossTerms: ...
+    def __call__(self, params: ReadParams, microbatch: Microbatch, /) -> Tensor | LossTerms: ...
 
 
 class WeightFn(Protocol):
@@ -179,7 +189,7 @@ class EvalMetrics(NamedTuple):
     aux: Tree
 
 
-class UpdateStep(Protocol):
+class UpdateStep(Protocol[ParamsT, StateT]):
     """``update_step(params, opt_state, microbatches) -> (params, opt_state, metrics)``.
 
     >>> import torch
@@ -192,5 +202,5 @@ class UpdateStep(Protocol):
     """
 
     def __call__(
-        self, params: Params, opt_state: OptState, microbatches: Any, /
-    ) -> tuple[Params, OptState, StepMetrics]: ...
+        self, params: ParamsT, opt_state: StateT, microbatches: Sequence[Microbatch], /
+    ) -> tuple[ParamsT, StateT, StepMetrics]: ...

@@ -108,7 +108,8 @@ def test_prefetch() -> None:
     optimizer = optim.sgd(0.5, 0.5)
     step = ps.make_update_step(models.integer_loss, optimizer, weight_fn=weights_of)
     there = moved(params)
-    ours, theirs = (there, optimizer.init(there)), (params, optimizer.init(params))
+    ours: tuple[Any, Any] = there, optimizer.init(there)
+    theirs: tuple[Any, Any] = params, optimizer.init(params)
     stream = ps.prefetch(groups, lazy(), weight_fn=weights_of)
     seen: list[str] = []
     for group in groups:

@@ -39,7 +39,7 @@ CORE = [
     "evaluation",
 ]
 BUDGETS = {
-    "core": 1075,
+    "core": 1080,
     "tree": 390,
     "axis": 1000,
     "sharding": 120,
@@ -52,7 +52,7 @@ BUDGETS = {
 """Lines of code: no longer than they are, on the way to the goals of the design."""
 
 LATER = {
-    "testing": 1531,
+    "testing": 1528,
     "examples": 1298,
     "others": 1095,
 }

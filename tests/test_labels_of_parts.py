@@ -133,8 +133,9 @@ def test_refusals() -> None:
     message = r"labels params\['blocks'\]\[1\]\['b'\] 'fats', but its optimizers are 'slow', 'fast'"
     with pytest.raises(ValueError, match=message):
         unknown.init(params)
+    no_state: Any = {}
     with pytest.raises(ValueError, match=message):
-        unknown.update(grads[0], {}, params)
+        unknown.update(grads[0], no_state, params)
     parts: list[Any] = [
         ps.optim.clip_by_global_norm(1.0),
         0.1,

@@ -50,6 +50,36 @@ def test_import_is_light_and_silent() -> None:
     assert run.stderr == ""
 
 
+MISTYPED = """
+import torch
+import purestep as ps
+
+def loss_fn(params: dict[str, torch.Tensor], row: dict[str, torch.Tensor]) -> torch.Tensor:
+    return params["w"] * row["x"]
+
+params, row = {"w": torch.zeros(2)}, {"x": torch.ones(2)}
+optimizer = ps.optim.chain(ps.optim.clip_by_global_norm(1.0), ps.optim.adamw(0.1))
+step, opt_state = ps.make_update_step(loss_fn, optimizer), optimizer.init(params)
+params, opt_state, metrics = step(params, opt_state, [row])
+print(opt_state[1].mu, ps.make_update_step(lambda w, x: w * x, ps.optim.sgd(0.1)))
+step(opt_state, params, [row])
+step(params, [row], opt_state)
+step(params, opt_state, row)
+step(torch.nn.Linear(1, 1), opt_state, [row])
+"""
+
+
+def test_swapped_arguments_have_other_types(tmp_path: Path) -> None:
+    """A right call passes mypy, a lambda too; a dict for a list and a module for params do not."""
+    program = tmp_path / "program.py"
+    program.write_text(MISTYPED)
+    mypy = [sys.executable, "-m", "mypy", "--strict", "--follow-imports=silent", str(program)]
+    run = subprocess.run(mypy, capture_output=True, text=True, timeout=240, cwd=ROOT)
+    lines = {int(line.split(":")[1]) for line in run.stdout.splitlines() if "error:" in line}
+    calls = MISTYPED.splitlines().index("step(opt_state, params, [row])") + 1
+    assert lines == {*range(calls, calls + 4)}, run.stdout + run.stderr
+
+
 def test_public_names_are_documented() -> None:
     for namespace in (ps, ps.optim):
         for name in namespace.__all__:

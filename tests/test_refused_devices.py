@@ -15,7 +15,7 @@ def test_two_devices() -> None:
     params = {"v": torch.ones(3), "w": torch.ones(3, device=lazy())}
     step = ps.make_update_step(one_leaf, optim.sgd(0.5), weight_fn=ones)
     with pytest.raises(ValueError, match=r"params\['v'\] is on cpu, but params\['w'\] is on lazy"):
-        step(params, (), [row()])
+        step(params, NO_STATE, [row()])
 
 
 def test_data_on_the_host() -> None:

@@ -13,6 +13,7 @@ from torch import Tensor
 import purestep as ps
 from tests.line import MICROBATCH, PARAMS, SGD, loss_fn, step_with, weight_fn
 
+NO_STATE: Any = ()
 SCHEDULER = torch.optim.lr_scheduler.StepLR(torch.optim.SGD([torch.ones(1)], lr=0.1), 3)
 
 
@@ -86,12 +87,12 @@ def test_params_that_have_no_gradient(leaf: Any, found: str) -> None:
     with pytest.raises(
         TypeError, match=rf"params\['layers'\]\[1\]\['w'\] is {found}: params are dense"
     ):
-        step(params, (), [])
+        step(params, NO_STATE, [])
 
 
 def test_no_params() -> None:
     with pytest.raises(ValueError, match="params holds no tensors"):
-        ps.make_update_step(loss_fn, SGD)({"nothing": None}, (), [])
+        ps.make_update_step(loss_fn, SGD)({"nothing": None}, NO_STATE, [])
 
 
 @pytest.mark.parametrize(
@@ -168,7 +169,7 @@ def test_first_mistakes(arguments: dict[str, Any], message: str) -> None:
 
 def test_a_module_is_not_its_params() -> None:
     with pytest.raises(TypeError, match=r"params is a module, Linear: .*ps\.from_module"):
-        ps.make_update_step(loss_fn, SGD)(torch.nn.Linear(1, 1), (), [])
+        ps.make_update_step(loss_fn, SGD)(torch.nn.Linear(1, 1), NO_STATE, [])
 
 
 def test_a_module_is_not_its_params_for_init_either() -> None:
@@ -243,4 +244,4 @@ def test_params_in_eight_bits() -> None:
     with pytest.raises(
         TypeError, match=r"params\['w'\] is torch.float8_e4m3fn: .* in bfloat16 or wider"
     ):
-        ps.make_update_step(loss_fn, SGD, weight_fn=weight_fn)(params, (), [MICROBATCH])
+        ps.make_update_step(loss_fn, SGD, weight_fn=weight_fn)(params, NO_STATE, [MICROBATCH])

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from types import FunctionType
-from typing import Any, NamedTuple, NoReturn, Protocol, TypeAlias, TypeVar, cast
+from typing import Any, Generic, NamedTuple, NoReturn, Protocol, TypeAlias, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ from torch import Tensor
 from purestep import tree
 from purestep.optim.schedules import SCHEDULER_HINT, is_scheduler
 from purestep.torch_private import storage_of
-from purestep.types import OptState, Params, Tree
+from purestep.types import OptState, Params, StateT, Tree
 
 Update: TypeAlias = Callable[[Tree, OptState, Params], tuple[Tree, OptState]]
 """``update(grads, state, params)`` gives updates or params, and the new state."""
@@ -57,7 +57,7 @@ class Transform(NamedTuple):
     update_: UpdateInPlace | None = None
 
 
-class Optimizer(NamedTuple):
+class Optimizer(NamedTuple, Generic[StateT]):
     """Pure functions from gradients to new parameters.
 
     ``update`` is plain arithmetic on tensors, for every transform and compiler.
@@ -76,8 +76,8 @@ class Optimizer(NamedTuple):
     ({'w': tensor(1.)}, ())
     """
 
-    init: Init
-    update: Update
+    init: Callable[[Params], StateT]
+    update: Callable[[Tree, StateT, Params], tuple[Params, StateT]]
     update_: UpdateInPlace | None = None
 
 

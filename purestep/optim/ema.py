@@ -12,7 +12,7 @@ from purestep import tree
 from purestep.optim.base import Optimizer, check_optimizer, in_place, refuse, written
 from purestep.optim.leafwise import alike, number
 from purestep.optim.master import wide_copy
-from purestep.types import OptState, Params, Tree
+from purestep.types import OptState, Params, State, Tree
 
 
 class EmaState(NamedTuple):
@@ -27,7 +27,7 @@ class EmaState(NamedTuple):
     inner: OptState
 
 
-def ema(optimizer: Optimizer, decay: float | Tensor) -> Optimizer:
+def ema(optimizer: Optimizer, decay: float | Tensor) -> Optimizer[State]:
     """The optimizer, with a decaying mean of the params in its state [Polyak and Juditsky, 1992].
 
         θ ← optimizer(g, θ),    a ← decay · a + (1 − decay) · θ

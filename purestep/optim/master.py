@@ -17,7 +17,7 @@ from purestep.optim.base import (
     written,
 )
 from purestep.optim.leafwise import alike
-from purestep.types import OptState, Params, Tree
+from purestep.types import OptState, Params, State, Tree
 
 
 class MasterState(NamedTuple):
@@ -33,7 +33,7 @@ class MasterState(NamedTuple):
     inner: OptState
 
 
-def master_weights(optimizer: Optimizer) -> Optimizer:
+def master_weights(optimizer: Optimizer) -> Optimizer[State]:
     """The same optimizer on a float32 copy of the params, of which they are the rounded values.
 
         m ← optimizer(g, m),    θ ← m rounded to the dtype of θ

@@ -14,7 +14,7 @@ from purestep.optim.partition import Mask, masked
 from purestep.optim.schedules import LearningRate, check_rate
 from purestep.optim.transforms import add_decayed_weights, momentum as momentum_transform
 from purestep.torch_private import foreach_add_, fused_adamw_
-from purestep.types import Tree
+from purestep.types import State, Tree
 
 
 class DescentState(NamedTuple):
@@ -27,7 +27,7 @@ class DescentState(NamedTuple):
     step: Tensor
 
 
-def descend(learning_rate: LearningRate) -> Optimizer:
+def descend(learning_rate: LearningRate) -> Optimizer[State]:
     """θ ← θ − lr · u: the Optimizer that ends a chain of transforms.
 
     >>> from purestep.optim import scale_by_adam
@@ -56,7 +56,7 @@ def sgd(
     nesterov: bool = False,
     weight_decay: float | Tensor = 0.0,
     mask: Mask | None = None,
-) -> Optimizer:
+) -> Optimizer[State]:
     """Stochastic gradient descent, as ``torch.optim.SGD``.
 
         g ← g + weight_decay · θ,    t ← momentum · t + g,    θ ← θ − lr · t
@@ -103,7 +103,7 @@ def adamw(
     eps: float = 1e-8,
     weight_decay: float | Tensor = 1e-2,
     mask: Mask | None = None,
-) -> Optimizer:
+) -> Optimizer[State]:
     """Adam with decoupled weight decay [Loshchilov and Hutter, 2019], as ``torch.optim.AdamW``.
 
         t ← t + 1
@@ -195,7 +195,7 @@ def lion(
     b2: float = 0.99,
     weight_decay: float | Tensor = 0.0,
     mask: Mask | None = None,
-) -> Optimizer:
+) -> Optimizer[State]:
     """The sign of a momentum [Chen et al., 2023]: half of Adam's state, a smaller learning rate.
 
         θ ← θ − lr · (sign(b₁ μ + (1 − b₁) g) + weight_decay · θ)

@@ -10,7 +10,7 @@ from torch import Tensor
 from purestep import tree
 from purestep.optim.base import Optimizer, check_params, explain, refuse
 from purestep.optim.schedules import LearningRate, check_rate, rate_at
-from purestep.types import OptState, Params, Tree
+from purestep.types import OptState, Params, State, Tree
 
 PURE = {"AdamW": "adamw(lr)", "Adam": "adamw(lr, weight_decay=0)", "SGD": "sgd(lr)"}
 """Namesakes whose arithmetic is plain."""
@@ -35,7 +35,7 @@ class TorchState(NamedTuple):
 
 def from_torch(
     algorithm: type[torch.optim.Optimizer], lr: LearningRate | None = None, **settings: Any
-) -> Optimizer:
+) -> Optimizer[State]:
     """Any ``torch.optim`` algorithm that steps without a closure, with its bits and kernels.
 
     Each update hands torch the state, and takes it back: nothing is kept in between. The gradients

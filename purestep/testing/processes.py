@@ -78,11 +78,9 @@ class World:
         results: list[Any] = []
         for rank, connection in enumerate(self._connections):
             if not connection.poll(max(0.0, until - time.monotonic())):
-                others = [self._answer(r) for r, c in enumerate(self._connections) if c.poll()]
+                results += [self._answer(r) for r, c in enumerate(self._connections) if c.poll()]
                 self.stop()
-                raise TimeoutError(
-                    f"rank {rank} is silent after {self.timeout} s; others said {[*results, *others]}"
-                )
+                raise TimeoutError(f"rank {rank} is silent after {self.timeout} s; said: {results}")
             results.append(self._answer(rank))
         return results
 
