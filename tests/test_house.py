@@ -52,7 +52,7 @@ BUDGETS = {
 """Lines of code: no longer than they are, on the way to the goals of the design."""
 
 LATER = {
-    "testing": 1529,
+    "testing": 1515,
     "examples": 1298,
     "others": 1095,
 }

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from purestep.axis import Axis, LocalAxis
 from purestep.testing.problem import Batch, Problem
-from purestep.testing.processes import World
+from purestep.testing.processes import World, values
 from purestep.testing.threads import ThreadAxis
 from purestep.testing.trainer import Abilities, Group, Observation
 
@@ -213,12 +213,7 @@ class Processes:
         return self._run(_call, ["observe"] * self._world.size)
 
     def _run(self, function: Callable[..., Any], *args: Sequence[Any]) -> list[Any]:
-        results = self._world.run(function, *args)
-        for rank, result in enumerate(results):
-            if isinstance(result, BaseException):
-                # A rank that fails is a refusal of the trainer's.
-                raise RuntimeError(f"rank {rank} failed: {result}") from result
-        return results
+        return values(self._world.run(function, *args))
 
 
 def _leave(worlds: dict[int, World]) -> None:

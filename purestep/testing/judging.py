@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from math import inf
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
 
-from purestep.testing.case import Case, DisagreementError, RefusalError
+from purestep.testing.case import Case, RefusalError
 from purestep.testing.catalogue import LAWS, TrainerLaw
 from purestep.testing.law import Law
 from purestep.testing.trainer import Trainer
@@ -117,30 +116,20 @@ def _verdict(trainer: Trainer, name: str, cases: int, shrink: int) -> Verdict:
     if missing := law.missing(trainer):
         return Verdict(law, "not asked", why=missing)
     held: list[bool] = []
-    refused: list[Case] = []
+    refused: list[tuple[Case, str]] = []
 
-    def numbers(trainer: Trainer, case: Case) -> None:
+    def claim(trainer: Trainer, case: Case) -> None:
         try:
             held.append(law.claim(trainer, case))
-        except RefusalError:
-            refused.append(case)
-
-    def acceptance(trainer: Trainer, case: Case) -> None:
-        try:
-            law.claim(trainer, case)
         except RefusalError as refusal:
-            raise DisagreementError(case, str(refusal), inf) from refusal
-        except DisagreementError:
-            pass
+            refused.append((case, str(refusal)))
 
-    drawn = law.cases(trainer)
-    wrong: Any = Law(law.name, drawn, numbers).broken_by(trainer, cases, shrink)
+    wrong: Any = Law(law.name, law.cases(trainer), claim).broken_by(trainer, cases, shrink)
     if wrong is not None:
         return Verdict(law, "wrong", case=wrong.case, why=wrong.what, size=wrong.size)
     if refused:
-        no: Any = Law(law.name, drawn, acceptance).broken_by(trainer, cases, shrink)
-        if no is not None:
-            return Verdict(law, "refuses", case=no.case, why=no.what)
+        case, why = min(refused, key=lambda each: len(each[0].code()))
+        return Verdict(law, "refuses", case=case, why=why)
     return Verdict(law, "holds", cases=len(held), to_the_bit=sum(held))
 
 

@@ -110,7 +110,7 @@ def values(results: Sequence[Any]) -> list[Any]:
     """The results of ranks of which none may have failed."""
     for rank, result in enumerate(results):
         if isinstance(result, BaseException):
-            raise AssertionError(f"rank {rank} failed") from result
+            raise AssertionError(f"rank {rank} failed: {result!r}") from result
     return list(results)
 
 
