@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -9,6 +11,8 @@ import purestep as ps
 from proofs.devices import Waits, lazy
 from purestep import optim
 from tests.on_a_device import one_leaf, ones, row
+
+NO_STATE: Any = ()
 
 
 def test_two_devices() -> None:
