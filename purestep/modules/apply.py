@@ -9,8 +9,8 @@ threads do not meet, and a checkpoint computes again with the params of its call
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
@@ -21,12 +21,7 @@ from torch.nn import Module, Parameter
 from purestep import tree
 from purestep.modules import huggingface, keyed, plan, refused, watch
 from purestep.random import Keys
-from purestep.torch_private import (
-    asked_once,
-    hooks_backward,
-    never_compiled_alone,
-    traced_versions,
-)
+from purestep.torch_private import hooks_backward, never_compiled_alone
 
 
 def from_module(
@@ -76,27 +71,26 @@ def from_module(
     tensor([5.])
     """
     refused.check_module(module)
-    named = [*module.named_parameters(remove_duplicate=False)]
-    if isinstance(trainable, str):
-        chosen = {id(p) for name, p in named if fnmatchcase(name, trainable)}
-    elif trainable is None:
-        chosen = {id(p) for _, p in named if p.requires_grad}
-    elif callable(trainable):
-        chosen = {id(p) for name, p in named if trainable(name, p)}
-    else:
+    choose: Any = trainable
+    if trainable is None:
+        choose = lambda name, p: p.requires_grad  # noqa: E731
+    elif isinstance(trainable, str):
+        choose = lambda name, p: fnmatchcase(name, trainable)  # noqa: E731
+    elif not callable(trainable):
         raise TypeError(
             f"{trainable=} must be a pattern of names, such as '*.bias', a function of name and "
             "parameter, or None"
         )
+    named = dict(module.named_parameters(remove_duplicate=False))
+    chosen = {id(p) for name, p in named.items() if choose(name, p)}
     trained = {name: p for name, p in module.named_parameters() if id(p) in chosen}
     if not trained:
         raise ValueError(
             f"{trainable=} leaves nothing to train of {type(module).__name__}, whose parameters "
-            f"are {refused.listed(name for name, _ in named)}: choose some by name, or let some "
-            "require grad"
+            f"are {refused.listed(named)}: choose some by name, or let some require grad"
         )
-    params = {name: p.detach().clone() for name, p in trained.items()}
-    return params, Apply(_parts_of(module, trained), trained)
+    parts = _parts_of(module, trained)
+    return {name: p.detach().clone() for name, p in trained.items()}, Apply(parts, trained)
 
 
 def to_module(
@@ -134,35 +128,35 @@ def to_module(
 class _Parts(NamedTuple):
     """A module as ``apply`` holds it: its tensors by name, and the plan of its objects."""
 
-    names: tuple[str, ...]
-    buffers: dict[str, Tensor]
-    others: dict[str, Tensor]
-    written: dict[str, None]  # the buffers to which training writes, as far as calls have shown
+    names: tuple[str, ...]  # of what trains
+    constants: dict[str, Tensor]
+    buffers: dict[str, Tensor]  # those of the constants that a call may be passed
+    written: list[str]  # the buffers to which training writes
+    cut_dependent: str | None
     plan: plan.Plan
-    models: huggingface.Names
-    inspected: list[tuple[Module, str]]  # methods whose signatures a compiler has to know before
+    models: huggingface.Models
     hooks_backward: bool
-    training: bool
 
 
 def _parts_of(module: Module, trained: dict[str, Parameter]) -> _Parts:
     buffers = dict(module.named_buffers())
-    others: dict[str, Tensor] = {
-        name: each
-        for name, each in [*module.named_parameters(), *plan.held_by(module).items()]
-        if isinstance(each, Tensor) and name not in trained
-    }
-    refused.check_params(trained, {**buffers, **others})
+    held: dict[int, tuple[str, Tensor]] = {id(p): (name, p) for name, p in trained.items()}
+    for name, each in [*buffers.items(), *module.named_parameters(), *plan.held_by(module)]:
+        if isinstance(each, Tensor):
+            held.setdefault(id(each), (name, each))
+    tensors = dict(held.values())
+    refused.check_params(trained, tensors)
+    # Aliases: a module may assign to their .data.
+    constants = {n: each.detach() for n, each in tensors.items() if n not in trained}
     return _Parts(
         (*trained,),
-        buffers,
-        {name: each.detach() for name, each in others.items()},
-        dict.fromkeys(refused.written_in_training(module)),
-        plan.plan_of(module, [*trained.values(), *buffers.values(), *others.values()]),
+        constants,
+        {name: constants[name] for name in buffers},
+        refused.written_in_training(module),
+        refused.cut_dependent(module),
+        plan.plan_of(module, [*tensors.values()]),
         huggingface.models_of(module),
-        [(module, "register_buffer"), *huggingface.inspected(module)],
         hooks_backward(module),
-        module.training,
     )
 
 
@@ -176,10 +170,10 @@ class Apply:
         self, parts: _Parts, trained: Mapping[str, Tensor], evaluates: bool = False
     ) -> None:
         # The module's own parameters are apart from what compilers look at.
-        self._trained = trained
-        self._parts, self._seen = parts, set[Any]()
+        self._trained, self._parts, self._places = trained, parts, keyed.Places()
+        self._seen = set[Any]()
         never_compiled_alone(Apply.__call__, callees=False)
-        still = parts._replace(plan=plan.in_evaluation(parts.plan), training=False)
+        still = parts._replace(plan=plan.in_evaluation(parts.plan))
         self.eval = self if evaluates else Apply(still, trained, evaluates=True)
 
     def __call__(
@@ -196,58 +190,66 @@ class Apply:
         names = parts.names
         refused.check_names("params", params, names, names, "pass those of from_module, no others")
         refused.check_buffers(buffers, parts.buffers, parts.written)
+        refused.check_normalised(parts.cut_dependent)
         given = {n: _whole(each, parts.buffers[n]).clone() for n, each in (buffers or {}).items()}
         call = _Call([params[name] for name in names], given, key, args, kwargs)
         run = self._trace if torch.compiler.is_dynamo_compiling() else self._call
         try:
             output, given = run(call)
         except RuntimeError as error:
-            for words, way_out in huggingface.TRANSFORMS.items():
-                if words in str(error):
-                    raise ValueError(way_out) from error
+            huggingface.explain(error)
             raise
         return output if buffers is None else (output, given)
 
-    def _call(self, call: _Call) -> tuple[Any, dict[str, Tensor]]:
+    def _call(self, call: _Call) -> _Result:
         """The first of a kind of calls is looked at, and refused before it does any harm."""
-        parts, kind = self._parts, _kind(call)
-        aliases = [*map(_as_parameter, call.params)]
-        if kind in self._seen:
-            with call.noise(trusted=True):
-                return _run(parts, call, aliases, parts.others)
-        constants = {n: each for n, each in parts.buffers.items() if n not in call.given}
-        passed = dict(zip(parts.names, call.params, strict=True))
-        tensors = watch.Tensors(passed, constants, parts.others, self._trained)
-        # What the module assigns to ``.data`` of these is not there in what they are made of.
-        own = {n: each.detach() for n, each in {**constants, **parts.others}.items()}
-        before = {n: each.clone() for n, each in call.given.items()}
-        noise = call.noise(trusted=True in self._seen)
-        with (
-            noise,
-            watch.watched(tensors, tree.leaves_of(call[3:]), call.key is not None, parts.training),
-        ):
-            result = _run(parts, call, aliases, own, first=True)
-        watch.check_assigned({**dict(zip(passed, aliases, strict=True)), **own}, tensors)
-        if isinstance(noise, keyed.Keyed) and noise.doubtful:
-            _check_examples(parts, call._replace(given=before), noise)
-        if tree.untransformed():
-            changed = [n for n in before if not torch.equal(before[n], result[1][n])]
-            parts.written.update(dict.fromkeys(changed))
-        self._seen |= {kind, call.key is not None}
+        kind, by_key = _kind(call), ("key", type(call.key))
+        with nullcontext() if call.key is None else keyed.Keyed(call.key) as noise:
+            if kind in self._seen:
+                return _run(self._parts, call, map(_as_parameter, call.params))
+            result = self._look(call)
+        if noise is not None and noise.doubtful and by_key not in self._seen:
+            self._rehearse(call, noise)
+        self._seen |= {kind, by_key}
         return result
 
-    def _trace(self, call: _Call) -> tuple[Any, dict[str, Tensor]]:
-        """What a compiler traces: each call is looked at, as far as a compiler tells."""
+    def _look(self, call: _Call) -> _Result:
         parts = self._parts
+        passed = dict(zip(parts.names, call.params, strict=True))
+        kept = {n: each for n, each in parts.constants.items() if n not in call.given}
+        writes = watch.written({n: t for n, t in kept.items() if n not in parts.buffers}, "tensor")
+        writes |= watch.written({n: t for n, t in kept.items() if n in parts.buffers}, "buffer")
+        writes |= watch.written(passed, "parameter")
+        inputs = [each for each in tree.leaves_of(call[3:]) if isinstance(each, Tensor)]
+        reads = watch.elsewhere(self._trained)
+        for place in (*writes, *map(watch.place, inputs)):
+            reads.pop(place, None)
+        aliases = [*map(_as_parameter, call.params)]
+        with watch.watched(writes, reads, [*aliases, *kept.values()], call.key is not None):
+            result = _run(parts, call, aliases)
+        huggingface.check_call(parts.models, call.args, call.kwargs, result[0])
+        return result
+
+    def _rehearse(self, call: _Call, noise: keyed.Keyed) -> None:
+        """Calls with one example more, which shows along which dimension examples are."""
+        key, args, kwargs = noise.one_more((call.key, call.args, call.kwargs))
+        given = {n: each.clone() for n, each in call.given.items()}
+        try:
+            with torch.no_grad(), keyed.Keyed(key):
+                _run(self._parts, _Call(call.params, given, key, args, kwargs), call.params)
+        except Exception as error:
+            raise ValueError(keyed.DOUBT) from error
+
+    def _trace(self, call: _Call) -> _Result:
+        """What a compiler traces."""
+        parts, key = self._parts, call.key
         if parts.hooks_backward:
             raise ValueError("a compiler leaves hooks on a module's backward pass out")
-        assert all(isinstance(each, Tensor) for each in call.params)  # Now the compiler knows them.
-        for owner, name in parts.inspected:
-            inspect.signature(getattr(owner, name))
-        before = _versions_in_trace(self)
-        with call.noise(trusted=True in self._seen):
-            result = _run(parts, call, call.params, parts.others, first=True)
-        _check_trace(parts, before, _versions_in_trace(self))
+        for owner, name in parts.models.inspected:
+            inspect.signature(getattr(owner, name))  # Now the compiler knows it.
+        with nullcontext() if key is None else keyed.Keyed(key, places=self._places):
+            result = _run(parts, call, call.params)
+        huggingface.check_call(parts.models, call.args, call.kwargs, result[0])
         return result
 
 
@@ -260,32 +262,16 @@ class _Call(NamedTuple):
     args: Any
     kwargs: Any
 
-    def noise(self, trusted: bool) -> AbstractContextManager[object]:
-        """The context in which dropout draws from the key, if there is one."""
-        return nullcontext() if self.key is None else keyed.Keyed(self.key, trusted=trusted)
+
+_Result = tuple[Any, dict[str, Tensor]]
 
 
-def _run(
-    parts: _Parts, call: _Call, params: Sequence[Tensor], others: Any, first: bool = False
-) -> tuple[Any, dict[str, Tensor]]:
+def _run(parts: _Parts, call: _Call, params: Iterable[Tensor]) -> _Result:
     """The output of the module around these tensors, and the buffers that it leaves behind."""
-    held = {**parts.buffers, **parts.others, **others, **call.given}
+    held = {**parts.constants, **call.given} if call.given else parts.constants
     module = plan.build(parts.plan, [*params, *held.values()])
-    if first:
-        refused.check_normalised(module)
-        huggingface.look_at(module, parts.models)
     output = module(*call.args, **call.kwargs)
     return output, {name: module.get_buffer(name) for name in call.given}
-
-
-def _check_examples(parts: _Parts, call: _Call, noise: keyed.Keyed) -> None:
-    """Calls with one example more, which shows along which dimension examples are."""
-    noise, (args, kwargs) = noise.with_one_more((call.args, call.kwargs))
-    try:
-        with torch.no_grad(), noise:
-            _run(parts, call._replace(args=args, kwargs=kwargs), call.params, parts.others)
-    except Exception as error:
-        raise ValueError(keyed.DOUBT) from error
 
 
 def _kind(call: _Call) -> tuple[Any, ...]:
@@ -314,20 +300,3 @@ def _whole(value: Tensor, like: Tensor) -> Tensor:
     if value.is_floating_point() and not (like.is_floating_point() or like.is_complex()):
         return value.round().to(like.dtype)
     return value
-
-
-@asked_once
-def _versions_in_trace(apply: Apply) -> tuple[int, ...]:
-    parts = apply._parts
-    held = [*parts.buffers.values(), *parts.others.values()]
-    return traced_versions([*held, *apply._trained.values()])
-
-
-def _check_trace(parts: _Parts, before: Sequence[int], after: Sequence[int]) -> None:
-    """Refuses what a traced call has written to, and parameters of the module that it has seen."""
-    named = [("buffer", name) for name in parts.buffers]
-    named += [("tensor", name) for name in parts.others]
-    named += [("", name) for name in parts.names]
-    for (kind, name), was, now in zip(named, before, after, strict=True):
-        if now > (max(was, 0) if kind else was):
-            raise ValueError(watch.written(kind, name) if kind else watch.elsewhere(name))

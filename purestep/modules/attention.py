@@ -41,10 +41,10 @@ def attention(
     if enable_gqa:
         times = query.shape[-3] // key.shape[-3]
         key, value = (each.repeat_interleave(times, -3) for each in (key, value))
-    scores = query.to(wide) @ key.to(wide).transpose(-2, -1)
+    scores = query.to(wide) @ key.to(wide).mT
     scores = scores * (1 / math.sqrt(query.shape[-1]) if scale is None else scale)
     if is_causal:
-        attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+        attn_mask = torch.ones_like(scores[:1], dtype=torch.bool).tril()
     if attn_mask is not None and attn_mask.dtype == torch.bool:
         scores = scores.masked_fill(~attn_mask, -math.inf)
     elif attn_mask is not None:

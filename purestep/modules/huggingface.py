@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,108 +14,87 @@ from purestep import tree
 from purestep.modules.watch import BUFFERS
 from purestep.torch_private import adds_its_masks
 
-_NOT = "or take a step that is not transformed"
-TRANSFORMS = {
+_TRANSFORMS = {
     "saved tensor hooks": (
         "the module checkpoints activations, which torch.func knows nothing of: switch that off "
-        f"before from_module, by activation_checkpointing_disable() of Hugging Face's, {_NOT}"
+        "before from_module, by activation_checkpointing_disable() of Hugging Face's"
     ),
     "Tensor.requires_grad_()": (
         "the module lets a tensor require grad, which torch.func refuses: remove the hook, by "
-        f"activation_checkpointing_disable() and disable_input_require_grads(), {_NOT}"
+        "disable_input_require_grads() of Hugging Face's"
     ),
     "mutate a captured Tensor": f"the module writes to its buffer or other tensor: {BUFFERS}",
     "setup_context": (
         "the module has a hook on its backward pass (register_full_backward_hook), or a Function "
-        f"without setup_context, which torch.func refuses: remove it, {_NOT}"
+        "without setup_context, which torch.func refuses: remove it"
     ),
     "data-dependent control flow": (
         "the module looks at values, which vmap hides, as Hugging Face's do at 2D masks, and at "
         "position_ids without a mask: pass attention_mask=ps.segment_mask(attention_mask)"
     ),
 }
-"""What a transform refuses of a module, by words of its error."""
-
-Names = dict[type, tuple[str, ...]]
-"""The arguments of ``forward`` by the class of a model."""
 
 
-def models_of(module: Module) -> Names:
-    """The classes of Hugging Face's models in a module; none where they no longer look so.
+def explain(error: RuntimeError) -> None:
+    """Raises what a transform refuses of a module again, by words of its error."""
+    for words, message in _TRANSFORMS.items():
+        if words in str(error):
+            raise ValueError(message) from error
 
-    >>> models_of(Module())
-    {}
+
+class Models(NamedTuple):
+    """Hugging Face's models in a module, and what is asked of them at calls."""
+
+    models: list[Module]
+    arguments: tuple[str, ...]
+    """Those of the module's ``forward``, by position."""
+    inspected: list[tuple[Module, str]]
+    """Methods for whose signatures calls ask, which a compiler has to know before."""
+
+
+def models_of(module: Module) -> Models:
+    """Those whose classes look so.
+
+    >>> models_of(torch.nn.Linear(1, 1)).models
+    []
     """
-    return {
-        type(each): (*inspect.signature(type(each).forward).parameters,)[1:]
-        for each in module.modules()
-        if hasattr(type(each), "base_model_prefix") and "config" in vars(each)
-    }
-
-
-def inspected(module: Module) -> list[tuple[Module, str]]:
-    """Methods for whose signatures transformers asks, one of each class."""
     name = "feed_forward_chunk"
     chunked = {type(each): each for each in module.modules() if hasattr(each, name)}
-    return [(each, name) for each in chunked.values()]
+    return Models(
+        [each for each in module.modules() if hasattr(type(each), "base_model_prefix")],
+        (*inspect.signature(type(module).forward).parameters,)[1:],
+        [(module, "register_buffer"), *((each, name) for each in chunked.values())],
+    )
 
 
-def look_at(module: Module, models: Names) -> None:
-    """Lets each of these models in the module look at its arguments and at its result."""
-    calls: list[type] = []
-    for each in module.modules() if models else ():
-        if type(each) in models:
-            each.forward = _looking(each, each.forward, models[type(each)], calls)
+def check_call(models: Models, args: Sequence[Any], kwargs: Mapping[str, Any], output: Any) -> None:
+    """Refuses masks of bools that a model adds to its scores, and caches that join documents.
 
-
-def _looking(
-    model: Module, forward: Callable[..., Any], names: tuple[str, ...], calls: list[type]
-) -> Callable[..., Any]:
-    def looking(*args: Any, **kwargs: Any) -> Any:
-        given = {**dict(zip(names, args, strict=False)), **kwargs}
-        if adds_its_masks(model):
-            _check_masks(given)
-        calls.append(type(model))
-        output = forward(*args, **kwargs)
-        calls.pop()
-        # A model may pass anything to its parts: only calls from outside are checked.
-        if not calls:
-            _check_cache(output, given)
-        return output
-
-    return looking
-
-
-def _check_masks(given: Mapping[str, Any]) -> None:
-    """Refuses a mask of bools where a model adds it to its scores, True for 1."""
-    for name, masks in given.items():
-        if not name.endswith("attention_mask"):
-            continue
-        # One for each kind of layer, where there are several.
-        for mask in masks.values() if isinstance(masks, dict) else [masks]:
-            # Of a mask of two dimensions, which says what is padding, the model makes another.
-            if isinstance(mask, Tensor) and mask.ndim > 2 and mask.dtype == torch.bool:
-                raise ValueError(
-                    f"{name} is {tree.kind(mask)}, which eager attention would add to its scores, "
-                    "True for 1: pass one to be added, as ps.segment_mask(segments, dtype) makes "
-                    'it, or set_attn_implementation("sdpa")'
-                )
-
-
-def _check_cache(output: Any, given: Mapping[str, Any]) -> None:
-    """Refuses a cache that was not asked for, beside positions.
-
-    A model with a cache does not read from positions where documents begin.
+    What a module passes to the models within it is its own matter.
     """
+    given = {**dict(zip(models.arguments, args, strict=False)), **kwargs}
+    for name, masks in given.items() if any(map(adds_its_masks, models.models)) else ():
+        if name.endswith("attention_mask"):
+            # One for each kind of layer, where there are several.
+            for mask in masks.values() if isinstance(masks, dict) else [masks]:
+                _check_mask(name, mask)
     asked = given.get("use_cache") or given.get("past_key_values") is not None
-    if given.get("position_ids") is None or asked:
-        return
-    filled = getattr(output, "past_key_values", None) is not None
-    if isinstance(output, tuple):
-        filled = any(hasattr(each, "get_seq_length") for each in output)
-    if filled:
+    parts = output if isinstance(output, tuple) else ()
+    filled = any(hasattr(each, "get_seq_length") for each in parts)
+    filled = filled or getattr(output, "past_key_values", None) is not None
+    if models.models and filled and not asked and given.get("position_ids") is not None:
         raise ValueError(
             "the model has filled a cache, and so takes packed documents for one text whatever "
             "position_ids say: pass use_cache=False, or set model.config.use_cache = False before "
             "from_module"
+        )
+
+
+def _check_mask(name: str, mask: Any) -> None:
+    # Of a mask of two dimensions, which says what is padding, the model makes another.
+    if isinstance(mask, Tensor) and mask.ndim > 2 and mask.dtype == torch.bool:
+        raise ValueError(
+            f"{name} is {tree.kind(mask)}, which eager attention would add to its scores, True for "
+            "1: pass one to be added, as ps.segment_mask(segments, dtype) makes it, or "
+            'set_attn_implementation("sdpa")'
         )

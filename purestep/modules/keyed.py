@@ -11,12 +11,12 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from types import FunctionType, MethodType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch.nn import functional
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_function
 
 from purestep import tree
 from purestep.modules.attention import attention, multi_head
@@ -30,29 +30,44 @@ from purestep.random import (
     scaled,
     uniform,
 )
-from purestep.torch_private import (
-    asked_once,
-    checkpoint_frame,
-    function_modes,
-    in_reentrant_checkpoint,
-    traced_number,
-)
-from purestep.types import Tree
+from purestep.torch_private import asked_once, checkpoint_frame
+
+Contexts = Callable[[], AbstractContextManager[object]]
+V = TypeVar("V")
 
 
-def again() -> Callable[[], AbstractContextManager[object]]:
+def again(_: object = None) -> Contexts:
     """A function that makes a context in which all is drawn again that is drawn from now on."""
-    for mode in function_modes()[::-1]:
-        if isinstance(mode, Keyed):
-            return mode.again()
+    if has_torch_function((None,)):
+        made: Contexts = handle_torch_function(again, (None,), None)  # Modes answer, if one can.
+        return made
     return nullcontext
+
+
+class Places:
+    """How many places each call has that a compiler traces, whose regions cannot count."""
+
+    def __init__(self) -> None:
+        self.counts: list[int] = []
+
+
+@asked_once
+def _begin(places: Places) -> tuple[int]:
+    places.counts.append(0)
+    return (len(places.counts) - 1,)
+
+
+@asked_once
+def _count(places: Places, call: int) -> tuple[int]:
+    places.counts[call] += 1
+    return (places.counts[call] - 1,)
 
 
 class Keyed(TorchFunctionMode):
     """Within it, dropout draws from the keys, from the ``count``-th place on.
 
-    ``trusted``: the keys are known to be those of the first dimension. Else it is ``doubtful``
-    where another dimension is as long.
+    ``places`` count where a compiler traces. It is ``doubtful`` whether keys are those of the first
+    dimension, where another one is as long.
 
     >>> from purestep import random
     >>> keys = torch.stack([random.key(0), random.key(1)])
@@ -62,7 +77,7 @@ class Keyed(TorchFunctionMode):
     True
     """
 
-    def __init__(self, keys: Keys, count: int = 0, trusted: bool = False) -> None:
+    def __init__(self, keys: Keys, count: int = 0, places: Places | None = None) -> None:
         super().__init__()
         leaves = tree.leaves_of(keys)
         if not all(isinstance(each, Tensor) and each.dtype == torch.int64 for each in leaves):
@@ -70,34 +85,29 @@ class Keyed(TorchFunctionMode):
                 f"key= are keys of ps.random, tensors of dtype int64, got {tree.kind(leaves[0])}: "
                 "pass a module's own argument of that name by position"
             )
-        self._keys, self._count, self._trusted = keys, count, trusted
+        self._keys, self._count, self._places = keys, count, places
         self._tokens = keys.keys.shape if isinstance(keys, TokenKeys) else keys.shape
         self._shape = self._tokens[:-1] if isinstance(keys, TokenKeys) else keys.shape
-        self._recorded, self.doubtful = torch.is_grad_enabled(), False
-        # A compiler's regions cannot write to what is there before them: the compiler counts.
-        self._call = None
-        if torch.compiler.is_dynamo_compiling():
-            (number,) = traced_number("calls")
-            self._call = f"call {number}"
+        self.doubtful = False
+        if places is not None:
+            (self._call,) = _begin(places)
 
-    def with_one_more(self, args: Tree) -> tuple[Keyed, Tree]:
-        """The same with the last example twice, and of what there is one for each example, too."""
+    def one_more(self, values: V) -> V:
+        """The same with the last example twice, in whatever has one for each example."""
 
         def more(leaf: Any) -> Any:
             there = isinstance(leaf, Tensor) and leaf.shape[:1] == self._shape[:1]
             return torch.cat([leaf, leaf[-1:]]) if there else leaf
 
-        return Keyed(tree.map(more, self._keys)), tree.map(more, args)
-
-    def again(self) -> Callable[[], AbstractContextManager[object]]:
-        """A function that makes contexts which draw from the same place on."""
-        return partial(Keyed, self._keys, self._count, trusted=True)
+        return tree.map(more, values)
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if self._call is None:
+        if func is again:
+            return self._again()
+        if self._places is None:
             self._follow()
         elif args and isinstance(args[0], FunctionType | MethodType | torch.nn.Module):
             # A region, which a compiler traces without this mode.
@@ -112,27 +122,23 @@ class Keyed(TorchFunctionMode):
             return attention(self._drop, *args, **kwargs)
         if func is functional.multi_head_attention_forward:
             return multi_head(self._drop, func, args, kwargs)
-        if self._call is not None and _draws(func):
-            raise ValueError(f"{func.__name__} draws random numbers that no key reaches: {NOISE}")
         return func(*args, **kwargs)
+
+    def _again(self) -> Contexts:
+        return partial(Keyed, self._keys, self._count)
 
     def _follow(self) -> None:
         """Lets a checkpoint that has begun draw the same when it computes again."""
         frame = checkpoint_frame()
         if frame is not None and getattr(frame.recompute_fn, "func", None) is not _within:
             # Its function is called without this mode.
-            frame.recompute_fn = partial(_within, self.again(), frame.recompute_fn)
+            frame.recompute_fn = partial(_within, self._again(), frame.recompute_fn)
 
     def _next(self) -> Keys:
         """The keys of the next place."""
-        if self._call is not None:
-            (place,) = traced_number(self._call)
-            return fold_in(self._keys, self._count + place)
-        if self._recorded and not torch.is_grad_enabled() and in_reentrant_checkpoint():
-            raise ValueError(
-                "a reentrant checkpoint would draw different numbers when it computes again: pass "
-                "use_reentrant=False"
-            )
+        if self._places is not None:
+            (place,) = _count(self._places, self._call)
+            return fold_in(self._keys, place)
         self._count += 1
         return fold_in(self._keys, self._count - 1)
 
@@ -147,12 +153,9 @@ class Keyed(TorchFunctionMode):
                 f"{what} in the module drops {tree.kind(x)}, whose first dimension is not that of "
                 f"the {tuple(shape)} examples of key=: {_TOKENS if flat else _ROWS}"
             )
-        if not self._trusted and shape and shape[0] > 1 and shape[0] in pairs.shape[1:]:
-            if self._call is not None:
-                raise ValueError(DOUBT)
+        if self._places is None and shape[:1] != (1,) and {*shape[:1]} & {*pairs.shape[1:]}:
             self.doubtful = True
-        dropped = drawn_for(pairs, self._next(), lambda word: word < limit)
-        return dropped.view(x.shape) if pairs is not x else dropped
+        return drawn_for(pairs, self._next(), lambda word: word < limit).view(x.shape)
 
     def _drop(self, x: Tensor, p: float, what: str) -> Tensor:
         return scaled(x, self._dropped(x, p, what), p)
@@ -178,14 +181,11 @@ class Keyed(TorchFunctionMode):
         func: Any,
         input: Tensor,
         p: float = 0.5,
-        training: bool = True,
+        training: bool | None = None,
         inplace: bool = False,
-        *,
-        train: bool | None = None,
     ) -> Any:
-        training = training if train is None else train
-        if not training or p == 0:
-            return func(input, p, training)
+        if p == 0 or not (func not in _ALPHA if training is None else training):
+            return input
         shaped = input
         if func in _CHANNELS:
             if isinstance(self._keys, TokenKeys):
@@ -194,27 +194,12 @@ class Keyed(TorchFunctionMode):
         dropped = self._dropped(shaped, p, func.__name__)
         dropped = dropped.view(*dropped.shape, *[1] * (input.ndim - dropped.ndim))
         made = _alpha(input, dropped, p) if func in _ALPHA else scaled(input, dropped, p)
-        return input.copy_(made) if inplace or func in _IN_PLACE else made
+        return input.copy_(made) if inplace else made
 
 
-def _within(
-    context: Callable[[], AbstractContextManager[object]],
-    run: Callable[..., Any],
-    *args: Any,
-    **kwargs: Any,
-) -> Any:
+def _within(context: Contexts, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     with context():
         return run(*args, **kwargs)
-
-
-@asked_once
-def _draws(func: Any) -> bool:
-    """Whether a function that is traced may draw: torch says so of each of its operations."""
-    operation = getattr(torch.ops.aten, func.__name__, None)
-    overloads = [getattr(operation, each) for each in getattr(operation, "overloads", list)()]
-    python = ("gumbel_softmax", "fractional_max_pool2d", "fractional_max_pool3d", "rrelu")
-    drawing = any(torch.Tag.nondeterministic_seeded in each.tags for each in overloads)
-    return drawing or func.__name__ in python
 
 
 def _alpha(x: Tensor, dropped: Tensor, p: float) -> Tensor:
@@ -227,30 +212,21 @@ def _alpha(x: Tensor, dropped: Tensor, p: float) -> Tensor:
     return made
 
 
-def _named(names: str) -> frozenset[Any]:
-    """The functions of torch's with these names, wherever they stand."""
-    return frozenset(
-        getattr(holder, name)
-        for holder in (torch, Tensor, functional)
-        for name in names.split()
-        if hasattr(holder, name)
-    )
-
-
-_ALPHA = _named("alpha_dropout alpha_dropout_ feature_alpha_dropout feature_alpha_dropout_")
-_CHANNELS = _named(
-    "feature_dropout feature_dropout_ feature_alpha_dropout feature_alpha_dropout_ "
-    "dropout1d dropout2d dropout3d"
+_ALPHA = (functional.alpha_dropout, functional.feature_alpha_dropout)
+_CHANNELS = (
+    functional.dropout1d,
+    functional.dropout2d,
+    functional.dropout3d,
+    functional.feature_alpha_dropout,
 )
-_IN_PLACE = _named("dropout_ alpha_dropout_ feature_dropout_ feature_alpha_dropout_")
-_DROPOUTS = _named("dropout") | _ALPHA | _CHANNELS | _IN_PLACE
+_DROPOUTS = (functional.dropout, *_ALPHA, *_CHANNELS)
 _ROWS = (
     "let the module take examples first (batch_first=True), or call it for one example with key= "
     "without a dimension, under torch.vmap"
 )
 DOUBT = (
     "another dimension than the first is as long as there are keys, and may be that of examples: "
-    f"{_ROWS}; or begin with a call, without a compiler, for another number of examples"
+    f"{_ROWS}; or begin with a call for another number of examples"
 )
 _TOKENS = (
     "it drops tokens of all examples in one dimension. Say which tokens are whose: "

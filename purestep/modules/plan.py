@@ -1,16 +1,17 @@
 """A module's objects made anew around other tensors, by a plan that is made once.
 
-The plan follows attributes, containers, methods, partials and closures, and nothing else. What
-leads to the module or to one of its tensors is made anew, and so are the containers in the
-attributes of modules. All other objects are shared.
+The plan follows attributes, containers, bound methods, partials and weak references. What leads to
+a part of the module is made anew, and so are the containers in the attributes of modules. All else
+is shared: closures, objects with slots, sets. What a call reaches through those is the module
+itself, which its first call shows.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache, partial
-from types import CellType, CodeType, FunctionType, MethodType, ModuleType
+from types import MethodType, ModuleType
 from typing import Any, NamedTuple
 from weakref import ref
 
@@ -49,12 +50,11 @@ def build(plan: Plan, tensors: Sequence[Tensor]) -> Any:
 
 def in_evaluation(plan: Plan) -> Plan:
     """The same plan with all modules in evaluation mode."""
-    return plan._replace(
-        objects=[
-            (kind, {**state, "training": False} if issubclass(kind, Module) else state)
-            for kind, state in plan.objects
-        ]
-    )
+    still = [
+        (kind, {**state, "training": False} if issubclass(kind, Module) else state)
+        for kind, state in plan.objects
+    ]
+    return plan._replace(objects=still)
 
 
 def plan_of(module: Module, tensors: Sequence[Tensor]) -> Plan:
@@ -66,114 +66,91 @@ def plan_of(module: Module, tensors: Sequence[Tensor]) -> Plan:
     >>> torch.equal(doubled(torch.ones(2)), 2 * module(torch.ones(2)))
     True
     """
-    holders = _holders(module)
-    anew: dict[int, Any] = {}
-    todo = [*module.modules(), *tensors]
-    for thing in todo:
-        if anew.setdefault(id(thing), thing) is thing:
-            todo += [each for each, _ in holders.get(id(thing), ()) if id(each) not in anew]
-    # A call that writes to the containers of its modules writes to copies.
-    anew |= {id(each): each for each in held_by(module).values()}
-
-    objects = [each for each in anew.values() if _is_object(each)]
-    containers = [each for each in anew.values() if type(each) in _CONTAINERS]
+    anew = _made_anew(module, tensors)
+    objects = [each for each in anew if _is_object(each)]
+    containers = [each for each in anew if type(each) in _CONTAINERS]
     first = [*tensors, *containers, *objects]
     at = {id(each): position for position, each in enumerate(first)}
+    new = {*map(id, anew)}
     plan = Plan([each.copy() for each in containers], [], [], [], [], at[id(module)])
 
-    def position_of(thing: Any, begun: tuple[int, ...] = ()) -> int:
+    def position_of(thing: Any) -> int:
         if id(thing) not in at:
-            is_new = id(thing) in anew
-            maker = _maker(thing) if is_new else lambda: thing
-            if maker is None or id(thing) in begun:
-                raise TypeError(_refused(thing, holders))
-            inside = [part for _, part in _parts(thing)] if is_new else []
-            parts = [position_of(part, (*begun, id(thing))) for part in inside]
+            make, parts = (
+                (_maker(thing), _parts(thing)) if id(thing) in new else (lambda: thing, [])
+            )
+            positions = [position_of(part) for _, part in parts]
             at[id(thing)] = len(first) + len(plan.made)
-            plan.made.append((maker, parts))
+            plan.made.append((make, positions))
         return at[id(thing)]
 
     for thing, copy in zip(containers, plan.containers, strict=True):
         for key, part in _parts(thing):
-            if id(part) in anew:
-                if key is _A_KEY:
-                    raise TypeError(_refused(thing, holders))
+            if id(part) in new:
                 copy[key] = None
                 plan.places.append((at[id(thing)], key, position_of(part)))
     for thing in objects:
         state = dict(vars(thing))
         for name, part in _parts(thing):
-            if id(part) in anew:
+            if id(part) in new:
                 state[name] = None
                 plan.attributes.append((at[id(thing)], name, position_of(part)))
-        cached = [each for base in type(thing).__mro__ for each in vars(base).items()]
-        for name, method in cached:
-            # What a class caches would keep the object of each call.
-            if type(method) is _CACHED and name not in state:
-                plan.attributes.append((at[id(thing)], name, len(first) + len(plan.made)))
-                plan.made.append((method.__wrapped__.__get__, [at[id(thing)]]))
-                state[name] = None
+        for name, method in _cached_methods(type(thing)):
+            # Its cache would keep the object of each call.
+            plan.attributes.append((at[id(thing)], name, len(first) + len(plan.made)))
+            plan.made.append((method.__wrapped__.__get__, [at[id(thing)]]))
         plan.objects.append((type(thing), state))
     return plan
 
 
-def held_by(module: Module) -> dict[str, Any]:
-    """Containers and tensors in the attributes of modules, and in containers there, by their paths.
-
-    Parameters and buffers are not among them.
+def held_by(module: Module) -> Iterator[tuple[str, Any]]:
+    """Tensors and containers in the attributes of modules, and in containers there, by paths.
 
     >>> module = torch.nn.Linear(2, 2)
     >>> module.seen = {"last": [torch.zeros(3)]}
-    >>> [path for path, each in held_by(module).items() if isinstance(each, Tensor)]
-    ['seen[last][0]']
+    >>> [path for path, each in held_by(module) if isinstance(each, Tensor)]
+    ['_parameters[weight]', '_parameters[bias]', 'seen[last][0]']
     """
-    held: dict[str, Any] = {}
-    seen = {*map(id, module.parameters()), *map(id, module.buffers())}
+    seen = set[int]()
     todo = [
-        (f"{name}.{key}".removeprefix("."), part)
-        for name, each in module.named_modules()
-        for key, part in _parts(each)
+        (f"{path}.{name}".removeprefix("."), part)
+        for path, each in module.named_modules()
+        for name, part in _parts(each)
     ]
     for path, thing in todo:
-        if id(thing) in seen or not isinstance(thing, _HELD):
-            continue
-        seen.add(id(thing))
-        parts = [(key, part) for key, part in _parts(thing) if key is not _A_KEY]
-        todo += [(f"{path}[{key}]", part) for key, part in parts]
-        if not isinstance(thing, tuple) or any(isinstance(part, _HELD) for _, part in parts):
-            held[path] = thing
-    return held
+        if id(thing) not in seen and isinstance(thing, (*_CONTAINERS, tuple, Tensor)):
+            seen.add(id(thing))
+            todo += [(f"{path}[{key}]", part) for key, part in _parts(thing)]
+            yield path, thing
 
 
-Holders = dict[int, list[tuple[Any, Any]]]
-
-
-def _holders(module: Module) -> Holders:
-    """What holds each thing that the module leads to, and under which key."""
-    found: Holders = {id(module): []}
+def _made_anew(module: Module, tensors: Sequence[Tensor]) -> list[Any]:
+    """What leads to the module or to one of these tensors, and what its modules' calls may fill."""
+    holders: dict[int, list[Any]] = {id(module): []}
     todo: list[Any] = [module]
     for thing in todo:
-        for key, part in _parts(thing):
-            if id(part) not in found:
+        for _, part in _parts(thing):
+            if id(part) not in holders:
                 todo.append(part)
-            found.setdefault(id(part), []).append((thing, key))
-    return found
+            holders.setdefault(id(part), []).append(thing)
+    anew: dict[int, Any] = {}
+    todo = [*module.modules(), *tensors]
+    todo += [each for _, each in held_by(module) if type(each) in _CONTAINERS]
+    for thing in todo:
+        if id(thing) not in anew and _maker(thing) is not None:
+            anew[id(thing)] = thing
+            todo += holders.get(id(thing), ())
+    return [*anew.values()]
 
 
-def _refused(thing: Any, holders: Holders) -> str:
-    holder, key = holders[id(thing)][0]
-    return (
-        f"{type(holder).__name__}.{key} is a {type(thing).__name__} that leads back to the module "
-        "or a part of it, and apply cannot make it anew for each call: take it away, or pass that "
-        "part to it when it is called"
-    )
-
-
-_CONTAINERS = (dict, OrderedDict, defaultdict, list, deque, set)
-_HELD = (dict, list, deque, set, tuple, Tensor)
-_ATOMS = (str, bytes, int, float, complex, type, ModuleType, CodeType, Tensor)
+_CONTAINERS = (dict, OrderedDict, defaultdict, list, deque)
+_ATOMS = (str, bytes, int, float, complex, type, ModuleType, Tensor)
 _CACHED = type(cache(len))
-_A_KEY = object()
+_MAKERS: dict[type, Callable[..., Any]] = {
+    MethodType: lambda function, owner: function.__get__(owner),
+    partial: lambda function, args, keywords: partial(function, *args, **keywords),
+    ref: ref,
+}
 
 
 def _parts(thing: Any) -> list[tuple[Any, Any]]:
@@ -182,26 +159,27 @@ def _parts(thing: Any) -> list[tuple[Any, Any]]:
     if thing is None or issubclass(kind, _ATOMS):
         return []
     if issubclass(kind, dict):
-        return [*thing.items(), *((_A_KEY, key) for key in thing if not isinstance(key, str))]
+        return [*thing.items()]
     if issubclass(kind, list | deque | tuple):
         return [*enumerate(thing)]
-    if issubclass(kind, set | frozenset):
-        return [(_A_KEY, each) for each in thing]
-    if kind is FunctionType:
-        cells = zip(thing.__code__.co_freevars, thing.__closure__ or (), strict=True)
-        return [*cells, ("__defaults__", thing.__defaults__), ("", thing.__kwdefaults__)]
-    if kind is CellType:
-        return [("", thing.cell_contents)] if thing != CellType() else []
     if kind is MethodType:
         return [("__func__", thing.__func__), ("__self__", thing.__self__)]
     if kind is partial:
         return [("func", thing.func), ("args", thing.args), ("keywords", thing.keywords)]
-    if kind is _CACHED:
-        return [("__wrapped__", thing.__wrapped__)]
     if kind is ref:
         return [("()", thing())]
     state = getattr(thing, "__dict__", None)
     return [*state.items()] if type(state) is dict else []
+
+
+def _maker(thing: Any) -> Callable[..., Any] | None:
+    """What makes such a thing of its parts; None where it is shared."""
+    kind = type(thing)
+    if issubclass(kind, tuple):
+        return kind if hasattr(kind, "_fields") else lambda *parts: kind(parts)
+    if issubclass(kind, Tensor) or kind in _CONTAINERS or _is_object(thing):
+        return lambda: thing
+    return _MAKERS.get(kind)
 
 
 def _is_object(thing: Any) -> bool:
@@ -225,28 +203,6 @@ def _object(kind: type, state: dict[str, Any]) -> Any:
     return new
 
 
-def _maker(thing: Any) -> Callable[..., Any] | None:
-    """The function that makes such a thing of its parts; None where there is none."""
-    kind = type(thing)
-    if issubclass(kind, tuple):
-        return kind if hasattr(kind, "_fields") else lambda *parts: kind(parts)
-    return partial(_function, thing) if kind is FunctionType else _MAKERS.get(kind)
-
-
-_MAKERS: dict[type, Callable[..., Any]] = {
-    FunctionType: lambda *_: None,
-    CellType: CellType,
-    MethodType: lambda function, owner: function.__get__(owner),
-    partial: lambda function, args, keywords: partial(function, *args, **keywords),
-    _CACHED: lambda function: function,
-    ref: ref,
-}
-
-
-def _function(function: FunctionType, *parts: Any) -> FunctionType:
-    *cells, defaults, keyword_defaults = parts
-    code, names = function.__code__, function.__globals__
-    new = FunctionType(code, names, function.__name__, defaults, tuple(cells))
-    new.__kwdefaults__ = keyword_defaults
-    new.__dict__.update(function.__dict__)
-    return new
+def _cached_methods(kind: type) -> list[tuple[str, Any]]:
+    found = {name: each for base in kind.__mro__[::-1] for name, each in vars(base).items()}
+    return [(name, each) for name, each in found.items() if type(each) is _CACHED]

@@ -11,8 +11,8 @@ from torch.nn import BatchNorm1d, BatchNorm2d, BatchNorm3d, Module, Parameter, S
 from torch.nn.parameter import is_lazy
 
 from purestep import tree
-from purestep.modules.watch import BUFFERS, place
-from purestep.torch_private import accumulate_hooks, gradient_hooks
+from purestep.modules.watch import BUFFERS
+from purestep.torch_private import gradient_hooks
 
 _WRAPPERS = {
     "DistributedDataParallel": "pass module.module, and ps.MeshAxis to the step",
@@ -22,6 +22,7 @@ _WRAPPERS = {
     "OptimizedModule": "pass the module itself, and compile=True to the step",
     "ScriptModule": "pass the module that it was made of",
 }
+_BATCH_NORMS = (BatchNorm1d, BatchNorm2d, BatchNorm3d, SyncBatchNorm)
 
 
 def check_module(module: Module) -> None:
@@ -33,31 +34,25 @@ def check_module(module: Module) -> None:
         for wrapper in {base.__name__ for base in type(each).__mro__} & _WRAPPERS.keys():
             raise TypeError(f"{path} is a {wrapper}, no plain module: {_WRAPPERS[wrapper]}")
     for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
-        if is_lazy(tensor):
-            raise ValueError(f"{name} has no shape yet: call the module once before from_module")
-        if tensor.is_meta:
+        if is_lazy(tensor) or tensor.is_meta:
             raise ValueError(
-                f"{name} is on the device meta, without values: load or initialise it before "
-                "from_module"
+                f"{name} has no values yet: load or initialise it before from_module; of a lazy "
+                "module, by a call"
             )
 
 
-def check_normalised(module: Module) -> None:
-    """Refuses a BatchNorm without running statistics, which depends on the cut without a word."""
-    for name, each in module.named_modules():
-        if isinstance(each, _BATCH_NORMS) and each.running_mean is None:
+def check_params(params: Mapping[str, Parameter], tensors: Mapping[str, Tensor]) -> None:
+    """Refuses params without a gradient, with hooks, or in the memory of other tensors."""
+    first: dict[int, str] = {}
+    for name, tensor in tensors.items():  # Those that train stand first.
+        address = tensor.data_ptr() if tensor.layout is torch.strided else 0
+        other = first.setdefault(address, name) if name in params else first.get(address, name)
+        if address and other != name:
             raise ValueError(
-                f"{name} normalises by its microbatch (track_running_stats=False), so that updates "
-                "depend on the cut: take GroupNorm or LayerNorm, or keep running statistics and "
-                "pass buffers="
+                f"{other}, which trains, shares memory with {name}, which would not see what it "
+                "becomes: let both be one Parameter (a.weight = b.weight), or compute the one of "
+                "the other in forward"
             )
-
-
-_BATCH_NORMS = (BatchNorm1d, BatchNorm2d, BatchNorm3d, SyncBatchNorm)
-
-
-def check_params(params: Mapping[str, Parameter], others: Mapping[str, Tensor]) -> None:
-    """Refuses params without a gradient, with hooks, or in memory of other tensors."""
     for name, p in params.items():
         if not p.is_floating_point():
             raise TypeError(
@@ -65,41 +60,32 @@ def check_params(params: Mapping[str, Parameter], others: Mapping[str, Tensor]) 
                 "leave it out, with trainable=lambda name, p: p.is_floating_point(), or hold a "
                 "complex one as torch.view_as_real(p)"
             )
-        if gradient_hooks(p) or accumulate_hooks(p):
+        if gradient_hooks(p):
             raise TypeError(
                 f"{name} has a hook on its gradient, which apply would leave out: remove it, and "
                 "do the same to the sum of the gradients, with a Transform before the optimizer "
                 "(ps.optim.chain)"
             )
-    together: dict[int, list[tuple[str, Tensor]]] = {}
-    for name, tensor in [*others.items(), *params.items()]:
-        if tensor.layout is torch.strided and tensor.numel():
-            together.setdefault(place(tensor), []).append((name, tensor))
-    for name, p in params.items():
-        for other, tensor in together.get(place(p), ()):
-            if other != name and _overlap(p, tensor):
-                raise ValueError(
-                    f"{name}, which trains, shares memory with {other}, which would not see what "
-                    "it becomes: let both be one Parameter (a.weight = b.weight), or compute the "
-                    "one of the other in forward"
-                )
 
 
-def _overlap(one: Tensor, other: Tensor) -> bool:
-    """Whether the bytes of two tensors in one storage meet, where strides leave none out."""
-    (start, stop), (begin, end) = [
-        (
-            size * t.storage_offset(),
-            size * (t.storage_offset() + 1 + sum(map(_reach, t.shape, t.stride()))),
+def cut_dependent(module: Module) -> str | None:
+    """The name of a BatchNorm without running statistics, if there is one.
+
+    >>> cut_dependent(Module())
+
+    """
+    norms = [each for each in module.named_modules() if isinstance(each[1], _BATCH_NORMS)]
+    return next((name for name, each in norms if each.running_mean is None), None)
+
+
+def check_normalised(name: str | None) -> None:
+    """Refuses a call of a module with such a BatchNorm."""
+    if name is not None:
+        raise ValueError(
+            f"{name} normalises by its microbatch (track_running_stats=False), so that updates "
+            "depend on the cut: take GroupNorm or LayerNorm, or keep running statistics and pass "
+            "buffers="
         )
-        for t in (one, other)
-        for size in [t.element_size()]
-    ]
-    return start < end and begin < stop
-
-
-def _reach(length: int, stride: int) -> int:
-    return (length - 1) * stride
 
 
 def written_in_training(module: Module) -> list[str]:
@@ -133,6 +119,13 @@ def check_names(
         )
 
 
+def check_buffers(
+    given: Mapping[str, Tensor] | None, known: Collection[str], needed: Collection[str]
+) -> None:
+    """Refuses buffers that are not the module's, or that lack one to which training writes."""
+    check_names("buffers", given or {}, known, needed, BUFFERS)
+
+
 def listed(names: Iterable[str]) -> str:
     """The first five names.
 
@@ -141,10 +134,3 @@ def listed(names: Iterable[str]) -> str:
     """
     first, *others = [*names] or ["none"]
     return ", ".join([first, *others[:4], *(["..."] if others[4:] else [])])
-
-
-def check_buffers(
-    given: Mapping[str, Tensor] | None, known: Collection[str], needed: Collection[str]
-) -> None:
-    """Refuses buffers that are not the module's, or that lack one to which training writes."""
-    check_names("buffers", given or {}, known, needed, BUFFERS)
