@@ -23,38 +23,42 @@ from torch.nn import Module
 class Plan(NamedTuple):
     """How a list of values grows: tensors, containers, objects, and what is made of them.
 
-    ``places`` in containers and ``attributes`` of objects are filled last, so that things may refer
-    to each other in circles.
+    The first containers are the attributes of the objects. ``places`` in containers are filled
+    last, so that things may refer to each other in circles.
     """
 
     containers: list[Any]
-    objects: list[tuple[type, dict[str, Any]]]
+    objects: list[type]
     made: list[tuple[Callable[..., Any], list[int]]]
     places: list[tuple[int, Any, int]]
-    attributes: list[tuple[int, str, int]]
     root: int
 
 
 def build(plan: Plan, tensors: Sequence[Tensor]) -> Any:
     """The module made anew around these tensors; a compiler traces it like any other code."""
     containers = [each.copy() for each in plan.containers]
-    values = [*tensors, *containers, *[_object(kind, state) for kind, state in plan.objects]]
+    objects = [object.__new__(kind) for kind in plan.objects]
+    values = [*tensors, *containers, *objects]
     for make, parts in plan.made:
         values.append(make(*[values[part] for part in parts]))
-    for position, key, part in plan.places:
-        values[position][key] = values[part]
-    for position, name, part in plan.attributes:
-        values[position].__dict__[name] = values[part]
+    for index, key, part in plan.places:
+        containers[index][key] = values[part]
+    compiling = torch.compiler.is_dynamo_compiling()
+    for new, attributes in zip(objects, containers, strict=False):
+        new.__dict__.update(attributes)
+        if compiling and isinstance(new, Module):
+            # Of methods that a compiler finds in an object it has made, it does not know closures.
+            new.__dict__.setdefault("forward", partial(type(new).forward, new))
     return values[plan.root]
 
 
 def in_evaluation(plan: Plan) -> Plan:
     """The same plan with all modules in evaluation mode."""
-    still = [
-        (kind, {**state, "training": False} if issubclass(kind, Module) else state)
-        for kind, state in plan.objects
-    ]
-    return plan._replace(objects=still)
+    containers = [*plan.containers]
+    for index, kind in enumerate(plan.objects):
+        if issubclass(kind, Module):
+            containers[index] = {**containers[index], "training": False}
+    return plan._replace(containers=containers)
 
 
 def plan_of(module: Module, tensors: Sequence[Tensor]) -> Plan:
@@ -67,39 +71,34 @@ def plan_of(module: Module, tensors: Sequence[Tensor]) -> Plan:
     True
     """
     anew = _made_anew(module, tensors)
-    objects = [each for each in anew if _is_object(each)]
-    containers = [each for each in anew if type(each) in _CONTAINERS]
+    objects = [each for each in anew.values() if _is_object(each)]
+    containers = [*map(vars, objects), *[t for t in anew.values() if type(t) in _CONTAINERS]]
     first = [*tensors, *containers, *objects]
     at = {id(each): position for position, each in enumerate(first)}
-    new = {*map(id, anew)}
-    plan = Plan([each.copy() for each in containers], [], [], [], [], at[id(module)])
+    copies = [each.copy() for each in containers]
+    plan = Plan(copies, [type(each) for each in objects], [], [], at[id(module)])
+
+    def made(make: Callable[..., Any], parts: list[int]) -> int:
+        plan.made.append((make, parts))
+        return len(first) + len(plan.made) - 1
 
     def position_of(thing: Any) -> int:
         if id(thing) not in at:
-            make, parts = (
-                (_maker(thing), _parts(thing)) if id(thing) in new else (lambda: thing, [])
-            )
-            positions = [position_of(part) for _, part in parts]
-            at[id(thing)] = len(first) + len(plan.made)
-            plan.made.append((make, positions))
+            maker = _maker(thing) if id(thing) in anew else None
+            parts = [position_of(part) for _, part in _parts(thing)] if maker else []
+            at[id(thing)] = made(maker or (lambda: thing), parts)
         return at[id(thing)]
 
-    for thing, copy in zip(containers, plan.containers, strict=True):
+    for index, thing in enumerate(containers):
         for key, part in _parts(thing):
-            if id(part) in new:
-                copy[key] = None
-                plan.places.append((at[id(thing)], key, position_of(part)))
-    for thing in objects:
-        state = dict(vars(thing))
-        for name, part in _parts(thing):
-            if id(part) in new:
-                state[name] = None
-                plan.attributes.append((at[id(thing)], name, position_of(part)))
+            if id(part) in anew:
+                copies[index][key] = None
+                plan.places.append((index, key, position_of(part)))
+    for index, thing in enumerate(objects):
         for name, method in _cached_methods(type(thing)):
             # Its cache would keep the object of each call.
-            plan.attributes.append((at[id(thing)], name, len(first) + len(plan.made)))
-            plan.made.append((method.__wrapped__.__get__, [at[id(thing)]]))
-        plan.objects.append((type(thing), state))
+            bound = made(method.__wrapped__.__get__, [at[id(thing)]])
+            plan.places.append((index, name, bound))
     return plan
 
 
@@ -124,7 +123,7 @@ def held_by(module: Module) -> Iterator[tuple[str, Any]]:
             yield path, thing
 
 
-def _made_anew(module: Module, tensors: Sequence[Tensor]) -> list[Any]:
+def _made_anew(module: Module, tensors: Sequence[Tensor]) -> dict[int, Any]:
     """What leads to the module or to one of these tensors, and what its modules' calls may fill."""
     holders: dict[int, list[Any]] = {id(module): []}
     todo: list[Any] = [module]
@@ -140,7 +139,7 @@ def _made_anew(module: Module, tensors: Sequence[Tensor]) -> list[Any]:
         if id(thing) not in anew and _maker(thing) is not None:
             anew[id(thing)] = thing
             todo += holders.get(id(thing), ())
-    return [*anew.values()]
+    return anew
 
 
 _CONTAINERS = (dict, OrderedDict, defaultdict, list, deque)
@@ -192,15 +191,6 @@ def _is_object(thing: Any) -> bool:
     except TypeError:
         return False
     return not any(getattr(base, "__slots__", ()) for base in kind.__mro__)
-
-
-def _object(kind: type, state: dict[str, Any]) -> Any:
-    new: Any = object.__new__(kind)
-    new.__dict__.update(state)
-    if torch.compiler.is_dynamo_compiling() and issubclass(kind, Module):
-        # Of methods that a compiler finds in an object it has made, it does not know the closures.
-        new.__dict__.setdefault("forward", partial(kind.forward, new))
-    return new
 
 
 def _cached_methods(kind: type) -> list[tuple[str, Any]]:
