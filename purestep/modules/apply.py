@@ -132,7 +132,7 @@ class _Parts(NamedTuple):
     constants: dict[str, Tensor]
     buffers: dict[str, Tensor]  # those of the constants that a call may be passed
     written: list[str]  # the buffers to which training writes
-    cut_dependent: str | None
+    depends_on_cut: str | None  # and why
     plan: plan.Plan
     models: huggingface.Models
     hooks_backward: bool
@@ -153,7 +153,7 @@ def _parts_of(module: Module, trained: dict[str, Parameter]) -> _Parts:
         constants,
         {name: constants[name] for name in buffers},
         refused.written_in_training(module),
-        refused.cut_dependent(module),
+        refused.depends_on_cut(module),
         plan.plan_of(module, [*tensors.values()]),
         huggingface.models_of(module),
         hooks_backward(module),
@@ -170,8 +170,7 @@ class Apply:
         self, parts: _Parts, trained: Mapping[str, Tensor], evaluates: bool = False
     ) -> None:
         # The module's own parameters are apart from what compilers look at.
-        self._trained, self._parts, self._places = trained, parts, keyed.Places()
-        self._seen = set[Any]()
+        self._trained, self._parts, self._seen = trained, parts, set[Any]()
         never_compiled_alone(Apply.__call__, callees=False)
         still = parts._replace(plan=plan.in_evaluation(parts.plan))
         self.eval = self if evaluates else Apply(still, trained, evaluates=True)
@@ -190,7 +189,8 @@ class Apply:
         names = parts.names
         refused.check_names("params", params, names, names, "pass those of from_module, no others")
         refused.check_buffers(buffers, parts.buffers, parts.written)
-        refused.check_normalised(parts.cut_dependent)
+        if parts.depends_on_cut is not None:
+            raise ValueError(parts.depends_on_cut)
         given = {n: _whole(each, parts.buffers[n]).clone() for n, each in (buffers or {}).items()}
         call = _Call([params[name] for name in names], given, key, args, kwargs)
         run = self._trace if torch.compiler.is_dynamo_compiling() else self._call
@@ -214,18 +214,13 @@ class Apply:
         return result
 
     def _look(self, call: _Call) -> _Result:
-        parts = self._parts
-        passed = dict(zip(parts.names, call.params, strict=True))
-        kept = {n: each for n, each in parts.constants.items() if n not in call.given}
-        writes = watch.written({n: t for n, t in kept.items() if n not in parts.buffers}, "tensor")
-        writes |= watch.written({n: t for n, t in kept.items() if n in parts.buffers}, "buffer")
-        writes |= watch.written(passed, "parameter")
-        inputs = [each for each in tree.leaves_of(call[3:]) if isinstance(each, Tensor)]
-        reads = watch.elsewhere(self._trained)
-        for place in (*writes, *map(watch.place, inputs)):
-            reads.pop(place, None)
-        aliases = [*map(_as_parameter, call.params)]
-        with watch.watched(writes, reads, [*aliases, *kept.values()], call.key is not None):
+        parts, aliases = self._parts, [*map(_as_parameter, call.params)]
+        kept = {f"parameter {n}": p for n, p in zip(parts.names, aliases, strict=True)}
+        for name, each in parts.constants.items():
+            if name not in call.given:
+                kept[f"{'buffer' if name in parts.buffers else 'tensor'} {name}"] = each
+        inputs = tree.leaves_of((call.args, call.kwargs))
+        with watch.watched(kept, self._trained, inputs, call.key is not None):
             result = _run(parts, call, aliases)
         huggingface.check_call(parts.models, call.args, call.kwargs, result[0])
         return result
@@ -247,7 +242,7 @@ class Apply:
             raise ValueError("a compiler leaves hooks on a module's backward pass out")
         for owner, name in parts.models.inspected:
             inspect.signature(getattr(owner, name))  # Now the compiler knows it.
-        with nullcontext() if key is None else keyed.Keyed(key, places=self._places):
+        with nullcontext() if key is None else keyed.Keyed(key):
             result = _run(parts, call, call.params)
         huggingface.check_call(parts.models, call.args, call.kwargs, result[0])
         return result

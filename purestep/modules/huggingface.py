@@ -11,7 +11,6 @@ from torch import Tensor
 from torch.nn import Module
 
 from purestep import tree
-from purestep.modules.watch import BUFFERS
 from purestep.torch_private import adds_its_masks
 
 _TRANSFORMS = {
@@ -23,11 +22,6 @@ _TRANSFORMS = {
         "the module lets a tensor require grad, which torch.func refuses: remove the hook, by "
         "disable_input_require_grads() of Hugging Face's"
     ),
-    "mutate a captured Tensor": f"the module writes to its buffer or other tensor: {BUFFERS}",
-    "setup_context": (
-        "the module has a hook on its backward pass (register_full_backward_hook), or a Function "
-        "without setup_context, which torch.func refuses: remove it"
-    ),
     "data-dependent control flow": (
         "the module looks at values, which vmap hides, as Hugging Face's do at 2D masks, and at "
         "position_ids without a mask: pass attention_mask=ps.segment_mask(attention_mask)"
@@ -36,7 +30,7 @@ _TRANSFORMS = {
 
 
 def explain(error: RuntimeError) -> None:
-    """Raises what a transform refuses of a module again, by words of its error."""
+    """Raises what a transform refuses of these models again, by words of its error."""
     for words, message in _TRANSFORMS.items():
         if words in str(error):
             raise ValueError(message) from error

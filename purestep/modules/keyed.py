@@ -18,19 +18,10 @@ from torch import Tensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_function
 
-from purestep import tree
+from purestep import random, tree
 from purestep.modules.attention import attention, multi_head
-from purestep.random import (
-    Keys,
-    TokenKeys,
-    bernoulli,
-    drawn_for,
-    fold_in,
-    limit_of,
-    scaled,
-    uniform,
-)
-from purestep.torch_private import asked_once, checkpoint_frame
+from purestep.random import Keys, TokenKeys, fold_in
+from purestep.torch_private import checkpoint_frame
 
 Contexts = Callable[[], AbstractContextManager[object]]
 V = TypeVar("V")
@@ -44,30 +35,10 @@ def again(_: object = None) -> Contexts:
     return nullcontext
 
 
-class Places:
-    """How many places each call has that a compiler traces, whose regions cannot count."""
-
-    def __init__(self) -> None:
-        self.counts: list[int] = []
-
-
-@asked_once
-def _begin(places: Places) -> tuple[int]:
-    places.counts.append(0)
-    return (len(places.counts) - 1,)
-
-
-@asked_once
-def _count(places: Places, call: int) -> tuple[int]:
-    places.counts[call] += 1
-    return (places.counts[call] - 1,)
-
-
 class Keyed(TorchFunctionMode):
     """Within it, dropout draws from the keys, from the ``count``-th place on.
 
-    ``places`` count where a compiler traces. It is ``doubtful`` whether keys are those of the first
-    dimension, where another one is as long.
+    It is ``doubtful`` whether keys are those of the first dimension where another one is as long.
 
     >>> from purestep import random
     >>> keys = torch.stack([random.key(0), random.key(1)])
@@ -77,7 +48,7 @@ class Keyed(TorchFunctionMode):
     True
     """
 
-    def __init__(self, keys: Keys, count: int = 0, places: Places | None = None) -> None:
+    def __init__(self, keys: Keys, count: int = 0) -> None:
         super().__init__()
         leaves = tree.leaves_of(keys)
         if not all(isinstance(each, Tensor) and each.dtype == torch.int64 for each in leaves):
@@ -85,12 +56,10 @@ class Keyed(TorchFunctionMode):
                 f"key= are keys of ps.random, tensors of dtype int64, got {tree.kind(leaves[0])}: "
                 "pass a module's own argument of that name by position"
             )
-        self._keys, self._count, self._places = keys, count, places
+        self._keys, self._count = keys, count
         self._tokens = keys.keys.shape if isinstance(keys, TokenKeys) else keys.shape
         self._shape = self._tokens[:-1] if isinstance(keys, TokenKeys) else keys.shape
         self.doubtful = False
-        if places is not None:
-            (self._call,) = _begin(places)
 
     def one_more(self, values: V) -> V:
         """The same with the last example twice, in whatever has one for each example."""
@@ -106,12 +75,14 @@ class Keyed(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         if func is again:
-            return self._again()
-        if self._places is None:
+            return partial(Keyed, self._keys, self._count)
+        if not torch.compiler.is_dynamo_compiling():
             self._follow()
         elif args and isinstance(args[0], FunctionType | MethodType | torch.nn.Module):
-            # A region, which a compiler traces without this mode.
-            args = (partial(_within, lambda: self, args[0]), *args[1:])
+            raise ValueError(
+                "a compiler draws without keys within a checkpoint: switch checkpoints off, as "
+                "activation_checkpointing_disable() of Hugging Face's does, or leave compile= out"
+            )
         if func in _DROPOUTS:
             return self._dropout(func, *args, **kwargs)
         if func is torch.rand or func is Tensor.bernoulli_:
@@ -124,27 +95,22 @@ class Keyed(TorchFunctionMode):
             return multi_head(self._drop, func, args, kwargs)
         return func(*args, **kwargs)
 
-    def _again(self) -> Contexts:
-        return partial(Keyed, self._keys, self._count)
-
     def _follow(self) -> None:
         """Lets a checkpoint that has begun draw the same when it computes again."""
         frame = checkpoint_frame()
         if frame is not None and getattr(frame.recompute_fn, "func", None) is not _within:
             # Its function is called without this mode.
-            frame.recompute_fn = partial(_within, self._again(), frame.recompute_fn)
+            again = partial(Keyed, self._keys, self._count)
+            frame.recompute_fn = partial(_within, again, frame.recompute_fn)
 
     def _next(self) -> Keys:
         """The keys of the next place."""
-        if self._places is not None:
-            (place,) = _count(self._places, self._call)
-            return fold_in(self._keys, place)
         self._count += 1
         return fold_in(self._keys, self._count - 1)
 
     def _dropped(self, x: Tensor, p: float, what: str) -> Tensor:
         """Which elements are dropped, at the next place."""
-        shape, limit, pairs = self._shape, limit_of(p), x
+        shape, limit, pairs = self._shape, random.limit_of(p), x
         if x.shape[: len(shape)] != shape and x.shape[:1] == (self._tokens.numel(),):
             pairs = x.unflatten(0, self._tokens)
         if pairs.shape[: len(shape)] != shape:
@@ -153,28 +119,27 @@ class Keyed(TorchFunctionMode):
                 f"{what} in the module drops {tree.kind(x)}, whose first dimension is not that of "
                 f"the {tuple(shape)} examples of key=: {_TOKENS if flat else _ROWS}"
             )
-        if self._places is None and shape[:1] != (1,) and {*shape[:1]} & {*pairs.shape[1:]}:
+        if shape[:1] != (1,) and {*shape[:1]} & {*pairs.shape[1:]}:
             self.doubtful = True
-        return drawn_for(pairs, self._next(), lambda word: word < limit).view(x.shape)
+        return random.drawn_for(pairs, self._next(), lambda word: word < limit).view(x.shape)
 
     def _drop(self, x: Tensor, p: float, what: str) -> Tensor:
-        return scaled(x, self._dropped(x, p, what), p)
+        return random.scaled(x, self._dropped(x, p, what), p)
 
     def _one_each(self, writes: bool, args: Any, kwargs: dict[str, Any]) -> Tensor | None:
         """One number for each example, as DropPath and StochasticDepth draw it; else None."""
-        first = args[0] if args else kwargs.get("size", ())
-        shape = (*first.shape,) if writes else args if isinstance(first, int) else (*first,)
-        p, rows = (*args[1:], kwargs.get("p", 0.5))[0] if writes else 0.5, len(self._shape)
-        alone = shape and shape[:rows] == (*self._shape,) and {*shape[rows:]} <= {1}
+        first, *others = args or [kwargs.get("size", ())]
+        shape = first.shape if writes else args if isinstance(first, int) else first
+        p, rows = [*others, kwargs.get("p", 0.5)][0] if writes else 0.5, len(self._shape)
+        alone = shape and (*shape[:rows],) == self._shape and {*shape[rows:]} <= {1}
         if not alone or isinstance(self._keys, TokenKeys) or not isinstance(p, float | int):
             return None
-        keys = self._next()
-        assert isinstance(keys, Tensor)
+        keys: Any = self._next()
         if writes:
-            made: Tensor = first.copy_(bernoulli(keys, p, shape[rows:]))
+            made: Tensor = first.copy_(random.bernoulli(keys, p, shape[rows:]))
             return made
         dtype = kwargs.get("dtype") or torch.get_default_dtype()
-        return uniform(keys, shape[rows:], dtype).to(kwargs.get("device") or keys.device)
+        return random.uniform(keys, shape[rows:], dtype).to(kwargs.get("device") or keys.device)
 
     def _dropout(
         self,
@@ -193,7 +158,7 @@ class Keyed(TorchFunctionMode):
             shaped = input.new_empty(input.shape[: len(self._shape) + 1])
         dropped = self._dropped(shaped, p, func.__name__)
         dropped = dropped.view(*dropped.shape, *[1] * (input.ndim - dropped.ndim))
-        made = _alpha(input, dropped, p) if func in _ALPHA else scaled(input, dropped, p)
+        made = _alpha(input, dropped, p) if func in _ALPHA else random.scaled(input, dropped, p)
         return input.copy_(made) if inplace else made
 
 

@@ -68,24 +68,19 @@ def check_params(params: Mapping[str, Parameter], tensors: Mapping[str, Tensor])
             )
 
 
-def cut_dependent(module: Module) -> str | None:
-    """The name of a BatchNorm without running statistics, if there is one.
+def depends_on_cut(module: Module) -> str | None:
+    """Why its updates depend on the cut: a BatchNorm has no running statistics, and no buffers.
 
-    >>> cut_dependent(Module())
-
+    >>> depends_on_cut(torch.nn.BatchNorm1d(2))
     """
-    norms = [each for each in module.named_modules() if isinstance(each[1], _BATCH_NORMS)]
-    return next((name for name, each in norms if each.running_mean is None), None)
-
-
-def check_normalised(name: str | None) -> None:
-    """Refuses a call of a module with such a BatchNorm."""
-    if name is not None:
-        raise ValueError(
-            f"{name} normalises by its microbatch (track_running_stats=False), so that updates "
-            "depend on the cut: take GroupNorm or LayerNorm, or keep running statistics and pass "
-            "buffers="
-        )
+    for name, each in module.named_modules():
+        if isinstance(each, _BATCH_NORMS) and each.running_mean is None:
+            return (
+                f"{name} normalises by its microbatch (track_running_stats=False), so that updates "
+                "depend on the cut: take GroupNorm or LayerNorm, or keep running statistics and "
+                "pass buffers="
+            )
+    return None
 
 
 def written_in_training(module: Module) -> list[str]:

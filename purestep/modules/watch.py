@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -24,98 +24,77 @@ from purestep.torch_private import (
     watching,
 )
 
-Messages = dict[int, str]
-"""What to say of a storage."""
-
 BUFFERS = (
     "buffers are constants, but for those that are passed: with "
     "buffers=dict(module.named_buffers()), apply returns (output, buffers). Or call .eval() of the "
     "part that writes to them before from_module"
 )
-_WRITTEN = {
-    "parameter": (
-        "it is the caller's, and differentiated: compute with a new tensor (weight.clamp(...)) "
-        "instead. Of Gemma3n, set config.altup_coef_clip = None"
-    ),
-    "buffer": BUFFERS,
-    "tensor": "compute a new one and assign it, which each call forgets; or make it a buffer",
-}
+_WRITES = (
+    "the module writes to its {}: compute a new tensor instead (weight.clamp(...)), which each "
+    f"call forgets; {BUFFERS}. Of Gemma3n, set config.altup_coef_clip = None"
+)
+_ELSEWHERE = (
+    "the call computes with {} of the module itself, which stays as it is while params change: a "
+    "closure, a global name, a class, a default argument or another object leads to it. Let "
+    "forward find it in the module's attributes"
+)
+_NUMBERS = (
+    "numpy's or Python's generator has drawn random numbers during the call, which no key reaches: "
+    "SpecAugment does (config.apply_spec_augment = False), or another thread, and then call again"
+)
 
 
-def written(named: Mapping[str, Tensor], kind: str) -> Messages:
-    """What to say of a call that writes to tensors of one kind."""
-    why = _WRITTEN[kind]
-    return _by_place(named, lambda name: f"the module writes to its {kind} {name}: {why}")
-
-
-def elsewhere(named: Mapping[str, Tensor]) -> Messages:
-    """What to say of a call that computes with parameters of the module itself."""
-    return _by_place(
-        named,
-        lambda name: (
-            f"the call computes with {name} of the module itself, which stays as it is while "
-            "params change: a closure, a global name, a class, a default argument or another "
-            "object leads to it. Let forward find it in the module's attributes"
-        ),
-    )
-
-
-def _by_place(named: Mapping[str, Tensor], message: Callable[[str], str]) -> Messages:
-    found = {place(tensor): message(name) for name, tensor in named.items()}
-    return {key: each for key, each in found.items() if key}
-
-
-def place(tensor: Tensor) -> int:
+def place(tensor: Any) -> int:
     """The storage of a tensor, in whatever wrappers of torch.func; 0 of what lies in none."""
-    while is_wrapped(tensor):
+    while isinstance(tensor, Tensor) and is_wrapped(tensor):
         tensor = unwrapped(tensor)
-    return storage_of(tensor) if tensor.layout is torch.strided and tensor.numel() else 0
+    strided = isinstance(tensor, Tensor) and tensor.layout is torch.strided
+    return storage_of(tensor) if strided and tensor.numel() else 0
 
 
 @contextmanager
 def watched(
-    writes: Messages, reads: Messages, tensors: Sequence[Tensor], keyed: bool
+    kept: Mapping[str, Tensor], own: Mapping[str, Tensor], inputs: Sequence[Any], keyed: bool
 ) -> Iterator[None]:
-    """Refuses to write to some storages, to compute with others, and to draw without keys.
+    """Refuses to write to what is kept, to compute with others of the module, to draw without keys.
 
-    Afterwards, ``tensors`` lie where they lay: nothing has been assigned to their ``.data``.
+    Parameters of the module itself may be inputs, or what is kept.
 
     >>> own = torch.nn.Linear(1, 1).weight
-    >>> with watched(written({"weight": own}, "parameter"), {}, [own], keyed=False):
+    >>> with watched({"parameter weight": own}, {}, [], keyed=False):
     ...     own.data.clamp_(0, 1)
     Traceback (most recent call last):
     ...
-    ValueError: the module writes to its parameter weight: it is the caller's, ...
+    ValueError: the module writes to its parameter weight: compute a new tensor instead ...
     """
+    places = {name: place(each) for name, each in kept.items()}
+    writes = {at: name for name, at in places.items() if at}
+    known = {0, *writes, *map(place, inputs)}
+    reads = {place(each): name for name, each in own.items() if place(each) not in known}
 
     def look(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         given = arguments_of(operation, args, dict(kwargs))
         trains, _ = given.get("training", given.get("train", (None, False)))
-        for name, (value, is_written) in given.items():
+        for name, (value, written) in given.items():
             # torch does not say that a batch norm writes to its running statistics.
-            is_written |= bool(trains) and name.startswith("running_")
-            for each in value if isinstance(value, list | tuple) else [value]:
-                at = place(each) if isinstance(each, Tensor) else 0
-                message = at and (reads.get(at) or (is_written and writes.get(at)))
-                if message:
-                    raise ValueError(message)
+            written |= bool(trains) and name.startswith("running_")
+            for at in map(place, value if isinstance(value, list | tuple) else [value]):
+                if at in reads:
+                    raise ValueError(_ELSEWHERE.format(reads[at]))
+                if written and at in writes:
+                    raise ValueError(_WRITES.format(writes[at]))
         if keyed and trains is not False and may_draw(operation, args, dict(kwargs)):
             name = str(operation).split(".")[1]
             raise ValueError(f"{name} draws random numbers that no key reaches: {NOISE}")
 
-    places = [*map(place, tensors)]
     before = _generators() if keyed else []
     with watching(look):
         yield
-    for at, now in zip(places, map(place, tensors), strict=True):
-        if at != now and at in writes:
-            raise ValueError(writes[at])
+    for name, each in kept.items():
+        if place(each) != places[name]:  # Something has been assigned to its ``.data``.
+            raise ValueError(_WRITES.format(name))
     if keyed and _generators() != before:
-        raise ValueError(
-            "numpy's or Python's generator has drawn random numbers during the call, which no key "
-            "reaches: SpecAugment does (config.apply_spec_augment = False), or another thread, and "
-            "then call again"
-        )
+        raise ValueError(_NUMBERS)
 
 
 def _generators() -> list[Any]:
