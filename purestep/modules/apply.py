@@ -9,7 +9,7 @@ threads do not meet, and a checkpoint computes again with the params of its call
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
@@ -135,6 +135,7 @@ class _Parts(NamedTuple):
     depends_on_cut: str | None  # and why
     plan: plan.Plan
     models: huggingface.Models
+    second: bool  # whether torch's attention takes examples along the second dimension
     hooks_backward: bool
 
 
@@ -156,6 +157,7 @@ def _parts_of(module: Module, trained: dict[str, Parameter]) -> _Parts:
         refused.depends_on_cut(module),
         plan.plan_of(module, [*tensors.values()]),
         huggingface.models_of(module),
+        any(getattr(each, "batch_first", None) is False for each in module.modules()),
         hooks_backward(module),
     )
 
@@ -194,27 +196,15 @@ class Apply:
         given = {n: _whole(each, parts.buffers[n]).clone() for n, each in (buffers or {}).items()}
         call = _Call([params[name] for name in names], given, key, args, kwargs)
         run = self._trace if torch.compiler.is_dynamo_compiling() else self._call
-        try:
-            output, given = run(call)
-        except RuntimeError as error:
-            huggingface.explain(error)
-            raise
+        output, given = run(call)
         return output if buffers is None else (output, given)
 
     def _call(self, call: _Call) -> _Result:
         """The first of a kind of calls is looked at, and refused before it does any harm."""
-        kind, by_key = _kind(call), ("key", type(call.key))
-        with nullcontext() if call.key is None else keyed.Keyed(call.key) as noise:
-            if kind in self._seen:
-                return _run(self._parts, call, map(_as_parameter, call.params))
-            result = self._look(call)
-        if noise is not None and noise.doubtful and by_key not in self._seen:
-            self._rehearse(call, noise)
-        self._seen |= {kind, by_key}
-        return result
-
-    def _look(self, call: _Call) -> _Result:
         parts, aliases = self._parts, [*map(_as_parameter, call.params)]
+        kind = bool(call.given), type(call.key), *call.kwargs
+        if kind in self._seen:
+            return _run(parts, call, aliases)
         kept = {f"parameter {n}": p for n, p in zip(parts.names, aliases, strict=True)}
         for name, each in parts.constants.items():
             if name not in call.given:
@@ -222,30 +212,16 @@ class Apply:
         inputs = tree.leaves_of((call.args, call.kwargs))
         with watch.watched(kept, self._trained, inputs, call.key is not None):
             result = _run(parts, call, aliases)
-        huggingface.check_call(parts.models, call.args, call.kwargs, result[0])
+        self._seen.add(kind)
         return result
-
-    def _rehearse(self, call: _Call, noise: keyed.Keyed) -> None:
-        """Calls with one example more, which shows along which dimension examples are."""
-        key, args, kwargs = noise.one_more((call.key, call.args, call.kwargs))
-        given = {n: each.clone() for n, each in call.given.items()}
-        try:
-            with torch.no_grad(), keyed.Keyed(key):
-                _run(self._parts, _Call(call.params, given, key, args, kwargs), call.params)
-        except Exception as error:
-            raise ValueError(keyed.DOUBT) from error
 
     def _trace(self, call: _Call) -> _Result:
-        """What a compiler traces."""
-        parts, key = self._parts, call.key
-        if parts.hooks_backward:
+        """What a compiler traces, which looks at nothing."""
+        if self._parts.hooks_backward:
             raise ValueError("a compiler leaves hooks on a module's backward pass out")
-        for owner, name in parts.models.inspected:
+        for owner, name in self._parts.models.inspected:
             inspect.signature(getattr(owner, name))  # Now the compiler knows it.
-        with nullcontext() if key is None else keyed.Keyed(key):
-            result = _run(parts, call, call.params)
-        huggingface.check_call(parts.models, call.args, call.kwargs, result[0])
-        return result
+        return _run(self._parts, call, call.params)
 
 
 class _Call(NamedTuple):
@@ -261,21 +237,14 @@ class _Call(NamedTuple):
 _Result = tuple[Any, dict[str, Tensor]]
 
 
-def _run(parts: _Parts, call: _Call, params: Iterable[Tensor]) -> _Result:
+def _run(parts: _Parts, call: _Call, params: Sequence[Tensor]) -> _Result:
     """The output of the module around these tensors, and the buffers that it leaves behind."""
     held = {**parts.constants, **call.given} if call.given else parts.constants
     module = plan.build(parts.plan, [*params, *held.values()])
-    output = module(*call.args, **call.kwargs)
+    with nullcontext() if call.key is None else keyed.Keyed(call.key, second=parts.second):
+        output = module(*call.args, **call.kwargs)
+    huggingface.check_call(parts.models, call.args, call.kwargs, output)
     return output, {name: module.get_buffer(name) for name in call.given}
-
-
-def _kind(call: _Call) -> tuple[Any, ...]:
-    """What calls have in common that are alike."""
-    values = [
-        each if isinstance(each, bool | str | None) else (type(each), getattr(each, "dtype", None))
-        for each in (*call.args, *call.kwargs.values())
-    ]
-    return (bool(call.given), type(call.key), *call.kwargs, *values)
 
 
 def _as_parameter(p: Tensor) -> Tensor:

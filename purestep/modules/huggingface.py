@@ -13,28 +13,6 @@ from torch.nn import Module
 from purestep import tree
 from purestep.torch_private import adds_its_masks
 
-_TRANSFORMS = {
-    "saved tensor hooks": (
-        "the module checkpoints activations, which torch.func knows nothing of: switch that off "
-        "before from_module, by activation_checkpointing_disable() of Hugging Face's"
-    ),
-    "Tensor.requires_grad_()": (
-        "the module lets a tensor require grad, which torch.func refuses: remove the hook, by "
-        "disable_input_require_grads() of Hugging Face's"
-    ),
-    "data-dependent control flow": (
-        "the module looks at values, which vmap hides, as Hugging Face's do at 2D masks, and at "
-        "position_ids without a mask: pass attention_mask=ps.segment_mask(attention_mask)"
-    ),
-}
-
-
-def explain(error: RuntimeError) -> None:
-    """Raises what a transform refuses of these models again, by words of its error."""
-    for words, message in _TRANSFORMS.items():
-        if words in str(error):
-            raise ValueError(message) from error
-
 
 class Models(NamedTuple):
     """Hugging Face's models in a module, and what is asked of them at calls."""

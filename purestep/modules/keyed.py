@@ -11,7 +11,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from types import FunctionType, MethodType
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,7 +24,6 @@ from purestep.random import Keys, TokenKeys, fold_in
 from purestep.torch_private import checkpoint_frame
 
 Contexts = Callable[[], AbstractContextManager[object]]
-V = TypeVar("V")
 
 
 def again(_: object = None) -> Contexts:
@@ -38,7 +37,8 @@ def again(_: object = None) -> Contexts:
 class Keyed(TorchFunctionMode):
     """Within it, dropout draws from the keys, from the ``count``-th place on.
 
-    It is ``doubtful`` whether keys are those of the first dimension where another one is as long.
+    ``second``: the module may take examples along another dimension than the first, so that one of
+    equal length is refused.
 
     >>> from purestep import random
     >>> keys = torch.stack([random.key(0), random.key(1)])
@@ -48,7 +48,7 @@ class Keyed(TorchFunctionMode):
     True
     """
 
-    def __init__(self, keys: Keys, count: int = 0) -> None:
+    def __init__(self, keys: Keys, count: int = 0, second: bool = False) -> None:
         super().__init__()
         leaves = tree.leaves_of(keys)
         if not all(isinstance(each, Tensor) and each.dtype == torch.int64 for each in leaves):
@@ -56,19 +56,9 @@ class Keyed(TorchFunctionMode):
                 f"key= are keys of ps.random, tensors of dtype int64, got {tree.kind(leaves[0])}: "
                 "pass a module's own argument of that name by position"
             )
-        self._keys, self._count = keys, count
+        self._keys, self._count, self._second = keys, count, second
         self._tokens = keys.keys.shape if isinstance(keys, TokenKeys) else keys.shape
         self._shape = self._tokens[:-1] if isinstance(keys, TokenKeys) else keys.shape
-        self.doubtful = False
-
-    def one_more(self, values: V) -> V:
-        """The same with the last example twice, in whatever has one for each example."""
-
-        def more(leaf: Any) -> Any:
-            there = isinstance(leaf, Tensor) and leaf.shape[:1] == self._shape[:1]
-            return torch.cat([leaf, leaf[-1:]]) if there else leaf
-
-        return tree.map(more, values)
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -119,8 +109,11 @@ class Keyed(TorchFunctionMode):
                 f"{what} in the module drops {tree.kind(x)}, whose first dimension is not that of "
                 f"the {tuple(shape)} examples of key=: {_TOKENS if flat else _ROWS}"
             )
-        if shape[:1] != (1,) and {*shape[:1]} & {*pairs.shape[1:]}:
-            self.doubtful = True
+        if self._second and shape[:1] != (1,) and {*shape[:1]} & {*pairs.shape[1:]}:
+            raise ValueError(
+                f"{what} in the module drops {tree.kind(x)}, in which either dimension may be that "
+                f"of the {shape[0]} examples: {_ROWS}; or pass another number of examples"
+            )
         return random.drawn_for(pairs, self._next(), lambda word: word < limit).view(x.shape)
 
     def _drop(self, x: Tensor, p: float, what: str) -> Tensor:
@@ -188,10 +181,6 @@ _DROPOUTS = (functional.dropout, *_ALPHA, *_CHANNELS)
 _ROWS = (
     "let the module take examples first (batch_first=True), or call it for one example with key= "
     "without a dimension, under torch.vmap"
-)
-DOUBT = (
-    "another dimension than the first is as long as there are keys, and may be that of examples: "
-    f"{_ROWS}; or begin with a call for another number of examples"
 )
 _TOKENS = (
     "it drops tokens of all examples in one dimension. Say which tokens are whose: "
