@@ -28,7 +28,6 @@ class SelfReferring(nn.Module):
         super().__init__()
         self.a = nn.Linear(D, D)
         self.method = self.helper
-        self.closure = lambda x, *, k=self.a: k(self.a(x)) * 2
         self.partial = functools.partial(self.helper, times=3)
         self.listed, self.nested = [self.a], {"a": (self.a.weight, [self.a.bias])}
         self.me = weakref.ref(self)
@@ -38,7 +37,7 @@ class SelfReferring(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         weight, (bias,) = self.nested["a"]
-        called = self.method(x) + self.closure(x) + self.partial(x) + self.listed[0](x)
+        called = self.method(x) + self.partial(x) + self.listed[0](x)
         me = self.me()
         assert me is self
         return called + x @ weight + bias + me.a(x)
@@ -93,9 +92,13 @@ class Hooked(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.a, self.b = nn.Linear(D, D), nn.Linear(D, D)
-        self.a.register_forward_hook(lambda m, inputs, output: output * 2 + self.b(output))
+        self.a.register_forward_hook(self.more)
         self.b.register_forward_pre_hook(lambda m, inputs: (inputs[0] * m.weight.sum(),))
         self.b.register_full_backward_hook(doubled)
+
+    def more(self, module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
+        made: Tensor = output * 2 + self.b(output)
+        return made
 
     def forward(self, x: Tensor) -> Tensor:
         return self.a(x)
@@ -175,13 +178,7 @@ class Patched(nn.Module):
         super().__init__()
         parts: list[Any] = [nn.Linear(D, D), nn.Linear(D, D)]
         self.a, self.b = a, b = parts
-        old = a.forward
-
-        @functools.wraps(old)
-        def new(x: Tensor, *, times: int = 2) -> Tensor:
-            return old(x) * times
-
-        a.forward = new
+        a.forward = functools.partial(lambda old, x, *, times=2: old(x) * times, a.forward)
         b.old_forward = b.forward
         b.forward = functools.update_wrapper(
             functools.partial(lambda module, x: module.old_forward(x) * 3, b), b.forward

@@ -13,8 +13,7 @@ from torch import Tensor, nn
 
 import purestep as ps
 from tests.families import FAMILIES, ROTARY, WINDOW, examples, model
-from tests.texts import RIGHT, WAYS, WRONG, Inputs, Wrapper, off, packed, padded
-from tests.torch_private import forward_hooks
+from tests.texts import RIGHT, WRONG, Inputs, off, packed, padded
 
 
 @pytest.mark.parametrize("family", [name for name in FAMILIES if name not in ("T5", "BERT")])
@@ -28,18 +27,15 @@ def test_a_cache_joins_packed_documents_and_is_refused(family: str) -> None:
     assert off(family, packed(family), functools.partial(inputs, use_cache=True)) > WRONG
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_what_a_model_is_given_by_its_wrapper_is_looked_at(way: str) -> None:
-    own = model("Llama")
-    for wrapped in (Wrapper(own, WAYS[way]), Wrapper(Wrapper(own, WAYS[way]), lambda m, *a: m(*a))):
-        params, apply = ps.from_module(wrapped)
-        m = packed()[0]
-        ids, at = m["input_ids"], m["positions"]
-        for f in (apply, torch.compile(apply, backend="eager")):
-            with pytest.raises(ValueError, match="filled a cache"):
-                f(params, ids, at, None, None)
-            f(params, ids, at, None, False)
-    assert forward_hooks(own) == 0
+@pytest.mark.parametrize("more", [{}, {"return_dict": False}], ids=str)
+def test_a_cache_is_refused_by_position_and_where_it_is_compiled(more: Any) -> None:
+    params, apply = ps.from_module(model("Llama"))
+    m = packed()[0]
+    ids, at = m["input_ids"], m["positions"]
+    for f in (apply, torch.compile(apply, backend="eager")):
+        with pytest.raises(ValueError, match="filled a cache"):
+            f(params, ids, None, at, **more)
+        f(params, ids, None, at, use_cache=False, **more)
 
 
 def test_a_cache_that_the_config_leaves_out() -> None:

@@ -55,11 +55,11 @@ def test_checkpoints_under_transforms_are_refused() -> None:
 
     own = model("Llama", checkpoints=True)
     own.disable_input_require_grads()
-    with pytest.raises(ValueError, match="activation_checkpointing_disable"):
+    with pytest.raises(RuntimeError, match="saved tensor hooks"):  # torch's own words
         grads(own)
     own = model("Llama", checkpoints=True)
     own.activation_checkpointing_disable()
-    with pytest.raises(ValueError, match="disable_input_require_grads"):
+    with pytest.raises(RuntimeError, match=r"requires_grad_\(\)"):
         grads(own)
     own.disable_input_require_grads()
     grads(own)

@@ -14,7 +14,7 @@ import purestep as ps
 from tests.modules import MODULES, Broken, assert_equal, close, data, made, train
 
 COMPILED = {*MODULES} - {"self-referring", "hooked", "patched"}
-"""But closures over the module, of which torch makes no graph."""
+"""But objects that lead back to the module in their own ways, and hooks."""
 
 
 @pytest.mark.parametrize("name", sorted(COMPILED))
@@ -86,5 +86,5 @@ def test_hooks_on_the_backward_pass_are_not_compiled() -> None:
     with warnings.catch_warnings(action="ignore", category=UserWarning):
         compiled = train(apply, params, compile=True)
     assert close(compiled, plain)
-    with pytest.raises(ValueError, match="register_full_backward_hook"):
+    with pytest.raises(RuntimeError, match="setup_context"):  # torch's own words
         torch.func.grad(lambda p: apply(p, data()).sum())(params)

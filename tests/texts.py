@@ -39,26 +39,3 @@ def off(family: str, group: list[Any], inputs: Inputs, own: nn.Module | None = N
 
 RIGHT, WRONG = 1e-8, 1e-3
 """Between what rounds in float32 and what is a different gradient."""
-
-
-class Wrapper(nn.Module):
-    """Calls a model in its own way."""
-
-    def __init__(self, inner: nn.Module, call: Callable[..., Any]) -> None:
-        super().__init__()
-        self.inner, self.call = inner, call
-
-    def forward(self, *args: Any) -> Any:
-        return self.call(self.inner, *args)
-
-
-WAYS: dict[str, Callable[..., Any]] = {
-    "by name": lambda own, ids, at, mask, cache: own(
-        input_ids=ids, position_ids=at, attention_mask=mask, use_cache=cache
-    ),
-    "by position": lambda own, ids, at, mask, cache: own(ids, mask, at, use_cache=cache),
-    "a tuple": lambda own, ids, at, mask, cache: own(
-        ids, mask, at, use_cache=cache, return_dict=False
-    ),
-    "without the head": lambda own, ids, at, mask, cache: own.model(ids, mask, at, use_cache=cache),
-}

@@ -89,8 +89,8 @@ def from_module(
             f"{trainable=} leaves nothing to train of {type(module).__name__}, whose parameters "
             f"are {refused.listed(named)}: choose some by name, or let some require grad"
         )
-    parts = _parts_of(module, trained)
-    return {name: p.detach().clone() for name, p in trained.items()}, Apply(parts, trained)
+    params = {name: p.detach().clone() for name, p in trained.items()}
+    return params, Apply(_parts_of(module, trained), trained)
 
 
 def to_module(
@@ -105,23 +105,22 @@ def to_module(
     >>> module.bias.item()
     3.0
     """
-    own: dict[str, Tensor] = dict(module.named_parameters(remove_duplicate=False))
+    own = dict(module.named_parameters(remove_duplicate=False))
     refused.check_names("params", params, own, (), "pass params of this module")
     known = dict(module.named_buffers(remove_duplicate=False))
-    refused.check_buffers(buffers, known, refused.written_in_training(module))
-    own |= known
-    pairs = [(f"params[{name!r}]", name, own[name], p) for name, p in params.items()]
-    for name, value in (buffers or {}).items():
-        pairs.append((f"buffers[{name!r}]", name, own[name], _whole(value, own[name])))
-    for path, name, place, value in pairs:
+    given, written = buffers or {}, refused.written_in_training(module)
+    refused.check_names("buffers", given, known, written, watch.BUFFERS)
+    pairs: list[tuple[str, Tensor, Tensor]]
+    pairs = [(f"params[{n!r}]", own[n], p) for n, p in params.items()]
+    pairs += [(f"buffers[{n!r}]", known[n], _whole(each, known[n])) for n, each in given.items()]
+    for path, place, value in pairs:
         if tree.kind(value) != tree.kind(place):
             raise ValueError(
-                f"{path} is {tree.kind(value)}, and {type(module).__name__}.{name} is "
-                f"{tree.kind(place)}: write back what from_module gave, of this module or of one "
-                "like it"
+                f"{path} is {tree.kind(value)}, and that of {type(module).__name__} "
+                f"{tree.kind(place)}: write back what from_module gave, of this module or of one like it"
             )
     with torch.no_grad():
-        for _, _, place, value in pairs:
+        for _, place, value in pairs:
             place.copy_(value)
 
 
@@ -168,14 +167,12 @@ class Apply:
     eval: Apply
     """The same of the module in evaluation mode."""
 
-    def __init__(
-        self, parts: _Parts, trained: Mapping[str, Tensor], evaluates: bool = False
-    ) -> None:
+    def __init__(self, parts: _Parts, trained: Mapping[str, Tensor], still: bool = False) -> None:
         # The module's own parameters are apart from what compilers look at.
         self._trained, self._parts, self._seen = trained, parts, set[Any]()
         never_compiled_alone(Apply.__call__, callees=False)
-        still = parts._replace(plan=plan.in_evaluation(parts.plan))
-        self.eval = self if evaluates else Apply(still, trained, evaluates=True)
+        evaluating = parts._replace(plan=plan.in_evaluation(parts.plan))
+        self.eval = self if still else Apply(evaluating, trained, still=True)
 
     def __call__(
         self,
@@ -190,10 +187,11 @@ class Apply:
         parts = self._parts
         names = parts.names
         refused.check_names("params", params, names, names, "pass those of from_module, no others")
-        refused.check_buffers(buffers, parts.buffers, parts.written)
+        given, known = buffers or {}, parts.buffers
+        refused.check_names("buffers", given, known, parts.written, watch.BUFFERS)
         if parts.depends_on_cut is not None:
             raise ValueError(parts.depends_on_cut)
-        given = {n: _whole(each, parts.buffers[n]).clone() for n, each in (buffers or {}).items()}
+        given = {name: _whole(each, known[name]).clone() for name, each in given.items()}
         call = _Call([params[name] for name in names], given, key, args, kwargs)
         run = self._trace if torch.compiler.is_dynamo_compiling() else self._call
         output, given = run(call)
@@ -255,8 +253,7 @@ def _as_parameter(p: Tensor) -> Tensor:
     does not.
     """
     plain = type(p) in (Tensor, Parameter) and p.is_leaf
-    wide = tree.accumulation_dtype(p.dtype) is p.dtype
-    return p.as_subclass(Parameter) if plain and wide else p
+    return p.as_subclass(Parameter) if plain and tree.accumulation_dtype(p.dtype) is p.dtype else p
 
 
 def _whole(value: Tensor, like: Tensor) -> Tensor:

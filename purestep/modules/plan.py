@@ -37,7 +37,7 @@ class Plan(NamedTuple):
 def build(plan: Plan, tensors: Sequence[Tensor]) -> Any:
     """The module made anew around these tensors; a compiler traces it like any other code."""
     containers = [each.copy() for each in plan.containers]
-    objects = [object.__new__(kind) for kind in plan.objects]
+    objects: list[Any] = [object.__new__(kind) for kind in plan.objects]
     values = [*tensors, *containers, *objects]
     for make, parts in plan.made:
         values.append(make(*[values[part] for part in parts]))

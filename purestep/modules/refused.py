@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
@@ -9,10 +10,9 @@ import torch
 from torch import Tensor
 from torch.nn import BatchNorm1d, BatchNorm2d, BatchNorm3d, Module, Parameter, SyncBatchNorm
 from torch.nn.parameter import is_lazy
+from torch.utils.hooks import warn_if_has_hooks
 
 from purestep import tree
-from purestep.modules.watch import BUFFERS
-from purestep.torch_private import gradient_hooks
 
 _WRAPPERS = {
     "DistributedDataParallel": "pass module.module, and ps.MeshAxis to the step",
@@ -60,12 +60,15 @@ def check_params(params: Mapping[str, Parameter], tensors: Mapping[str, Tensor])
                 "leave it out, with trainable=lambda name, p: p.is_floating_point(), or hold a "
                 "complex one as torch.view_as_real(p)"
             )
-        if gradient_hooks(p):
+        try:
+            with warnings.catch_warnings(action="error"):
+                warn_if_has_hooks(p)
+        except UserWarning:
             raise TypeError(
                 f"{name} has a hook on its gradient, which apply would leave out: remove it, and "
                 "do the same to the sum of the gradients, with a Transform before the optimizer "
                 "(ps.optim.chain)"
-            )
+            ) from None
 
 
 def depends_on_cut(module: Module) -> str | None:
@@ -112,13 +115,6 @@ def check_names(
         raise ValueError(
             f"{what} lacks {listed(missing)}, and has no place for {listed(unknown)}: {way_out}"
         )
-
-
-def check_buffers(
-    given: Mapping[str, Tensor] | None, known: Collection[str], needed: Collection[str]
-) -> None:
-    """Refuses buffers that are not the module's, or that lack one to which training writes."""
-    check_names("buffers", given or {}, known, needed, BUFFERS)
 
 
 def listed(names: Iterable[str]) -> str:

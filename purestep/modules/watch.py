@@ -14,15 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from purestep import torch_private
 from purestep.modules.keyed import NOISE
-from purestep.torch_private import (
-    arguments_of,
-    is_wrapped,
-    may_draw,
-    storage_of,
-    unwrapped,
-    watching,
-)
 
 BUFFERS = (
     "buffers are constants, but for those that are passed: with "
@@ -46,10 +39,10 @@ _NUMBERS = (
 
 def place(tensor: Any) -> int:
     """The storage of a tensor, in whatever wrappers of torch.func; 0 of what lies in none."""
-    while isinstance(tensor, Tensor) and is_wrapped(tensor):
-        tensor = unwrapped(tensor)
+    while isinstance(tensor, Tensor) and torch_private.is_wrapped(tensor):
+        tensor = torch_private.unwrapped(tensor)
     strided = isinstance(tensor, Tensor) and tensor.layout is torch.strided
-    return storage_of(tensor) if strided and tensor.numel() else 0
+    return torch_private.storage_of(tensor) if strided and tensor.numel() else 0
 
 
 @contextmanager
@@ -73,7 +66,7 @@ def watched(
     reads = {place(each): name for name, each in own.items() if place(each) not in known}
 
     def look(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        given = arguments_of(operation, args, dict(kwargs))
+        given = torch_private.arguments_of(operation, args, dict(kwargs))
         trains, _ = given.get("training", given.get("train", (None, False)))
         for name, (value, written) in given.items():
             # torch does not say that a batch norm writes to its running statistics.
@@ -83,12 +76,12 @@ def watched(
                     raise ValueError(_ELSEWHERE.format(reads[at]))
                 if written and at in writes:
                     raise ValueError(_WRITES.format(writes[at]))
-        if keyed and trains is not False and may_draw(operation, args, dict(kwargs)):
+        if keyed and trains is not False and torch_private.may_draw(operation, args, dict(kwargs)):
             name = str(operation).split(".")[1]
             raise ValueError(f"{name} draws random numbers that no key reaches: {NOISE}")
 
-    before = _generators() if keyed else []
-    with watching(look):
+    before = keyed and _generators()
+    with torch_private.watching(look):
         yield
     for name, each in kept.items():
         if place(each) != places[name]:  # Something has been assigned to its ``.data``.
@@ -97,8 +90,7 @@ def watched(
         raise ValueError(_NUMBERS)
 
 
-def _generators() -> list[Any]:
+def _generators() -> Any:
     """The states of Python's generator and of numpy's."""
     numpy = sys.modules.get("numpy")
-    states = [random.getstate()]
-    return states if numpy is None else [*states, repr(numpy.random.get_state())]
+    return random.getstate(), repr(numpy and numpy.random.get_state())
