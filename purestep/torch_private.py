@@ -109,9 +109,6 @@ saved_tensors_hooks: Callable[[bool], Any] = _private(
 )
 """The innermost hooks on what is saved for the backward pass: a checkpoint has its own."""
 
-function_modes: Callable[[], list[Any]] = _private("overrides._get_current_function_mode_stack")
-"""All of these modes, the innermost last."""
-
 
 def checkpoint_frame() -> Any | None:
     """What keeps the innermost checkpoint that is being computed for the first time, with its ``recompute_fn``; None outside of any."""
@@ -124,22 +121,6 @@ def checkpoint_frame() -> Any | None:
         _missing("utils.checkpoint._CheckpointFrame.recompute_fn")()
     return frame
 
-
-def in_reentrant_checkpoint() -> bool:
-    """Whether the caller is within a checkpoint with ``use_reentrant=True``."""
-    from torch.utils.checkpoint import CheckpointFunction
-
-    frame = inspect.currentframe()
-    while frame is not None and frame.f_code is not CheckpointFunction.forward.__code__:
-        frame = frame.f_back
-    return frame is not None
-
-
-accumulate_hooks = _attribute("Tensor._post_accumulate_grad_hooks")
-"""Those that ``register_post_accumulate_grad_hook`` has put on a leaf."""
-
-gradient_hooks = _attribute("Tensor._backward_hooks")
-"""Those that ``register_hook`` has put on a tensor; None or empty where there are none."""
 
 version = _attribute("Tensor._version")
 """How often a tensor was written to."""
@@ -226,38 +207,6 @@ def never_compiled_alone(function: Callable[..., Any], callees: bool = True) -> 
         eval_frame.set_code_exec_strategy(function.__code__, skip)
     except (ImportError, AttributeError):
         pass
-
-
-def asked_once(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that a compiler calls while it traces; the result, a constant, is part of what it traces."""
-    # By torch.compiler.assume_constant_result, which imports the compiler.
-    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
-    return function
-
-
-def traced_versions(tensors: Sequence[Tensor]) -> tuple[int, ...]:
-    """How often the function that is being traced has written to each tensor by now; -1 where it has not come across it. Where unknown, never."""
-    try:
-        from torch._dynamo.symbolic_convert import InstructionTranslator
-
-        mode: Any = InstructionTranslator.current_tx().fake_mode
-        there = [mode.fake_tensor_converter._get_memo(tensor) for tensor in tensors]
-    except (ImportError, AttributeError):
-        return (0,) * len(tensors)
-    return tuple(-1 if each is None else version(each) for each in there)
-
-
-@asked_once
-def traced_number(name: str) -> tuple[int]:
-    """How often this was asked before, for this name, by the function that is being traced."""
-    try:
-        from torch._dynamo.symbolic_convert import InstructionTranslator
-
-        counts = vars(InstructionTranslator.current_tx().output).setdefault("_purestep_counts", {})
-    except (ImportError, AttributeError):
-        return _missing("_dynamo.symbolic_convert.InstructionTranslator.current_tx")()
-    counts[name] = counts.get(name, -1) + 1
-    return (counts[name],)
 
 
 def watching(look: Callable[[Any, Any, Any], None]) -> Any:

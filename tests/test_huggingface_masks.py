@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 import purestep as ps
+from purestep.modules import huggingface
 from tests.families import FAMILIES, examples, model
 from tests.texts import WRONG, packed
 
@@ -17,12 +18,15 @@ pytestmark = pytest.mark.filterwarnings("ignore:There is a performance drop")
 
 
 def test_masks_of_bools_by_position_and_for_each_kind_of_layer() -> None:
-    params, apply = ps.from_module(model("Llama", "eager"))
+    own = model("Llama", "eager")
+    params, apply = ps.from_module(own)
     m = packed()[0]
     ids, mask = m["input_ids"], ps.segment_mask(m["segments"])
-    for given in (mask, {"full_attention": mask}):
-        with pytest.raises(ValueError, match=r"^attention_mask .* eager attention would add"):
-            apply(params, ids, given)
+    with pytest.raises(ValueError, match=r"^attention_mask .* eager attention would add"):
+        apply(params, ids, mask)
+    masks = {"attention_mask": {"full_attention": mask}}
+    with pytest.raises(ValueError, match=r"^attention_mask .* eager attention would add"):
+        huggingface.check_call(huggingface.models_of(own), (), masks, None)
     apply(params, ids, ps.segment_mask(m["segments"], torch.float64))
 
 

@@ -47,10 +47,11 @@ def from_module(
     needs that, and so do its ``apply.eval`` and ``to_module``, for these are the buffers that
     belong to the params. ``dict(module.named_buffers())`` is the start.
 
-    **The first call** with arguments of one kind is looked at, and refused by name where it writes
-    to a tensor of the module or of params, or computes with a parameter of the module itself. A
-    compiler is asked the same, but for writes through ``.data``. Objects that lead to the module
-    are made anew for each call, and all others are shared.
+    **The first call** is looked at, and refused by name where it writes to a tensor of the module
+    or of params, or computes with a parameter of the module itself. So are the first calls with
+    ``buffers``, with ``key`` and with other keywords, but none under a compiler: call ``apply``
+    once without it. Objects that lead to the module are made anew for each call; closures and sets
+    are shared.
 
     **Checkpoints** (``use_reentrant=False``) compute again with the params of their call.
     ``torch.func`` knows no checkpoints, and a step refuses reentrant ones.
@@ -62,7 +63,7 @@ def from_module(
     Each example's noise is its own then: it depends neither on the cut, nor on padding, order or
     neighbours. This holds for all of ``torch.nn.functional``'s kinds of dropout, attention's
     included, and for DropPath and StochasticDepth, which draw one number for each example. Other
-    draws are refused by name.
+    draws are refused by name, at the first call.
 
     >>> params, apply = from_module(torch.nn.Linear(2, 1))
     >>> {name: tuple(p.shape) for name, p in params.items()}
@@ -117,7 +118,8 @@ def to_module(
         if tree.kind(value) != tree.kind(place):
             raise ValueError(
                 f"{path} is {tree.kind(value)}, and that of {type(module).__name__} "
-                f"{tree.kind(place)}: write back what from_module gave, of this module or of one like it"
+                f"{tree.kind(place)}: write back what from_module gave, of this module or one like "
+                "it"
             )
     with torch.no_grad():
         for _, place, value in pairs:
