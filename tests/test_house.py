@@ -47,7 +47,7 @@ BUDGETS = {
     "data": 619,
     "checkpoint": 365,
     "losses": 381,
-    "modules": 696,
+    "modules": 697,
 }
 """Lines of code: no longer than they are, on the way to the goals of the design."""
 

@@ -104,6 +104,10 @@ def test_what_does_not_train_is_not_drawn() -> None:
     torch.testing.assert_close(
         called(function), torch.where(kept(0, (4, 6)), 2 * X, 0), rtol=0, atol=64 * 2.0**-52
     )
+    torch.compiler.reset()
+    params, apply = ps.from_module(Calls(lambda x: functional.alpha_dropout(x, 0.5)))
+    compiled = torch.compile(lambda x: apply(params, x, key=KEYS), backend="eager", fullgraph=True)
+    assert torch.equal(compiled(X), X)
     params, apply = ps.from_module(nn.Sequential(nn.Linear(6, 2).double(), nn.Dropout()))
     assert torch.equal(apply.eval(params, X, key=KEYS), apply.eval(params, X))
 
