@@ -154,6 +154,9 @@ def compiled(loss_fn: LossFn, compile: bool | Compiler) -> Reverse:
             return in_pieces(inputs, sums, ready)
         values, dtypes = sums
         params = tree.unflatten(inputs.structure, inputs.leaves)
+        if inputs.check:
+            with torch.no_grad():
+                loss_fn(params, inputs.microbatch)  # What refuses a call does not see a trace.
         so_far = None if any(total is None for total in values) else values
         beside: Beside
         try:

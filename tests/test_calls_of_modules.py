@@ -167,9 +167,12 @@ def test_a_module_that_writes_to_its_tensors(way: str) -> None:
 
 @pytest.mark.parametrize("way", ["buffer", "tensor", "an average"])
 def test_a_transformed_module_that_writes_to_its_tensors(way: str) -> None:
-    module = Writing(WAYS[way][1]).double()
+    message, write = WAYS[way]
+    module = Writing(write).double()
     params, apply = ps.from_module(module)
     before = [module.buffer.clone(), module.tensor.clone(), module.frozen.weight.clone()]
+    with pytest.raises(ValueError, match=f"the module writes to its {message}: "):
+        train(apply, params, compile=True)
     with pytest.raises((ValueError, RuntimeError), match=r"module writes to its|captured Tensor"):
         torch.func.grad(lambda p: apply(p, data()).sum())(params)
     after = [module.buffer, module.tensor, module.frozen.weight]
@@ -203,8 +206,9 @@ class Elsewhere(nn.Module):
         return output
 
 
+@pytest.mark.parametrize("settings", [{}, {"compile": True}], ids=str)
 @pytest.mark.parametrize("way", ["class", "global", "default", "closure"])
-def test_a_module_that_computes_with_its_own_parameters(way: str) -> None:
+def test_a_module_that_computes_with_its_own_parameters(way: str, settings: Any) -> None:
     """Is refused: they would not train. No matter if they require grad, or are recorded."""
     for frozen in (False, True):
         module = Elsewhere(way).double().requires_grad_(not frozen)
@@ -212,7 +216,7 @@ def test_a_module_that_computes_with_its_own_parameters(way: str) -> None:
         with pytest.raises(
             ValueError, match=r"computes with a\.(weight|bias) of the module itself"
         ):
-            train(apply, params)
+            train(apply, params, **settings)
         with torch.no_grad(), pytest.raises(ValueError, match="of the module itself"):
             apply.eval(params, data())
         # Those are the params that are passed, here.
