@@ -17,7 +17,7 @@ from purestep.axis import (
     psum_scatter,
     pvary,
 )
-from purestep.compiler import compile
+from purestep.compiling import compile
 from purestep.data import (
     BatchPlan,
     DataExhausted,

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from purestep import tree
-from purestep.compiler import Compiler, NoGraph, compiled as compiled_function, one_graph
+from purestep.compiling import Compiler, NoGraph, compiled as compiled_function, one_graph
 from purestep.grad_and_value import grad_and_value as plain_grad_and_value
 from purestep.objective import part_of, value
 from purestep.reverse import Beside, Inputs, Reverse, Sums, by_vjp, in_place, unshare

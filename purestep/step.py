@@ -17,7 +17,7 @@ from torch import Tensor
 from purestep import checks, tree
 from purestep.accumulate import accumulate
 from purestep.axis import Axis, Gather, LocalAxis
-from purestep.compiler import Compiler, compiled
+from purestep.compiling import Compiler, compiled
 from purestep.grad_and_value import grad_and_value
 from purestep.modes import reverse_modes
 from purestep.objective import divisors_of

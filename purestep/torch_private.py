@@ -12,12 +12,9 @@ RuntimeError: torch ... has no torch._no_such_name, which purestep needs for thi
 from __future__ import annotations
 
 import inspect
-import re
-import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from operator import attrgetter
-from types import FunctionType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -165,33 +162,6 @@ def collectives_begun(group: Any) -> int | None:
 # The compiler. Its import takes a second, so it is imported by what is called when something is compiled.
 
 
-def gives_up() -> tuple[type[Exception], ...]:
-    """What ``torch.compile(fullgraph=True)`` raises where it cannot make one graph. Where unknown, that goes to the caller."""
-    try:
-        from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
-    except ImportError:
-        return ()
-    return FailOnRecompileLimitHit, TorchDynamoException
-
-
-hooks_forbidden: Callable[[], str | None] = _private(
-    "_C._autograd._saved_tensors_hooks_get_disabled_error_message"
-)
-"""Why no hooks on what is saved are allowed; None where they are."""
-
-allow_hooks: Callable[[], None] = _private("_C._autograd._saved_tensors_hooks_enable")
-
-
-def breaks_refused(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, of which a compiler makes one graph or raises, whatever it was told. Where unknown, as it was told."""
-    try:
-        from torch._dynamo.decorators import error_on_graph_break
-    except ImportError:
-        return function
-    refused: Callable[..., Any] = error_on_graph_break(True)(function)
-    return refused
-
-
 def never_compiled_alone(function: Callable[..., Any], callees: bool = True) -> None:
     """Where a compiler does not take a function into the graph of its caller, Python runs it. Where unknown, that is compiled, too.
 
@@ -243,12 +213,6 @@ def may_draw(operation: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> boo
     return "dropout_p" not in names or given.get("dropout_p", 0.0) != 0.0
 
 
-def is_switched_off() -> bool:
-    """Whether ``TORCH_COMPILE_DISABLE`` keeps the compiler from everything."""
-    config = getattr(sys.modules.get("torch._dynamo"), "config", None)
-    return bool(getattr(config, "disable", False))
-
-
 def traced_container(structure: Any, children: list[Any]) -> Any:
     """The container at the top of an optree structure, over these children, while the compiler traces.
 
@@ -267,113 +231,6 @@ def traced_metadata(structure: Any) -> Any:
 
 onednn_linear: Callable[..., Tensor] = _private("ops.mkldnn._linear_pointwise.default")
 """A product of matrices by oneDNN. A torch without oneDNN has none."""
-
-
-def rewriting(rewrite: Callable[[torch.fx.Graph], None], *files: str) -> dict[str, Any]:
-    """Options of ``torch.compile`` with which it calls ``rewrite`` on each graph, after its own passes.
-
-    The code of ``rewrite`` lies in ``files``, and is part of the key under which what is compiled is cached.
-    Where there are no such passes, no options: what is compiled is right, and not rewritten.
-    """
-    try:
-        from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
-    except ImportError:
-        return {}
-
-    class Pass(CustomGraphPass):
-        def __call__(self, graph: torch.fx.Graph) -> None:
-            rewrite(graph)
-
-        def uuid(self) -> Any:
-            return get_hash_for_files(files)
-
-    return {"post_grad_custom_post_pass": Pass()}
-
-
-def inductor(options: dict[str, Any], choose: Callable[[torch.fx.GraphModule], bool]) -> Any:
-    """torch's own compiler, with these options; without ``cpp_wrapper`` for a graph that ``choose`` is true of."""
-    wrapper: Any = _private("_TorchCompileInductorWrapper")
-    ways = [wrapper(None, options, None), wrapper(None, options | {"cpp_wrapper": False}, None)]
-
-    def inductor(graph: torch.fx.GraphModule, inputs: Sequence[Tensor], **_: Any) -> Any:
-        return ways[choose(graph)](graph, inputs)
-
-    return inductor
-
-
-def calls_of(graph: torch.fx.GraphModule) -> Iterator[torch.fx.Node]:
-    """All calls of functions in a graph and in those inside of it."""
-    for module in graph.modules():
-        if isinstance(module, torch.fx.GraphModule):
-            yield from (node for node in module.graph.nodes if node.op == "call_function")
-
-
-def options_of_mode(mode: str) -> dict[str, Any]:
-    """Those of ``torch.compile(mode=)``, which takes no mode beside options. Where unknown, none."""
-    try:
-        from torch._inductor import list_mode_options
-    except ImportError:
-        return {}
-    options: dict[str, Any] = list_mode_options(mode)
-    return options
-
-
-def unwatched(
-    function: FunctionType, libraries: Sequence[str], *, alone: bool = False
-) -> dict[str, Any]:
-    """Options of ``torch.compile`` with which it does not look, before each call, for what is these libraries' own.
-
-    That is a global, named by its module, or by nothing but itself where it is one of the function's own module; a function, class
-    or constant that one of their functions closes over; the names by which the compiler refers to modules; and Python's builtins.
-    Of a function that is called ``alone``, where no transform is active, and that keeps nothing for a backward pass, it does
-    not ask which transforms there are, nor which hooks on what is kept.
-    torch.compile takes this out of the options that it is given, so they are for one call of it.
-    """
-    names = "|".join(libraries)
-    imported = re.compile(
-        rf"G\['__import_({names})(_dot_|')|__import__\('({names})'\)|G\['__import_\w+'\]$"
-        r"|^G\['__builtins_dict__|^G\['___unnamed_scope_\w+'\]\['_tuple_new'\]"
-    )
-    # The compiler puts names of its own beside those of the function's module, all of which begin like this one.
-    at_home = re.compile(r"G\['(?!__)")
-
-    def ours(owner: Any) -> bool:
-        return getattr(owner, "__module__", "").partition(".")[0] in libraries
-
-    def look(guard: Any, values: dict[str, Any]) -> bool:
-        if alone and guard.guard_type in _SURROUNDINGS:
-            return False
-        own = ours(function) and at_home.match(guard.name)
-        return not (own or imported.search(guard.name) or closed_over(guard, values))
-
-    def closed_over(guard: Any, values: dict[str, Any]) -> bool:
-        owner, cell, rest = guard.name.rpartition(".__closure__[")
-        if cell:
-            held = rest.endswith("].cell_contents") and ours(values.get(owner))
-        else:
-            held = guard.name in function.__code__.co_freevars and ours(function)
-        return held and isinstance(guard.value, FunctionType | _CONSTANT)
-
-    def filter_(guards: Sequence[Any]) -> list[bool]:
-        values = {guard.name: guard.value for guard in guards}
-        return [look(guard, values) for guard in guards]
-
-    return {"guard_filter_fn": filter_}
-
-
-_SURROUNDINGS = ("FUNCTORCH_STACK_MATCH", "AUTOGRAD_SAVED_TENSORS_HOOKS")
-"""Of the kinds of guards, those that ask by functions in Python what there is around a call."""
-
-_CONSTANT = bool | int | float | str | type | None
-
-
-def lies_in_rows(tensor: Tensor) -> bool:
-    """Whether a tensor of the compiler's is contiguous; no, where its sizes leave that open or cannot be asked."""
-    try:
-        from torch._prims_common import is_contiguous_or_false
-    except ImportError:
-        return False
-    return is_contiguous_or_false(tensor)
 
 
 def hooks_backward(module: torch.nn.Module) -> bool:

@@ -48,6 +48,7 @@ BUDGETS = {
     "checkpoint": 365,
     "losses": 381,
     "modules": 697,
+    "compiling": 300,
 }
 """Lines of code: no longer than they are, on the way to the goals of the design."""
 
@@ -69,9 +70,7 @@ ORDER = [
     "axis",
     "sharding",
     "objective",
-    "products",
-    "rewrites",
-    "compiler",
+    "compiling",
     "checks",
     "reverse",
     "grad_and_value",
@@ -118,6 +117,7 @@ SEAMS = {
     "optim/torch_optim.py": 1,
     "optim/master.py": 1,
     "losses/vocabulary.py": 2,
+    "compiling/graph.py": 3,
 }
 """Where new code asks for compilers, transforms or autograd, and how often."""
 

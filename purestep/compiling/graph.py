@@ -1,0 +1,204 @@
+"""What ``compile=`` does to a function: one graph of it, or a warning that says why not.
+
+The compiler's own import takes a second, so it happens with the first function that is compiled.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import re
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+import torch
+from torch.autograd.graph import disable_saved_tensors_hooks
+
+from purestep.torch_private import in_forward_mode, is_watched, transformed
+
+Compiler: TypeAlias = Callable[..., Callable[..., Any]]
+"""``torch.compile`` or what is called like it: ``partial(torch.compile, mode="max-autotune")``."""
+
+LIBRARIES = re.compile(
+    r"G\['(__builtins_dict__|__import_(torch|optree|einops|purestep)(_dot_|'))"
+    r"|^G\['___unnamed_scope_\w+'\]\['_tuple_new'\]|^G\['_\d+_c\d+'\]\.Tensor$"
+)
+"""Names by which the compiler refers to globals of libraries, NamedTuples and ``torch.Tensor``."""
+
+_numbers = itertools.count()
+
+
+def compile(function: Callable[..., Any], **settings: Any) -> Callable[..., Any]:
+    """``torch.compile(function, **settings)``, for whole update steps and all that runs often.
+
+        step = ps.make_update_step(loss_fn, optimizer, donate=True)
+        step = ps.compile(step, fullgraph=True)
+
+    A small network runs fastest with all of a step in one graph. Each number of microbatches has a
+    graph. ``compile=True`` of a step compiles a microbatch, once for any number of them.
+
+    * Each function has a cache, and sizes that vary. Those of torch are shared by all steps.
+    * Before each call torch asks whether its guards still hold. Guards on globals of torch, optree,
+      einops, purestep and Python are left out. What the loss reads, globals included, has guards.
+    * Without an accelerator, ``cpp_wrapper`` compiles what calls the kernels, too. Where process
+      groups are in use it is off. ``options={"cpp_wrapper": False}`` turns it off elsewhere:
+      torch needs that for embeddings with sparse gradients.
+    * Graphs for CPUs are rewritten, as ``purestep.compiling.cpu`` says.
+
+    ``options=`` go before these. ``mode=`` takes their place, since torch takes one of the two.
+
+    >>> double = compile(lambda x: 2 * x)
+    """
+    options: dict[str, Any] = {"guard_filter_fn": without_libraries}
+    if settings.get("backend", "inductor") == "inductor":
+        from purestep.compiling import cpu
+
+        options |= cpu.options()
+    if settings.get("mode") is None:
+        settings["options"] = options | (settings.get("options") or {})
+    return torch.compile(_alone(function), **settings)
+
+
+def without_libraries(guards: Sequence[Any]) -> list[bool]:
+    """Which guards stay: all but those on globals of libraries (a ``guard_filter_fn``)."""
+    return [not (guard.is_global and LIBRARIES.search(guard.name)) for guard in guards]
+
+
+def without_surroundings(guards: Sequence[Any]) -> list[bool]:
+    """The same, less those on transforms and on hooks: of each, ``one_graph`` runs in none."""
+    kinds = ("FUNCTORCH_STACK_MATCH", "AUTOGRAD_SAVED_TENSORS_HOOKS")
+    kept = zip(without_libraries(guards), guards, strict=True)
+    return [keep and guard.guard_type not in kinds for keep, guard in kept]
+
+
+def compiled(function: Callable[..., Any], compile_: bool | Compiler = True) -> Callable[..., Any]:
+    """The function as one graph, compiled by ``compile_``; as it is where that is False.
+
+    True is ``compile``. Where there is no such graph, a warning says why, and the function runs
+    eagerly: graphs in pieces would lose derivatives that the function takes. It runs eagerly under
+    transforms and dispatch modes, too, which ask for operations one by one.
+
+    >>> double = compiled(lambda x: 2 * x)
+    >>> compiled(len, False) is len
+    True
+    """
+    _check(compile_)
+    if compile_ is False:
+        return function
+    graph, broken = one_graph(function, compile_), False
+
+    @functools.wraps(function)
+    def run(*args: Any) -> Any:
+        nonlocal broken
+        if torch.compiler.is_dynamo_compiling():
+            return function(*args)  # A compiler around it compiles this, too.
+        if broken or transformed() or in_forward_mode() or is_watched():
+            return function(*args)
+        try:
+            return graph(*args)
+        except NoGraph as error:
+            cause = error.__cause__
+        # An error of the function itself is raised here, without a word about the compiler.
+        result = function(*args)
+        if cause is not None:  # None: the compiler is switched off.
+            broken = True
+            warnings.warn(
+                f"compile=True: torch.compile cannot make one graph of {_name(function)}, so from "
+                "now on it runs eagerly. Change what stops it, or pass compile=False. "
+                + _reason(cause),
+                stacklevel=2,
+            )
+        return result
+
+    return run
+
+
+class NoGraph(Exception):  # noqa: N818
+    """The compiler cannot make one graph of a function."""
+
+
+def one_graph(function: Callable[..., Any], compile_: bool | Compiler) -> Callable[..., Any]:
+    """The function as one graph; ``NoGraph`` where there is none, before anything is computed.
+
+    It is called where no transform is active.
+
+    >>> from functools import partial
+    >>> def branches(x):
+    ...     return x + 1 if x.sum() > 0 else x
+    >>> one_graph(branches, partial(torch.compile, backend="eager"))(torch.ones(2))
+    Traceback (most recent call last):
+    ...
+    purestep.compiling.graph.NoGraph: branches
+    """
+    _check(compile_)
+
+    def traced(*args: Any) -> Any:
+        if not torch.compiler.is_dynamo_compiling():
+            raise NoGraph(_name(function))  # The compiler has left this to Python.
+        return function(*args)
+
+    if isinstance(compile_, bool):
+        options = {"guard_filter_fn": without_surroundings}
+        made = compile(traced, fullgraph=True, options=options)
+    else:
+        made = compile_(_alone(traced), fullgraph=True)
+
+    @functools.wraps(function)
+    def run(*args: Any) -> Any:
+        try:
+            # A compiler that fails inside of torch.func leaves hooks disabled; this restores them.
+            with disable_saved_tensors_hooks(
+                "compile=True takes no saved_tensors_hooks around a step, such as save_on_cpu: "
+                "leave them out, or pass compile=False"
+            ):
+                return made(*args)
+        except Exception as error:
+            if not _is_the_compilers(error):
+                raise
+            raise NoGraph(_name(function)) from error
+
+    return run
+
+
+def _check(compile_: object) -> None:
+    if not (isinstance(compile_, bool) or callable(compile_)):
+        raise TypeError(
+            "compile must be True, False or a function such as "
+            f"functools.partial(torch.compile, mode=...), got {compile_!r}"
+        )
+
+
+def _alone(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The same function, as code with a name that no other function has.
+
+    By code the compiler keeps graphs and counts them, by name the sizes that vary. All update steps
+    run the same code: the ninth would be compiled no more, the second with sizes that vary.
+    ``isolate_recompiles`` sees to graphs alone.
+    """
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs)
+
+    call.__code__ = call.__code__.replace(co_name=f"call_{next(_numbers)}")
+    return functools.update_wrapper(call, function, updated=())
+
+
+def _name(function: Callable[..., Any]) -> str:
+    return getattr(function, "__qualname__", repr(function))
+
+
+def _is_the_compilers(error: BaseException) -> bool:
+    """Whether the compiler raised it; errors of torch.compile have no public names."""
+    return any(kind.__module__.startswith("torch._dynamo.") for kind in type(error).__mro__)
+
+
+def _reason(error: BaseException) -> str:
+    """Why the compiler has given up, in its own words, and at which line."""
+    cause = error.__cause__ or error
+    words, *_ = str(cause).split("\n  Hint:")
+    stack = getattr(cause, "real_stack", None)
+    if not stack:
+        return words
+    frame = stack[-1]
+    return f"{words}\n  At {frame.filename}, line {frame.lineno}, in {frame.name}: {frame.line}"

@@ -1,0 +1,263 @@
+"""What is rewritten in graphs for CPUs: each rewrite alone, and all of them in what is compiled."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import purestep as ps
+from purestep.compiling.cpu import (
+    LEAST,
+    MANY,
+    compute_once,
+    product,
+    rewritten,
+    split_addmm,
+    use_onednn,
+)
+from tests.graphs import operators_after
+from tests.torch_private import (
+    code_of_the_compiler,
+    compiling_sizes_of_data,
+    pass_of_the_compiler,
+)
+
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
+
+STEP = torch.tensor(3)
+LEAF = torch.linspace(-1, 1, 4 * MANY)
+KEPT = "aten.as_strided.default"
+SIDE = 192  # SIDE ** 3 > LEAST
+
+
+def corrected(step: Tensor, leaf: Tensor) -> Tensor:
+    return leaf / (1 - 0.9 ** step.to(torch.float64)).to(leaf.dtype)
+
+
+def test_a_costly_number_is_kept_where_many_begin_to_use_it() -> None:
+    """The power and what is made of it stay together: kept is what the many see, once."""
+    operators = operators_after(compute_once, corrected, STEP, LEAF)
+    assert operators.count(KEPT) == 1
+    assert operators.index(KEPT) == operators.index("aten.div.Tensor") - 1
+
+
+def test_each_of_many_networks_has_numbers_of_its_own() -> None:
+    steps, leaves = torch.arange(1, 5), LEAF.repeat(4, 1)
+    operators = operators_after(compute_once, torch.vmap(corrected), steps, leaves)
+    assert operators.count(KEPT) == 1
+
+
+@pytest.mark.parametrize(
+    ("step", "leaf"),
+    [
+        (STEP, LEAF[: MANY - 1]),  # hardly more than one
+        (LEAF.abs(), LEAF),  # as many
+    ],
+)
+def test_nothing_is_kept_that_does_not_repay_it(step: Tensor, leaf: Tensor) -> None:
+    assert KEPT not in operators_after(compute_once, corrected, step, leaf)
+
+
+def test_nothing_is_kept_that_costs_little_or_has_no_user_among_many() -> None:
+    assert KEPT not in operators_after(compute_once, lambda step, leaf: leaf * (1 - step), STEP, LEAF)
+    assert KEPT not in operators_after(compute_once, lambda step, leaf: (0.9**step, leaf), STEP, LEAF)
+
+
+def test_parts_of_what_is_costly_are_users_like_any() -> None:
+    def halves(step: Tensor, leaf: Tensor) -> list[Tensor]:
+        return [leaf * half for half in (0.9**step).unbind()]
+
+    steps = torch.ones(2)
+    assert KEPT not in operators_after(compute_once, halves, steps, LEAF)
+
+
+def test_sizes_that_are_not_known_yet_are_large() -> None:
+    operators = operators_after(compute_once, corrected, STEP, LEAF[:3], mode="symbolic")
+    assert operators.count(KEPT) == 1
+    steps, leaves = torch.arange(1, 5), LEAF.repeat(4, 1)
+    operators = operators_after(compute_once, torch.vmap(corrected), steps, leaves, mode="symbolic")
+    assert KEPT not in operators
+
+
+def test_what_has_been_kept_is_cheap_from_there_on() -> None:
+
+    def twice(step: Tensor, leaf: Tensor) -> tuple[Tensor, Tensor]:
+        power = 0.9**step
+        return leaf * power, leaf * (1 - power)
+
+    assert operators_after(compute_once, twice, STEP, LEAF).count(KEPT) == 1
+
+
+def few_of(x: Tensor) -> Tensor:
+    return (-x).exp() + 0.5
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda few, many: many * few_of(few)[1, 2],
+        lambda few, many: many * few_of(few).t()[:, 1:].reshape(3, 1, 1, 1),
+        lambda few, many: many + few_of(few[1:].t())[..., None, None] * few_of(few)[0, 1],
+        lambda few, many: many + few_of(few.t().expand(3, 2)).sum() + few_of(few)[1:, 1:].cos()[0, 1],
+        lambda few, many: (many * (power := few_of(few)[0, 0] ** 2), many / power, power),
+        lambda few, many: many * few_of(many.amax((2, 3)))[..., None, None],
+    ],
+)  # fmt: skip
+def test_compiled_of_views(function: Any) -> None:
+    """Whatever view of the few the many see, and in whatever order of memory the few lie."""
+    few = torch.linspace(0, 1, 6).reshape(2, 3)
+    many = torch.linspace(-1, 1, 6 * 8 * 8).reshape(3, 2, 8, 8)[:, :2]
+    for given in (few, torch.linspace(0, 1, 6).reshape(3, 2).t()):
+        torch.testing.assert_close(ps.compile(function)(given, many), function(given, many))
+
+
+def test_split_addmm() -> None:
+    a, b, c = torch.eye(3), torch.arange(9.0).reshape(3, 3), torch.ones(3)
+    apart = ["aten.mm.default", "aten.add.Tensor"]
+    assert operators_after(split_addmm, torch.addmm, c, a, b) == apart
+    assert operators_after(split_addmm, torch.addmm, *(x.double() for x in (c, a, b))) == apart
+    together = ["aten.addmm.default"]
+    integers = (x.long() for x in (c, a, b))
+    assert operators_after(split_addmm, torch.addmm, *integers) == together
+    assert operators_after(split_addmm, partial(torch.addmm, beta=2), c, a, b) == together
+
+
+def test_all_of_it() -> None:
+    a, b = torch.eye(3), torch.arange(9.0).reshape(3, 3)
+    operators = operators_after(rewritten, lambda a, b: torch.addmm(a[0], a, b), a, b)
+    assert operators[-2:] == ["aten.mm.default", "aten.add.Tensor"]
+    assert KEPT in operators_after(rewritten, corrected, STEP, LEAF)
+
+
+def test_a_compiled_step_takes_powers_once() -> None:
+    """As many as there are in the formula, in none of the loops over elements."""
+
+    def loss_fn(params: list[Tensor], x: Tensor) -> Tensor:
+        return sum((leaf @ x for leaf in params), torch.zeros(()))
+
+    optimizer = ps.optim.adamw(0.1)
+    update_step = ps.make_update_step(loss_fn, optimizer, weight_fn=lambda x: x.new_ones(()))
+    params = [torch.ones(size) for size in (64, 64, 64)]
+    step = ps.compile(update_step, fullgraph=True)
+    given = params, optimizer.init(params), [torch.ones(64)]
+    (new, *_), code = code_of_the_compiler(step, *given)
+    assert code.count("std::pow(") == 2
+    torch.testing.assert_close(new, update_step(*given)[0])
+
+
+def integers(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Small enough that every sum of products is exact, in whatever order."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(-3, 4, shape, generator=generator).to(dtype)
+
+
+def layouts(rows: int, columns: int, seed: int) -> dict[str, Tensor]:
+    """The same shape, in each way in which it may lie in memory."""
+    return {
+        "rows": integers(rows, columns, seed=seed),
+        "columns": integers(columns, rows, seed=seed).t(),
+        "every other": integers(rows, 2 * columns, seed=seed)[:, ::2],
+        "the same row": integers(1, columns, seed=seed).expand(rows, columns),
+        "the same column": integers(rows, 1, seed=seed).expand(rows, columns),
+        "a sliding window": integers(rows + columns, seed=seed).unfold(0, columns, 1)[:rows],
+        "a wide window": integers(rows, columns + 9, seed=seed)
+        .flatten()
+        .as_strided((rows, columns), (7, 3)),
+    }
+
+
+def mlp(params: Any, x: Tensor) -> Tensor:
+    hidden = torch.nn.functional.linear(x, params["w"], params["bias"]).relu()
+    return hidden @ params["v"] + x
+
+
+def parameters() -> dict[str, Tensor]:
+    return {
+        "bias": integers(SIDE, seed=1).requires_grad_(),
+        "v": integers(SIDE, SIDE, seed=2).requires_grad_(),
+        "w": integers(SIDE, SIDE, seed=3).requires_grad_(),
+    }
+
+
+def products_alone(graph: torch.fx.Graph) -> None:
+    split_addmm(graph)
+    use_onednn(graph)
+
+
+def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """With these products on whatever processor this is."""
+    compile_: Any = torch.compile
+    options = {"post_grad_custom_post_pass": products_alone}
+    made: Callable[..., Any] = compile_(function, options=options)
+    return made
+
+
+replaced = partial(operators_after, products_alone)
+
+
+@pytest.mark.parametrize("a", layouts(SIDE, SIDE + 16, 0).values(), ids=layouts(1, 1, 0))
+@pytest.mark.parametrize("b", layouts(SIDE + 16, SIDE - 8, 1).values(), ids=layouts(1, 1, 0))
+def test_every_layout(a: Tensor, b: Tensor) -> None:
+    assert a.shape[0] * b.numel() >= LEAST
+    assert torch.equal(product(a, b), a @ b)
+    assert product(a, b).is_contiguous()
+
+
+@pytest.mark.parametrize("sizes", [(0, 4, 5), (3, 0, 5), (3, 4, 0), (1, 1, 1), (1, LEAST, 1)])
+def test_every_size(sizes: tuple[int, int, int]) -> None:
+    m, k, n = sizes
+    a, b = integers(m, k), integers(k, n)
+    assert torch.equal(product(a, b), a @ b)
+
+
+def test_what_repays_is_replaced() -> None:
+    x, y, z = (integers(SIDE, SIDE, seed=seed) for seed in range(3))
+    ours, theirs = "purestep.product.default", "aten.mm.default"
+    assert replaced(torch.mm, x, y) == [ours]
+    assert replaced(torch.addmm, z, x, y) == [ours, "aten.add.Tensor"]
+    assert replaced(torch.addmm, z[0], x, y) == [ours, "aten.add.Tensor"]
+    assert replaced(lambda x, y: x.t() @ y, x, y)[-2:] == ["aten.clone.default", ours]
+    assert replaced(torch.mm, x[:8], y) == [theirs]
+    assert replaced(torch.mm, x.double(), y.double()) == [theirs]
+    assert ours not in replaced(torch.mm, x.bfloat16(), y.bfloat16())
+    scaled = partial(torch.addmm, beta=2, alpha=3)
+    assert replaced(scaled, z, x, y) == ["aten.addmm.default"]
+
+
+def test_compiled_with_gradients() -> None:
+    """Forward and backward, of sizes that are known and of sizes that are not."""
+    params = parameters()
+    step = compiled(mlp)
+    for rows in (SIDE, SIDE + 5, 3, SIDE + 9):
+        x = integers(rows, SIDE, seed=rows)
+        outputs = [function(params, x) for function in (step, mlp)]
+        assert torch.equal(*outputs)
+        grads = [torch.autograd.grad(output.sum(), list(params.values())) for output in outputs]
+        for one, other in zip(*grads, strict=True):
+            assert torch.equal(one, other)
+
+
+def test_compiled_with_sizes_that_only_the_data_knows() -> None:
+    def picked(x: Tensor, chosen: Tensor, w: Tensor) -> Tensor:
+        return (x[chosen] @ w).sum(0)
+
+    x, w = (integers(SIDE, SIDE, seed=seed).requires_grad_() for seed in range(2))
+    chosen = torch.arange(SIDE) % 3 > 0
+    with compiling_sizes_of_data():
+        output = compiled(picked)(x, chosen, w)
+    for one, other in zip(
+        torch.autograd.grad(output.sum(), (x, w)),
+        torch.autograd.grad(picked(x, chosen, w).sum(), (x, w)),
+        strict=True,
+    ):
+        assert torch.equal(one, other)
+
+
+def test_options_of_the_compiler_stay_as_they_are() -> None:
+    compiled(mlp)(parameters(), integers(SIDE, SIDE))
+    assert pass_of_the_compiler() is None
