@@ -212,8 +212,24 @@ def test_a_whole_step_has_a_cache_of_its_own() -> None:
         assert_close((params, state), expected[:2])
 
 
-def test_settings_beside_our_own() -> None:
-    """A mode and options of the caller's go along, which torch.compile takes only one of."""
+def test_settings_of_the_caller() -> None:
+    """Options go before those of purestep; a mode takes their place, as torch takes one of the two."""
     x = torch.eye(3)
     for settings in ({"mode": "max-autotune-no-cudagraphs"}, {"options": {"max_autotune": False}}):
         assert torch.equal(ps.compile(lambda x: 2 * x, **settings)(x), 2 * x)
+    asked: list[int] = []
+
+    def every(guards: list[Any]) -> list[bool]:
+        asked.append(len(guards))
+        return [True] * len(guards)
+
+    options = {"guard_filter_fn": every}
+    assert torch.equal(ps.compile(lambda x: 2 * x, backend="eager", options=options)(x), 2 * x)
+    assert asked
+    assert options == {"guard_filter_fn": every}
+
+
+def test_a_compiler_is_called_like_torchs() -> None:
+    """It makes one graph or raises, which ``fullgraph`` says; one that knows no such word is an error at once."""
+    with pytest.raises(TypeError, match="fullgraph"):
+        make(PLAIN, compile=lambda function: function)

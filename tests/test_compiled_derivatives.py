@@ -122,6 +122,17 @@ def test_a_checkpoint_is_compiled_without_the_backward_pass() -> None:
     assert w.grad is not None
 
 
+def test_hooks_around_a_compiled_step_are_refused() -> None:
+    """One graph of both passes saves nothing that they could see; and they are allowed as before."""
+    step = make(PLAIN, compile=True)
+    given = start(), PLAIN.init(start()), GROUPS[1]
+    with torch.autograd.graph.save_on_cpu():
+        with pytest.raises(RuntimeError, match="compile=True takes no saved_tensors_hooks"):
+            step(*given)
+        make(PLAIN)(*given)
+    assert_close(step(*given)[:2], make(PLAIN)(*given)[:2])
+
+
 class Sign(torch.autograd.Function):
     """A straight-through estimator, whose own derivative would be zero."""
 

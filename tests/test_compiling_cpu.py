@@ -64,8 +64,12 @@ def test_nothing_is_kept_that_does_not_repay_it(step: Tensor, leaf: Tensor) -> N
 
 
 def test_nothing_is_kept_that_costs_little_or_has_no_user_among_many() -> None:
-    assert KEPT not in operators_after(compute_once, lambda step, leaf: leaf * (1 - step), STEP, LEAF)
-    assert KEPT not in operators_after(compute_once, lambda step, leaf: (0.9**step, leaf), STEP, LEAF)
+    assert KEPT not in operators_after(
+        compute_once, lambda step, leaf: leaf * (1 - step), STEP, LEAF
+    )
+    assert KEPT not in operators_after(
+        compute_once, lambda step, leaf: (0.9**step, leaf), STEP, LEAF
+    )
 
 
 def test_parts_of_what_is_costly_are_users_like_any() -> None:

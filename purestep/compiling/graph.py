@@ -10,6 +10,7 @@ import itertools
 import re
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any, TypeAlias
 
 import torch
@@ -25,6 +26,11 @@ LIBRARIES = re.compile(
     r"|^G\['___unnamed_scope_\w+'\]\['_tuple_new'\]|^G\['_\d+_c\d+'\]\.Tensor$"
 )
 """Names by which the compiler refers to globals of libraries, NamedTuples and ``torch.Tensor``."""
+
+_NO_HOOKS = (
+    "compile=True takes no saved_tensors_hooks around a step, such as save_on_cpu: "
+    "leave them out, or pass compile=False"
+)
 
 _numbers = itertools.count()
 
@@ -43,7 +49,7 @@ def compile(function: Callable[..., Any], **settings: Any) -> Callable[..., Any]
       einops, purestep and Python are left out. What the loss reads, globals included, has guards.
     * Without an accelerator, ``cpp_wrapper`` compiles what calls the kernels, too. Where process
       groups are in use it is off. ``options={"cpp_wrapper": False}`` turns it off elsewhere:
-      torch needs that for embeddings with sparse gradients.
+      torch needs that for embeddings with sparse gradients. ``compile=True`` does without.
     * Graphs for CPUs are rewritten, as ``purestep.compiling.cpu`` says.
 
     ``options=`` go before these. ``mode=`` takes their place, since torch takes one of the two.
@@ -86,7 +92,7 @@ def compiled(function: Callable[..., Any], compile_: bool | Compiler = True) -> 
     _check(compile_)
     if compile_ is False:
         return function
-    graph, broken = one_graph(function, compile_), False
+    graph, broken = one_graph(function, compile_, alone=False), False
 
     @functools.wraps(function)
     def run(*args: Any) -> Any:
@@ -118,10 +124,12 @@ class NoGraph(Exception):  # noqa: N818
     """The compiler cannot make one graph of a function."""
 
 
-def one_graph(function: Callable[..., Any], compile_: bool | Compiler) -> Callable[..., Any]:
+def one_graph(
+    function: Callable[..., Any], compile_: bool | Compiler, *, alone: bool = True
+) -> Callable[..., Any]:
     """The function as one graph; ``NoGraph`` where there is none, before anything is computed.
 
-    It is called where no transform is active.
+    It is called where no transform is active. ``alone``: no backward pass of another follows.
 
     >>> from functools import partial
     >>> def branches(x):
@@ -139,19 +147,19 @@ def one_graph(function: Callable[..., Any], compile_: bool | Compiler) -> Callab
         return function(*args)
 
     if isinstance(compile_, bool):
-        options = {"guard_filter_fn": without_surroundings}
+        # Left to Python is what calls the kernels: it calls every operation, sparse ones included.
+        options: dict[str, Any] = {"cpp_wrapper": False}
+        options |= {"guard_filter_fn": without_surroundings} if alone else {}
         made = compile(traced, fullgraph=True, options=options)
     else:
         made = compile_(_alone(traced), fullgraph=True)
 
     @functools.wraps(function)
     def run(*args: Any) -> Any:
+        # A compiler that fails inside of torch.func leaves hooks disabled; this restores them.
+        hooks = disable_saved_tensors_hooks(_NO_HOOKS) if alone else nullcontext()
         try:
-            # A compiler that fails inside of torch.func leaves hooks disabled; this restores them.
-            with disable_saved_tensors_hooks(
-                "compile=True takes no saved_tensors_hooks around a step, such as save_on_cpu: "
-                "leave them out, or pass compile=False"
-            ):
+            with hooks:
                 return made(*args)
         except Exception as error:
             if not _is_the_compilers(error):
