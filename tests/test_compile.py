@@ -213,7 +213,7 @@ def test_a_whole_step_has_a_cache_of_its_own() -> None:
 
 
 def test_settings_of_the_caller() -> None:
-    """Options go before those of purestep; a mode takes their place, as torch takes one of the two."""
+    """Options go before those of purestep; a mode takes their place."""
     x = torch.eye(3)
     for settings in ({"mode": "max-autotune-no-cudagraphs"}, {"options": {"max_autotune": False}}):
         assert torch.equal(ps.compile(lambda x: 2 * x, **settings)(x), 2 * x)
@@ -230,6 +230,6 @@ def test_settings_of_the_caller() -> None:
 
 
 def test_a_compiler_is_called_like_torchs() -> None:
-    """It makes one graph or raises, which ``fullgraph`` says; one that knows no such word is an error at once."""
+    """It makes one graph or raises, as ``fullgraph`` says, which it has to take."""
     with pytest.raises(TypeError, match="fullgraph"):
         make(PLAIN, compile=lambda function: function)

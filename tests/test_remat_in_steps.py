@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -156,8 +157,8 @@ def test_a_compiled_function() -> None:
     "compiled",
     [
         lambda step: ps.compile(step(), backend="aot_eager", fullgraph=True),
-        lambda step: step(compile=lambda fn: torch.compile(fn, backend="aot_eager")),
-        lambda step: step(compile=lambda fn: torch.compile(fn, backend="eager")),
+        lambda step: step(compile=partial(torch.compile, backend="aot_eager")),
+        lambda step: step(compile=partial(torch.compile, backend="eager")),
     ],
 )
 @pytest.mark.parametrize("name", ["block", "closure", "kept", "drawn", "nested"])

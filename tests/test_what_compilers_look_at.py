@@ -1,4 +1,4 @@
-"""What a loss reads may change between calls of a compiled step, and is looked at each time; what the libraries hold is not."""
+"""What a loss reads may change between calls of a compiled step; what libraries hold may not."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SCALE = [1.0]
 
 
 def test_what_the_loss_reads_is_looked_at() -> None:
-    """Globals and what a loss closes over may change; that of the libraries is not looked at any more."""
+    """Globals and what a loss closes over may change between calls."""
     factor = 1.0
 
     def scaled(params: Any, m: Any) -> Tensor:
@@ -65,7 +65,7 @@ def test_names_of_a_loss_without_a_module_are_looked_at(whole: bool) -> None:
 
 
 def test_globals_of_libraries_have_no_guards() -> None:
-    """Of those alone: what a loss reads by a like name keeps its guard, and so does what is no global."""
+    """What a loss reads by a like name keeps its guard, and so does what is no global."""
 
     class Guard(NamedTuple):
         name: str
@@ -102,7 +102,7 @@ def guards_of(step: Any) -> list[Any]:
 
 
 def test_few_guards_on_globals_stay() -> None:
-    """Those on what the loss reads, by the compiler's names of today: other names make it slower."""
+    """Those on what the loss reads. Should the compiler rename its globals, calls are slower."""
     found = guards_of(ps.make_update_step(loss_fn, PLAIN, weight_fn=weight_fn))
     names = [guard.name for guard in found if guard.is_global]
     assert len(names) < 40
