@@ -107,7 +107,9 @@ def few_of(x: Tensor) -> Tensor:
         lambda few, many: many * few_of(few)[1, 2],
         lambda few, many: many * few_of(few).t()[:, 1:].reshape(3, 1, 1, 1),
         lambda few, many: many + few_of(few[1:].t())[..., None, None] * few_of(few)[0, 1],
-        lambda few, many: many + few_of(few.t().expand(3, 2)).sum() + few_of(few)[1:, 1:].cos()[0],
+        lambda few, many: (
+            many + few_of(few.t().expand(3, 2)).sum() + few_of(few)[1:, 1:].cos()[0, 1]
+        ),
         lambda few, many: (many * (power := few_of(few)[0, 0] ** 2), many / power, power),
         lambda few, many: many * few_of(many.amax((2, 3)))[..., None, None],
     ],
