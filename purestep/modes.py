@@ -155,8 +155,9 @@ def compiled(loss_fn: LossFn, compile: bool | Compiler) -> Reverse:
         values, dtypes = sums
         params = tree.unflatten(inputs.structure, inputs.leaves)
         if inputs.check:
-            with torch.no_grad():
-                loss_fn(params, inputs.microbatch)  # What refuses a call does not see a trace.
+            # What refuses a call does not see a trace. Its draws are made again.
+            with torch.no_grad(), torch.random.fork_rng(devices=[]):
+                loss_fn(params, inputs.microbatch)
         so_far = None if any(total is None for total in values) else values
         beside: Beside
         try:

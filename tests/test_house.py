@@ -39,7 +39,7 @@ CORE = [
     "evaluation",
 ]
 BUDGETS = {
-    "core": 1073,
+    "core": 1077,
     "tree": 390,
     "axis": 1000,
     "sharding": 120,
@@ -48,18 +48,18 @@ BUDGETS = {
     "checkpoint": 365,
     "losses": 381,
     "modules": 697,
-    "compiling": 300,
+    "compiling": 240,
 }
 """Lines of code: no longer than they are, on the way to the goals of the design."""
 
 LATER = {
     "testing": 1515,
     "examples": 1298,
-    "others": 742,
+    "others": 702,
 }
 """Rooms that are to be written again."""
 
-WIDE = ["compiler.py", "products.py", "rewrites.py", "torch_private.py"]
+WIDE = ["torch_private.py"]
 """Files with more than 100 columns, which are to be written again."""
 
 ORDER = [

@@ -21,11 +21,15 @@ from purestep.torch_private import in_forward_mode, is_watched, transformed
 Compiler: TypeAlias = Callable[..., Callable[..., Any]]
 """``torch.compile`` or what is called like it: ``partial(torch.compile, mode="max-autotune")``."""
 
+_NAMES = "(torch|optree|einops|purestep)"
 LIBRARIES = re.compile(
-    r"G\['(__builtins_dict__|__import_(torch|optree|einops|purestep)(_dot_|'))"
+    rf"G\['(__builtins_dict__|__import_{_NAMES}(_dot_|'))|__import__\('{_NAMES}'\)|^G\['(?!__)"
     r"|^G\['___unnamed_scope_\w+'\]\['_tuple_new'\]|^G\['_\d+_c\d+'\]\.Tensor$"
 )
-"""Names by which the compiler refers to globals of libraries, NamedTuples and ``torch.Tensor``."""
+"""Names by which the compiler refers to globals of libraries, NamedTuples and ``torch.Tensor``.
+
+Names without underscores are those of this module, where each compiled function begins.
+"""
 
 _NO_HOOKS = (
     "compile=True takes no saved_tensors_hooks around a step, such as save_on_cpu: "
@@ -49,7 +53,8 @@ def compile(function: Callable[..., Any], **settings: Any) -> Callable[..., Any]
       einops, purestep and Python are left out. What the loss reads, globals included, has guards.
     * Without an accelerator, ``cpp_wrapper`` compiles what calls the kernels, too. Where process
       groups are in use it is off. ``options={"cpp_wrapper": False}`` turns it off elsewhere:
-      torch needs that for embeddings with sparse gradients. ``compile=True`` does without.
+      torch needs that for embeddings with sparse gradients, of which ``compile=True`` compiles
+      the forward pass alone.
     * Graphs for CPUs are rewritten, as ``purestep.compiling.cpu`` says.
 
     ``options=`` go before these. ``mode=`` takes their place, since torch takes one of the two.
@@ -68,7 +73,7 @@ def compile(function: Callable[..., Any], **settings: Any) -> Callable[..., Any]
 
 def without_libraries(guards: Sequence[Any]) -> list[bool]:
     """Which guards stay: all but those on globals of libraries (a ``guard_filter_fn``)."""
-    return [not (guard.is_global and LIBRARIES.search(guard.name)) for guard in guards]
+    return [not LIBRARIES.search(guard.name) for guard in guards]
 
 
 def without_surroundings(guards: Sequence[Any]) -> list[bool]:
@@ -147,9 +152,10 @@ def one_graph(
         return function(*args)
 
     if isinstance(compile_, bool):
-        # Left to Python is what calls the kernels: it calls every operation, sparse ones included.
-        options: dict[str, Any] = {"cpp_wrapper": False}
-        options |= {"guard_filter_fn": without_surroundings} if alone else {}
+        options: dict[str, Any] = {"guard_filter_fn": without_surroundings}
+        if not alone:
+            # Its backward pass, compiled when it runs, may have sparse gradients: for Python alone.
+            options = {"cpp_wrapper": False}
         made = compile(traced, fullgraph=True, options=options)
     else:
         made = compile_(_alone(traced), fullgraph=True)
@@ -198,7 +204,8 @@ def _name(function: Callable[..., Any]) -> str:
 
 def _is_the_compilers(error: BaseException) -> bool:
     """Whether the compiler raised it; errors of torch.compile have no public names."""
-    return any(kind.__module__.startswith("torch._dynamo.") for kind in type(error).__mro__)
+    theirs = ("torch._dynamo.", "torch._inductor.")
+    return any(kind.__module__.startswith(theirs) for kind in type(error).__mro__)
 
 
 def _reason(error: BaseException) -> str:
