@@ -11,6 +11,7 @@ from purestep import checks, tree
 from purestep.accumulate import plus, total_loss
 from purestep.axis import Axis, Gather, LocalAxis
 from purestep.objective import divisors_of, part_of, value
+from purestep.sharding import whole
 from purestep.types import Count, EvalMetrics, LossFn, Microbatch, Params, Sums, Tree, WeightFn
 from purestep.weights import Group, count, count_of, label_weights, weigh
 
@@ -48,7 +49,9 @@ def make_eval_step(
             group = weigh(microbatches, weight_fn)
             total = ranks.agree(count(group), params, (), len(microbatches))
             known = total if weight_fn else None
-            sums = ranks.sum(evaluate(loss_fn, ranks.whole(params), group, known), ())
+            wholes = whole(params, axis, where)
+            ranks.begin()
+            sums = ranks.sum(evaluate(loss_fn, wholes, group, known), ())
         loss = sums.loss
         if known is None:
             total = sums.counted

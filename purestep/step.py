@@ -17,12 +17,12 @@ from torch import Tensor
 from purestep import checks, tree
 from purestep.accumulate import accumulate
 from purestep.axis import Axis, Gather, LocalAxis
-from purestep.compiling import Compiler, compiled
+from purestep.compiling import Compiler
 from purestep.grad_and_value import grad_and_value
 from purestep.modes import reverse_modes
 from purestep.objective import divisors_of
 from purestep.optim.base import Optimizer, check_optimizer, explain, held_back, in_place
-from purestep.sharding import joined, per_microbatch
+from purestep.sharding import joined, per_microbatch, whole
 from purestep.types import (
     GradAndValue,
     LossFn,
@@ -87,8 +87,7 @@ def make_update_step(
             and the old values must not be used again. Each leaf needs memory that no other leaf and
             no microbatch shares. Ignored where the step is recorded.
         compile: whether ``torch.compile`` makes one graph of a microbatch's forward, backward and
-            sums, once for any number of them (with ``gather="microbatch"``, one of the loss alone);
-            or a compiler, such as
+            sums, once for any number of them; or a compiler, such as
             ``functools.partial(torch.compile, mode="max-autotune")``. Ignored under a transform.
             For all of a small network's step in one graph, wrap it in ``ps.compile``.
 
@@ -139,10 +138,6 @@ def make_update_step(
     checks.check_choice("gather", gather, Gather)
     checks.check_choice("on_nonfinite", on_nonfinite, OnNonfinite)
     checks.check_normalize(normalize, weight_fn, accum_dtype)
-    if gather == "microbatch":
-        # Ranks gather outside of the graph, since one may run eagerly what another compiles.
-        loss_fn, weight_fn = per_microbatch(compiled(loss_fn, compile), weight_fn)
-        compile = False
     modes = reverse_modes(loss_fn, grad_and_value, compile)
     settings = {
         "normalize": normalize,
@@ -165,15 +160,17 @@ def make_update_step(
             total = ranks.agree(count(group), params, opt_state, len(microbatches))
             if gather == "microbatch":
                 group = joined(group, ranks.rounds(len(microbatches)))
+            wholes = whole(params, axis, gather)
+            ranks.begin()
             sums = accumulate(
                 loss_fn,
-                ranks.whole(params),
+                wholes,
                 group,
                 weight_fn=weight_fn,
                 total=total if normalize == "loss" else None,
                 accum_dtype=accum_dtype,
                 ready=ready,
-                modes=modes,
+                modes=per_microbatch(modes, ranks) if gather == "microbatch" else modes,
                 check=new,
             )
             sums = ranks.sum(sums, params)

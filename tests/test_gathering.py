@@ -31,6 +31,11 @@ class Log(ps.testing.ThreadAxis):
         self.laws[self.rank].append((law, x.numel()))
         return super().meet(law, x)
 
+    def launch(self, x: Tensor, law: str = "psum") -> Any:
+        """As ever."""
+        self.laws[self.rank].append((law, x.numel()))
+        return super().launch(x, law)
+
 
 def test_what_travels() -> None:
     """A gather and a scatter a step, or a microbatch; or for each layer, gathered twice."""

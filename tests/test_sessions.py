@@ -25,6 +25,7 @@ from proofs.worlds import Grid, Ranks, on_processes, on_threads
 from purestep import tree
 from purestep.axis.agreement import described
 from purestep.axis.buckets import Buckets
+from purestep.sharding import whole
 from purestep.testing import ThreadAxis
 from purestep.testing.processes import World
 from purestep.types import Count, Sums
@@ -82,7 +83,7 @@ def update(
         at("before")
         ready = ranks.buckets(theta, None)
         total = ranks.agree(count(tokens), theta, opt_state, len(tokens))
-        ranks.whole(theta)
+        ranks.begin()
         grads = [torch.zeros(x.shape, dtype=tree.accumulation_dtype(x.dtype)) for x in leaves]
         at("between")
         for position, number in enumerate(tokens):
@@ -146,7 +147,7 @@ def test_one_rank_answers_what_it_is_asked() -> None:
     sums = Sums(theta, torch.tensor(3.0), here, {"n": torch.tensor(1)})
     with axis.session("step", SETTINGS) as ranks:
         assert ranks.agree(here, theta, (), 2) is here
-        assert ranks.whole(theta) is theta
+        assert whole(theta, axis, "step") is theta
         assert ranks.buckets(theta, None) is None
         assert ranks.rounds(2) == 2
         assert ranks.sum(sums, theta) is sums
@@ -195,8 +196,8 @@ def test_a_shard_over_one_rank_is_the_whole(gather: Any) -> None:
     theta = {"a": ps.Shard(torch.ones(3), axis, (3,)), "b": torch.ones(2)}
     here = Sums({"a": torch.arange(3.0), "b": torch.zeros(2)}, torch.tensor(1.0), count([1]), ())
     with axis.session(gather, {}) as ranks:
-        whole = torch.ones(3) if gather == "step" else theta["a"]
-        assert_same(ranks.whole(theta)["a"], whole)
+        expected = torch.ones(3) if gather == "step" else theta["a"]
+        assert_same(whole(theta, axis, gather)["a"], expected)
         sums = ranks.sum(here, theta)
     assert tree.flatten(sums.grads)[1] == tree.flatten(theta)[1]
     assert_same(sums.grads["a"].piece, torch.arange(3.0))
@@ -544,7 +545,8 @@ def check_sharded(
         expected[name] = total if axis is None else ps.shard(total, axis, dim)
         keeps = axis is None or (is_own and gather == "step")
         grads[name] = grad if keeps else ps.shard(grad, axis, dim).piece
-    scattered = {name for name in over if beside[over[name][0]] is not own}
+    # Pieces of a sum over all ranks stay where they are; where they are not, they travel.
+    summed = {name for name in over if beside[over[name][0]] == () and gather != "step"}
     with own.session(gather, SETTINGS) as ranks:
         ready = ranks.buckets(theta, torch.float32)
         # A loss that gathers wants equally many microbatches on all ranks.
@@ -552,7 +554,7 @@ def check_sharded(
         assert ready
         for at, name in enumerate(theta):
             taken = ready(at, grads[name])
-            assert (taken is grads[name]) == (name in scattered)
+            assert (taken is grads[name]) == (name in summed)
             grads[name] = taken
         sums = ranks.sum(Sums(grads, torch.tensor(0.0), count(tokens), ()), theta)
     assert tree.flatten(sums.grads)[1] == tree.flatten(theta)[1]
@@ -613,10 +615,10 @@ class Log(ThreadAxis):
         super().__init__(size, bucket_bytes=bucket_bytes)
         self.sent: list[int] = []
 
-    def launch(self, x: Tensor) -> Any:
+    def launch(self, x: Tensor, law: str = "psum") -> Any:
         if self.rank == 0:
             self.sent.append(x.numel())
-        return super().launch(x)
+        return super().launch(x, law)
 
 
 def launched(

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Self
 
 import torch
@@ -11,7 +12,8 @@ from torch import Tensor
 
 from purestep import tree
 from purestep.axis.protocol import Axis, Gather
-from purestep.axis.whole import reduced_pieces, sharded, whole
+from purestep.axis.rows import reduced_pieces, scattered, sharded
+from purestep.tree.shard import Place
 from purestep.types import Count, Ready, Sums, Tree
 from purestep.weights import check_count
 
@@ -79,11 +81,14 @@ class OneProgram:
         check_count(total)
         return total
 
-    def whole(self, params: Tree) -> Tree:
-        """The params as a loss sees them: each rank's own, gathered for the step."""
-        if not tree.spread(tree.flatten(params)[1]):
-            return self.axis.apply_tree("pvary", params)
-        return whole(params, self.axis, self.gather)
+    def begin(self) -> None:
+        """Nothing leaves early."""
+
+    def scatter(
+        self, leaves: Sequence[Tensor], dtypes: Sequence[torch.dtype], apart: Mapping[int, Place]
+    ) -> tuple[None, Callable[[list[Any]], dict[int, Tensor]]]:
+        """By the laws, under any transform, when all gradients are there."""
+        return None, partial(scattered, apart=apart)
 
     def rounds(self, microbatches: int) -> int:
         """The number itself."""

@@ -98,11 +98,14 @@ class MeshAxis(Ranks):
     def __hash__(self) -> int:
         return hash(self._where)
 
-    def launch(self, x: Tensor) -> Wait:
-        """Starts psum of contiguous memory, which holds the sum after the wait."""
+    def launch(self, x: Tensor, law: str = "psum") -> Wait:
+        """Starts psum of contiguous memory, which holds the sum after the wait, or psum_scatter."""
         with _told(self.where):
-            work = dist.all_reduce(x, group=self._group, async_op=True)
-        return partial(_wait, work, self.where)
+            if law == "psum":
+                work = dist.all_reduce(x, group=self._group, async_op=True)
+                return partial(_waited, partial(_finished, work, x), self.where)
+            met = torch_private.reduce_scatter(x.view(-1), "sum", self.size, self.where.name)
+            return partial(_waited, partial(torch_private.wait, met), self.where)
 
     def gather_object(self, value: Any) -> list[Any]:
         """All processes' values, in order of rank."""
@@ -156,9 +159,14 @@ class Group(NamedTuple):
         return f"MeshAxis({self.dims}, {self.size} rank{'s' if self.size > 1 else ''})"
 
 
-def _wait(work: Any, group: Group) -> None:
+def _finished(work: Any, x: Tensor) -> Tensor:
+    work.wait()
+    return x
+
+
+def _waited(wait: Wait, group: Group) -> Tensor:
     with _told(group):
-        work.wait()
+        return wait()
 
 
 @contextmanager

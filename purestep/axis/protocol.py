@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
 
+from purestep.tree.shard import Place
 from purestep.types import Count, Ready, Sums, Tree
 
 Gather: TypeAlias = Literal["step", "microbatch", "loss"]
@@ -60,8 +61,16 @@ class Session(Protocol):
         ``here`` counts this rank's tokens, ``microbatches`` is how many microbatches it holds.
         """
 
-    def whole(self, params: Tree) -> Tree:
-        """The params as a loss sees them, gathered where ``gather`` says."""
+    def begin(self) -> None:
+        """Params are as the loss sees them: from here on, sums leave when they are ready."""
+
+    def scatter(
+        self, leaves: Sequence[Tensor], dtypes: Sequence[torch.dtype], apart: Mapping[int, Place]
+    ) -> tuple[Ready | None, Callable[[list[Tensor | None]], dict[int, Tensor]]]:
+        """For one microbatch, what takes each whole gradient of these leaves as soon as it is there.
+
+        And a function that takes the others, and returns this rank's pieces of all ranks' sums.
+        """
 
     def rounds(self, microbatches: int) -> int:
         """The largest number of microbatches of any rank, where each one gathers params."""

@@ -18,8 +18,8 @@ from purestep.axis.protocol import Gather, RankError
 from purestep.axis.session import OwnPrograms
 from purestep.types import Tree
 
-Wait: TypeAlias = Callable[[], None]
-"""Waits for what was launched, as long as the axis itself allows."""
+Wait: TypeAlias = Callable[[], Tensor]
+"""Waits for what was launched, as long as the axis itself allows, and returns it."""
 
 __all__ = ["BUCKET_BYTES", "RankError", "Ranks", "Wait"]
 
@@ -89,8 +89,8 @@ class Ranks(ABC):
         return tree.unflatten(structure, all_reduced(leaves, self))
 
     @abstractmethod
-    def launch(self, x: Tensor) -> Wait:
-        """Starts psum of contiguous memory, which holds the sum after the wait."""
+    def launch(self, x: Tensor, law: str = "psum") -> Wait:
+        """Starts psum of contiguous memory, which holds the sum after the wait, or psum_scatter."""
 
     @abstractmethod
     def across(self, inner: Ranks) -> Ranks:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from traceback import format_exception_only
 from typing import TYPE_CHECKING, Any, Literal, Self
@@ -14,7 +14,8 @@ from purestep import tree
 from purestep.axis import agreement
 from purestep.axis.buckets import Buckets, laid_out_like
 from purestep.axis.protocol import Gather
-from purestep.axis.whole import reduced_pieces, sharded, whole
+from purestep.axis.rows import sharded, summed_over
+from purestep.tree.shard import Place
 from purestep.types import Count, Ready, Sums, Tree
 
 if TYPE_CHECKING:
@@ -39,7 +40,7 @@ class OwnPrograms:
         self._axis, self._gather = axis, gather
         self._settings = {"gather": gather, **settings, "bucket_bytes": str(axis.bucket_bytes)}
         self._next: Literal["agree", "sum"] | None = "agree"
-        self._buckets = Buckets(axis, {}, ())
+        self._buckets, self._early = Buckets(axis, {}, ()), 0
         self._unread: tuple[Callable[[], list[float]], agreement.Compared] | None = None
 
     def __enter__(self) -> Self:
@@ -68,30 +69,48 @@ class OwnPrograms:
         if axis.on_host:
             self._confirm()
             floating = self._first.floating > 0
-        self._begin()
+        self.begin()
         return agreement.total_of(sent, floating)
 
     def buckets(self, params: Tree, dtype: torch.dtype | None) -> Ready | None:
-        """Buckets for all leaves but those that are sharded over the axis."""
+        """Buckets for all leaves but those whose gradients are pieces of the sum already."""
         leaves, structure = tree.flatten(params)
-        apart = sharded(tree.spread(structure), self._axis)
-        mine = {at: leaf for at, leaf in enumerate(leaves) if at not in apart}
+        places: Any = tree.spread(structure) or [None] * len(leaves)
+        apart = sharded(places, self._axis) if self._gather == "step" else {}
+        over: Any = {at: summed_over(place, self._axis) for at, place in enumerate(places)}
+        mine = {at: leaf for at, leaf in enumerate(leaves) if at in apart or over[at]}
         dtypes = [dtype or tree.accumulation_dtype(leaf.dtype) for leaf in leaves]
-        self._buckets = Buckets(self._axis, mine, dtypes)
+        self._buckets = Buckets(self._axis, mine, dtypes, apart, over)
         return self._buckets.ready
 
-    def whole(self, params: Tree) -> Tree:
-        """The params as a loss sees them; from here on, buckets leave when they are full."""
-        wholes = whole(params, self._axis, self._gather)
-        self._begin()
-        return wholes
+    def begin(self) -> None:
+        """From here on, ranks wait for the second message, and buckets leave when they are full."""
+        self._next = "sum"
+        self._buckets.begin()
+
+    def scatter(
+        self, leaves: Sequence[Tensor], dtypes: Sequence[torch.dtype], apart: Mapping[int, Place]
+    ) -> tuple[Ready, Callable[[list[Tensor | None]], dict[int, Tensor]]]:
+        """In blocks, as soon as their gradients are there."""
+        blocks = Buckets(self._axis, {at: leaves[at] for at in apart}, dtypes, apart, {})
+
+        def pieces(grads: list[Tensor | None]) -> dict[int, Tensor]:
+            if any(grad is not None and grad.requires_grad for grad in grads):
+                raise _recorded(self._axis)
+            blocks.fill(grads)
+            self._early += blocks.early
+            blocks.launch()
+            blocks.wait()
+            return blocks.sums
+
+        return blocks.ready, pieces
 
     def rounds(self, microbatches: int) -> int:
         """The largest number of microbatches of any rank."""
         self._confirm()
         mine = torch.tensor([microbatches], device=self._axis.device)
         most = int(self._axis.where.meet("all_gather", mine).max())
-        self._begin()
+        self.begin()
         return most
 
     def sum(self, sums: Sums, params: Tree) -> Sums:
@@ -103,7 +122,7 @@ class OwnPrograms:
         aux = agreement.described("LossTerms.aux", sums.aux)
         number, compared = 0 if tree.is_empty(sums.aux) else aux.number, {"LossTerms.aux": aux}
         self._buckets.fill(grads)
-        early = self._buckets.early
+        early = self._early + self._buckets.early
         number += early
         compared[EARLY] = agreement.described(EARLY, str(early))
         sent = self._meet(agreement.message(axis, holds, number, sums.counted, sums.loss))
@@ -123,15 +142,9 @@ class OwnPrograms:
                 dtype = torch.float64 if answer.double else torch.float32
         counted = agreement.total_of(sent, floating)
         loss, aux_sum = sent[-1].to(dtype), axis.apply_tree("psum", sums.aux)
-        apart = sharded(tree.spread(structure), axis)
-        reduced = self._buckets.sums | reduced_pieces(grads, apart, axis, self._gather)
-        ordered = [laid_out_like(leaf, reduced[at]) for at, leaf in enumerate(leaves)]
+        found = dict(enumerate(grads)) | self._buckets.sums
+        ordered = [laid_out_like(leaf, found[at]) for at, leaf in enumerate(leaves)]
         return Sums(tree.unflatten(structure, ordered), loss, counted, aux_sum)
-
-    def _begin(self) -> None:
-        """From here on, ranks wait for the second message, and buckets leave."""
-        self._next = "sum"
-        self._buckets.begin()
 
     def _meet(self, sent: Tensor) -> Tensor:
         """The sum of all ranks' messages, behind the buckets that have not left."""

@@ -2,7 +2,9 @@
 
 from purestep.sharding.cut import shard, unshard
 from purestep.sharding.dtensor import from_dtensor, to_dtensor
-from purestep.sharding.gather import joined, per_microbatch
+from purestep.sharding.gather import joined, per_microbatch, whole
 from purestep.tree.shard import Shard
 
-__all__ = ["Shard", "shard", "unshard", "joined", "per_microbatch", "to_dtensor", "from_dtensor"]
+__all__ = [
+    "Shard", "shard", "unshard", "whole", "joined", "per_microbatch", "to_dtensor", "from_dtensor",
+]  # fmt: skip

@@ -7,7 +7,8 @@ from torch import Tensor
 
 from purestep import tree
 from purestep.axis import Axis, check_axis, pvary
-from purestep.axis.whole import filled, filled_up
+from purestep.axis.rows import filled_up
+from purestep.sharding.gather import filled
 from purestep.tree.shard import Shard, own_programs
 from purestep.types import Tree
 

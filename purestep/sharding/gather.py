@@ -1,19 +1,31 @@
-"""``gather="microbatch"``: the loss over pieces, which it gathers itself in each microbatch.
+"""Where sharded params are gathered: for a step, for each microbatch, or by the loss itself.
 
-    g = Σₘ ∇(Lₘ ∘ unshard)(p)
+    "step"         g = unshardᵀ Σₘ ∇Lₘ(unshard(p))
+    "microbatch"   g = Σₘ unshardᵀ ∇Lₘ(unshard(p))
 
-p are the pieces that a rank keeps, and g their gradients. All ranks gather and scatter together, so
-that one with fewer microbatches joins the others with zeros.
+p are the pieces that a rank keeps, and g their gradients. Blocks of leaves are scattered as soon as
+their gradients are there. All ranks gather and scatter together, so that one with fewer
+microbatches joins the others with zeros.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
+from typing import Any
+
 import torch
 from torch import Tensor
+from torch.autograd import Function
 
 from purestep import tree
-from purestep.sharding.cut import unshard
-from purestep.types import LossFn, LossTerms, Microbatch, Params, WeightFn
+from purestep.axis import Axis, Gather, Session, pvary
+from purestep.axis.rows import sharded, side_by_side, summed_over
+from purestep.modes import ReverseModes
+from purestep.reverse import Beside, Inputs, Reverse, Sums
+from purestep.tree.shard import Place, is_shard, own
+from purestep.types import Params, Ready, Tree
 from purestep.weights import Group
 
 
@@ -34,32 +46,131 @@ def joined(group: Group, rounds: int) -> Group:
     missing = rounds - len(microbatches)
     if not missing:
         return group
-    if weights is not None:
-        weights = [*weights, *[_no_token()] * missing]
-    return Group([*microbatches, *[JOIN] * missing], weights, counted)
+    own_weights: Sequence[Any] = weights or [None] * len(microbatches)
+    given = [*own_weights, *[_no_token()] * missing]
+    return Group([*microbatches, *[JOIN] * missing], given, counted)
 
 
-def per_microbatch(loss_fn: LossFn, weight_fn: WeightFn | None) -> tuple[LossFn, WeightFn | None]:
-    """The loss over pieces and its weights, which are zero for ``JOIN``.
+def per_microbatch(modes: ReverseModes, ranks: Session) -> ReverseModes:
+    """Each mode, at params that are gathered for one microbatch, and gradients in pieces again."""
+    return ReverseModes(*(partial(_at_wholes, mode, ranks) for mode in modes))
 
-    >>> loss_fn, weight_fn = per_microbatch(lambda w, x: w * x, torch.ones_like)
-    >>> loss_fn(torch.tensor(2.0), JOIN), weight_fn(JOIN)
-    (tensor([2.]), tensor([False]))
-    """
 
-    def loss(params: Params, microbatch: Microbatch, /) -> Tensor | LossTerms:
-        wholes = unshard(params)
-        if microbatch is not JOIN:
-            return loss_fn(wholes, microbatch)
-        zero = torch.stack([leaf.sum() for leaf in tree.leaves_of(wholes)]).sum()[None]
-        return zero if weight_fn else LossTerms(zero, weights=_no_token())
-
-    def weights(microbatch: Microbatch, /) -> Tensor:
-        assert weight_fn is not None
-        return _no_token() if microbatch is JOIN else weight_fn(microbatch)
-
-    return loss, weights if weight_fn else None
+def _at_wholes(
+    mode: Reverse, ranks: Session, inputs: Inputs, sums: Sums, ready: Ready | None
+) -> Beside:
+    places = tree.spread(inputs.structure)
+    apart = {at: place for at, place in enumerate(places) if place}
+    if not apart and inputs.microbatch is not JOIN:
+        return mode(inputs, sums, ready)
+    params = filled(tree.unflatten(inputs.structure, inputs.leaves), inputs.leaves, apart)
+    wholes, structure = tree.flatten(params)
+    here = Sums([None] * len(wholes), sums.dtypes)
+    take, pieces_of = ranks.scatter(wholes, here.dtypes, apart)
+    if inputs.microbatch is JOIN:
+        loss = wholes[0].new_zeros((), dtype=tree.accumulation_dtype(wholes[0].dtype))
+        beside = Beside(loss, _no_token(), (), reached=False)
+    else:
+        beside = mode(inputs._replace(leaves=wholes, structure=structure), here, take)
+    own_sums = {at: grad for at, grad in enumerate(here.values) if at not in apart}
+    for at, grad in {**own_sums, **pieces_of(here.values)}.items():
+        before = sums.values[at]
+        sums.values[at] = grad if before is None else before if grad is None else before + grad
+    return beside
 
 
 def _no_token() -> Tensor:
     return torch.zeros(1, dtype=torch.bool)
+
+
+def whole(params: Params, axis: Axis, gather: Gather) -> Params:
+    """The params as ``accumulate`` sees them: each rank's own, gathered where ``gather`` says.
+
+    With "step", a ``Shard`` over the axis is gathered here; with the others it stays. One over an
+    axis that does not split tokens (tensor parallelism) becomes its piece.
+    """
+    leaves, structure = tree.flatten(params)
+    places = tree.spread(structure)
+    if not places:
+        return pvary(params, axis)
+    inside = sharded(places, axis)
+    for at, leaf in enumerate(leaves):
+        over = summed_over(places[at], axis)
+        leaf = own(leaf, places[at])
+        leaves[at] = leaf if over is None else pvary(leaf, over)
+    if gather == "step":
+        return filled(params, leaves, inside)
+    but = {place.axis for place in inside.values()}
+    return bare(tree.unflatten(structure, leaves), but)
+
+
+def filled(tree_: Tree, leaves: Sequence[Tensor], places: Mapping[int, Place]) -> Tree:
+    """The tree of these leaves without ``Shard`` nodes, some of them gathered."""
+    leaves = [*leaves]
+    wholes = gathered([leaves[at] for at in places], [*places.values()])
+    for at, one in zip(places, wholes, strict=True):
+        leaves[at] = one
+    return bare(tree.unflatten(tree.flatten(tree_)[1], leaves))
+
+
+def bare(tree_: Tree, but: Collection[Axis] = ()) -> Tree:
+    """The tree with the piece in the place of each ``Shard``, but for those over these axes.
+
+    >>> from purestep import LocalAxis, Shard
+    >>> bare({"w": Shard(torch.ones(2), LocalAxis(), (2,))})
+    {'w': tensor([1., 1.])}
+    """
+
+    def is_leaf(node: Any) -> bool:
+        return is_shard(node) and node.axis not in but
+
+    nodes, structure = tree.flatten(tree_, is_leaf=is_leaf)
+    return tree.unflatten(structure, [node.piece if is_leaf(node) else node for node in nodes])
+
+
+def gathered(pieces: Sequence[Tensor], places: Sequence[Place]) -> list[Tensor]:
+    """The whole tensors, differentiably: together, or one by one where a transform looks on."""
+    if tree.eager():
+        together: Callable[..., Sequence[Tensor]] = _Gather.apply
+        return [*together(tuple(places), *pieces)]
+    pairs = zip(pieces, places, strict=True)
+    return [side_by_side("all_gather", [x], [place])[0] for x, place in pairs]
+
+
+class _Gather(Function):
+    """One node for all, so that a rank whose loss reaches a single leaf scatters the others too."""
+
+    @staticmethod
+    def forward(ctx: Any, places: tuple[Place, ...], *pieces: Tensor) -> tuple[Tensor, ...]:
+        ctx.places, ctx.pieces = places, pieces
+        return _batched("all_gather", places, *pieces)
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor) -> Any:
+        terms = []
+        for each, piece in zip(cotangents, ctx.pieces, strict=True):
+            # A step that sums gradients in another dtype reduces them in it as well.
+            dtype = (piece.is_leaf and piece.grad_dtype) or piece.dtype
+            terms.append(each.to(dtype))
+        return None, *_batched("psum_scatter", ctx.places, *terms)
+
+
+def _batched(law: str, places: Sequence[Place], *tensors: Tensor) -> tuple[Tensor, ...]:
+    """In batches of one axis and dtype, of at most ``bucket_bytes``, last first."""
+    batches: list[list[int]] = []
+    latest: dict[Any, tuple[list[int], int]] = {}
+    for at in reversed(range(len(tensors))):
+        axis, dtype = places[at].axis, tensors[at].dtype
+        batch, held = latest.get((axis, dtype), ([], 0))
+        size = math.prod(places[at].shape) * dtype.itemsize
+        if not batch or held + size > getattr(axis, "bucket_bytes", math.inf):
+            batch, held = [], 0
+            batches.append(batch)
+        batch.append(at)
+        latest[axis, dtype] = batch, held + size
+    results = [*tensors]
+    for batch in batches:
+        made = side_by_side(law, [tensors[at] for at in batch], [places[at] for at in batch])
+        for at, result in zip(batch, made, strict=True):
+            results[at] = result
+    return tuple(results)

@@ -126,14 +126,10 @@ class ThreadAxis(Ranks):
         """The law on a plain tensor of each rank: the arithmetic of a dimension of ranks."""
         return x.view_as(x) if law == "pvary" else self._begin(law, x.detach())()
 
-    def launch(self, x: Tensor) -> Wait:
-        """Hands over what ``x`` holds now, which holds the sum when it has been waited for."""
-        result = self._begin("psum", x.clone())
-
-        def wait() -> None:
-            x.copy_(result())
-
-        return wait
+    def launch(self, x: Tensor, law: str = "psum") -> Wait:
+        """Hands over what ``x`` holds now; it holds psum when that has been waited for."""
+        result = self._begin(law, x.clone())
+        return (lambda: x.copy_(result())) if law == "psum" else result
 
     def across(self, inner: Ranks) -> ThreadAxis:
         """The axis over those of these ranks that stand at the same place of ``inner``."""

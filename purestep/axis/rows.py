@@ -1,0 +1,100 @@
+"""Sharded leaves as rows: one for each rank, so that many leaves travel in one collective.
+
+A leaf in n pieces is n rows: its entries along the dimension that is cut, filled up with zeros. The
+rows of several leaves lie side by side.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, cast
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from purestep.axis.collectives import within
+from purestep.axis.protocol import Axis, Gather
+from purestep.tree.shard import Place, Spread
+
+if TYPE_CHECKING:
+    from purestep.axis.ranks import Ranks
+
+
+def summed_over(place: Place | None, axis: Axis) -> Axis | None:
+    """The axis over which a leaf's gradient is summed, beside its scatter; None: over none.
+
+    >>> from purestep import VmapAxis
+    >>> dp, tp = VmapAxis(2), VmapAxis(2)
+    >>> summed_over(Place(tp, (4,), 0), dp) == dp, summed_over(Place(dp, (4,), 0), dp)
+    (True, None)
+    """
+    if place is None or not within(place.axis, axis):
+        return axis
+    return None if place.axis == axis else cast("Ranks", axis).across(place.axis)
+
+
+def sharded(places: Spread, axis: Axis) -> dict[int, Place]:
+    """The leaves that are sharded over the axis or a part of it, by position."""
+    return {at: place for at, place in enumerate(places) if place and within(place.axis, axis)}
+
+
+def scattered(grads: Sequence[Tensor | None], apart: Mapping[int, Place]) -> dict[int, Tensor]:
+    """This rank's pieces of the sums over ranks, under any transform; None where all have None."""
+    pairs = [(at, grads[at], place) for at, place in apart.items()]
+    return {
+        at: side_by_side("psum_scatter", [grad], [place])[0]
+        for at, grad, place in pairs
+        if grad is not None
+    }
+
+
+def reduced_pieces(
+    grads: Sequence[Tensor], apart: Mapping[int, Place], axis: Axis, gather: Gather
+) -> dict[int, Tensor]:
+    """The sums of sharded leaves over all ranks, under any transform: this rank's pieces."""
+    reduced = scattered(grads, apart) if gather == "step" else {at: grads[at] for at in apart}
+    for at, place in apart.items():
+        over = summed_over(place, axis)
+        reduced[at] = reduced[at] if over is None else over.apply("psum", reduced[at])
+    return reduced
+
+
+def side_by_side(law: str, tensors: Sequence[Tensor], places: Sequence[Place]) -> list[Tensor]:
+    """One collective: a row of each rank becomes all rows, or all rows become the sum of one."""
+    axis = places[0].axis
+    sent, received = (1, axis.size) if law == "all_gather" else (axis.size, 1)
+    blocks = [rows_of(x, place, sent) for x, place in zip(tensors, places, strict=True)]
+    rows = torch.cat(blocks, 1) if blocks[1:] else blocks[0]
+    width = rows.shape[1]
+    met = axis.apply(law, rows) if width else torch.empty(0, dtype=rows.dtype, device=rows.device)
+    parts = met.reshape(received, width).split([block.shape[1] for block in blocks], 1)
+    return [entries_of(part, place) for part, place in zip(parts, places, strict=True)]
+
+
+def rows_of(x: Tensor, place: Place, number: int) -> Tensor:
+    """So many rows of a leaf: one of a piece, or those of all ranks."""
+    # Pieces are filled up behind their last entry, and all that are shorter come last.
+    dense = x.to_dense() if x.is_sparse else x
+    entries = filled_up(dense.movedim(place.dim, 0), 0, place.length * number)
+    return entries.reshape(number, width_of(place))
+
+
+def entries_of(rows: Tensor, place: Place) -> Tensor:
+    """The leaf that is these rows: a piece of one, or the whole of several."""
+    others = place.shape[: place.dim] + place.shape[place.dim + 1 :]
+    shape = place.piece_shape if rows.shape[0] < place.axis.size else place.shape
+    entries = rows.reshape(place.length * rows.shape[0], *others)
+    return entries.narrow(0, 0, shape[place.dim]).movedim(0, place.dim).contiguous()
+
+
+def width_of(place: Place) -> int:
+    """How many elements a row has."""
+    return place.length * math.prod(place.shape) // max(1, place.shape[place.dim])
+
+
+def filled_up(x: Tensor, dim: int, length: int) -> Tensor:
+    """The tensor with zeros behind it, so that it is that long."""
+    missing = length - x.shape[dim]
+    return functional.pad(x, (0, 0) * (x.ndim - 1 - dim) + (0, missing)) if missing else x
