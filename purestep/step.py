@@ -22,7 +22,7 @@ from purestep.grad_and_value import grad_and_value
 from purestep.modes import reverse_modes
 from purestep.objective import divisors_of
 from purestep.optim.base import Optimizer, check_optimizer, explain, held_back, in_place
-from purestep.sharding import joined, per_microbatch, whole
+from purestep.sharding import gathering, joined, per_microbatch
 from purestep.types import (
     GradAndValue,
     LossFn,
@@ -147,12 +147,13 @@ def make_update_step(
         "on_nonfinite": on_nonfinite,
     }
     checked: list[tree.Structure] = []
+    gathered = gathering(axis, gather, follow=compile is False)
 
     def update_step(
         params: ParamsT, opt_state: StateT, microbatches: Sequence[Microbatch], /
     ) -> tuple[ParamsT, StateT, StepMetrics]:
         with axis.session(gather, settings) as ranks:
-            new = is_new(checked, params)
+            new = checks.is_new(checked, params)
             if new:
                 checks.check_inputs(params, opt_state, microbatches, axis, donate)
             group = weigh(microbatches, weight_fn if normalize == "loss" else None)
@@ -160,8 +161,7 @@ def make_update_step(
             total = ranks.agree(count(group), params, opt_state, len(microbatches))
             if gather == "microbatch":
                 group = joined(group, ranks.rounds(len(microbatches)))
-            wholes = whole(params, axis, gather)
-            ranks.begin()
+            wholes, order = gathered(params, ranks)
             sums = accumulate(
                 loss_fn,
                 wholes,
@@ -173,7 +173,7 @@ def make_update_step(
                 modes=per_microbatch(modes, ranks) if gather == "microbatch" else modes,
                 check=new,
             )
-            sums = ranks.sum(sums, params)
+            sums = ranks.sum(sums, params, order.end())
 
         if normalize == "grads":
             total = sums.counted
@@ -218,25 +218,6 @@ def divided(sums: Sums) -> Sums:
 
     grads = tree.map(quotient, sums.grads)
     return sums._replace(grads=grads, loss=(sums.loss / n).to(sums.loss.dtype))
-
-
-def is_new(checked: list[tree.Structure], params: Params) -> bool:
-    """Whether params of this structure have not been checked yet; from now on they have.
-
-    >>> checked = []
-    >>> [is_new(checked, params) for params in ([1, 2], [3], [4, 5])]
-    [True, True, False]
-    """
-    structure = tree.flatten(params)[1]
-    if torch.compiler.is_dynamo_compiling():
-        return False  # A compiler has no answers to what is asked of new ones.
-    try:
-        if structure in checked:
-            return False
-    except Exception:
-        return True  # A node class of the user's may keep what cannot be compared.
-    checked[:] = [*checked[-7:], structure]
-    return True
 
 
 def transition(

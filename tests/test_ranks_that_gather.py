@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 import purestep as ps
+from proofs.ranks import Run
 from purestep import tree
 from purestep.axis import Gather
 from tests.layers import ADAMW, GATHERS, network, of_pieces, ones, rows
@@ -102,3 +104,88 @@ def test_ranks_that_use_different_wholes(gather: Gather) -> None:
     for new, told in expert_step(axis, experts, gather, groups):
         assert torch.equal(told.loss, metrics.loss)
         assert all(map(torch.equal, tree.leaves_of(new), tree.leaves_of(expected)))
+
+
+def gathers(axis: Any, which: str) -> Callable[..., Tensor]:
+    """A loss of two layers, of which rank 1 does something else when its microbatch says so."""
+
+    def loss_fn(params: Any, batch: dict[str, Tensor]) -> Tensor:
+        other = axis.rank == 1 and bool(batch["other"])
+        first, second = reversed(params) if other and which == "swapped" else params
+        if other and which == "skipped":
+            return batch["x"].sum(-1) * ps.unshard(first).sum()
+        x = batch["x"] @ ps.unshard(first)
+        w = ps.unshard(second)
+        if other and which == "unused":
+            return x.sum(-1) + w.detach().sum()
+        return (x @ w).sum(-1)
+
+    return loss_fn
+
+
+def gathering_program(axis: Any, rank: int, which: str, when: int) -> str:
+    """Two updates; what the one in which ranks differ says."""
+    loss_fn, sgd = gathers(axis, which), ps.optim.sgd(0.5)
+    params = ps.shard(network(2), axis)
+    step = ps.make_update_step(
+        loss_fn, sgd, weight_fn=lambda m: ones(m["x"]), axis=axis, gather="loss"
+    )
+    for update in range(2):
+        batch = {"x": rows(2), "other": torch.tensor(update == when)}
+        try:
+            params, _, _ = step(params, sgd.init(params), [batch] * 2)
+        except ValueError as error:
+            return f"{update}: {error}"
+    return ""
+
+
+FIRST = r"0: the ranks of .* disagree on what they gather next, or scatter \(add 0 \* w.sum\(\).*"
+LAST = r"1: the ranks of .* disagree on the order in which their losses gather params.*"
+
+
+@pytest.mark.parametrize(
+    ("which", "when", "message"),
+    [
+        (
+            "unused",
+            0,
+            FIRST + r"ranks 0, 2, 3 with 3. psum_scatter of params\[1\].piece against rank 1 ",
+        ),
+        (
+            "skipped",
+            0,
+            FIRST + r"ranks 0, 2, 3 with 2. all_gather of params\[1\].piece against rank 1 ",
+        ),
+        (
+            "swapped",
+            0,
+            FIRST + r"ranks 0, 2, 3 with 1. all_gather of params\[0\].piece against rank 1 ",
+        ),
+        (
+            "swapped",
+            1,
+            LAST + r"ranks 0, 2, 3 with 1. .* against rank 1 with 1. all_gather of params\[1\]",
+        ),
+    ],
+)
+def test_ranks_that_gather_differently(ranks: Run, which: str, when: int, message: str) -> None:
+    """Named on all ranks: before it happens, in the first update; before the update, in others."""
+    for said in ranks(gathering_program, range(4), [which] * 4, [when] * 4):
+        assert re.match(message, said), said
+
+
+def unsharded(axis: Any, rank: int) -> str:
+    """Pieces of ``tensor_split``, of which one fits."""
+    piece = torch.tensor_split(torch.arange(9.0), 4)[rank].clone()
+    with pytest.raises(ValueError, match="disagree on what they gather next") as info:
+        ps.unshard(ps.Shard(piece, axis, (9,)))
+    return str(info.value)
+
+
+def test_pieces_that_fit_on_one_rank_alone(ranks: Run) -> None:
+    """It would wait for the others, which refuse theirs."""
+    for said in ranks(unsharded, range(4)):
+        assert re.search(
+            r"rank 0 with torch.float32 of shape \(9,\).* against ranks 1, 2 with", said
+        )
+        assert re.search(r"the piece of a Shard has shape \(2,\)", said)

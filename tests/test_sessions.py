@@ -25,7 +25,7 @@ from proofs.worlds import Grid, Ranks, on_processes, on_threads
 from purestep import tree
 from purestep.axis.agreement import described
 from purestep.axis.buckets import Buckets
-from purestep.sharding import whole
+from purestep.sharding.gather import whole
 from purestep.testing import ThreadAxis
 from purestep.testing.processes import World
 from purestep.types import Count, Sums

@@ -156,9 +156,8 @@ class Buckets:
         bucket = self._buckets[self._left]
         axis, law = (bucket.apart, "psum_scatter") if bucket.apart else (bucket.over, "psum")
         assert axis is not None
-        bucket.wait = (
-            axis.launch(bucket.memory, law) if bucket.size else partial(_first, bucket.memory)
-        )
+        bucket.wait = partial(bucket.memory.sum, 0)  # of no elements
+        bucket.wait = axis.launch(bucket.memory, law) if bucket.size else bucket.wait
         self._left += 1
         for earlier in self._buckets[: self._left - 2]:
             if earlier.apart:
@@ -178,10 +177,6 @@ class Buckets:
             for index, start in bucket.offsets.items() if bucket.apart else ():
                 place = self._apart[index]
                 self.sums[index] = entries_of(bucket.memory[:, start:][:, : width_of(place)], place)
-
-
-def _first(rows: Tensor) -> Tensor:
-    return rows[0]
 
 
 def _scattered(bucket: _Bucket) -> None:

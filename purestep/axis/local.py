@@ -94,7 +94,7 @@ class OneProgram:
         """The number itself."""
         return microbatches
 
-    def sum(self, sums: Sums, params: Tree) -> Sums:
+    def sum(self, sums: Sums, params: Tree, gathers: Sequence[str] = ()) -> Sums:
         """The sums of all ranks, by the laws, under any transform."""
         structure = tree.flatten(params)[1]
         places = tree.spread(structure)

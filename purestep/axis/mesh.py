@@ -93,7 +93,7 @@ class MeshAxis(Ranks):
         return self._members
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, MeshAxis) and self._where == other._where
+        return self._where == other._where if isinstance(other, MeshAxis) else NotImplemented
 
     def __hash__(self) -> int:
         return hash(self._where)

@@ -67,7 +67,7 @@ class Session(Protocol):
     def scatter(
         self, leaves: Sequence[Tensor], dtypes: Sequence[torch.dtype], apart: Mapping[int, Place]
     ) -> tuple[Ready | None, Callable[[list[Tensor | None]], dict[int, Tensor]]]:
-        """For one microbatch, what takes each whole gradient of these leaves as soon as it is there.
+        """For one microbatch, what takes each whole gradient as soon as it is there.
 
         And a function that takes the others, and returns this rank's pieces of all ranks' sums.
         """
@@ -75,11 +75,12 @@ class Session(Protocol):
     def rounds(self, microbatches: int) -> int:
         """The largest number of microbatches of any rank, where each one gathers params."""
 
-    def sum(self, sums: Sums, params: Tree) -> Sums:
+    def sum(self, sums: Sums, params: Tree, gathers: Sequence[str] = ()) -> Sums:
         """The sums of all ranks; of a sharded leaf, this rank's piece.
 
         The leaves of ``sums.grads`` are those of params, one by one. With ``gather="step"``, the
         gradient of a leaf that is sharded over the axis is whole; with the others, it is the piece.
+        ``gathers`` are those of the losses, which all ranks have made in one order.
         """
 
 

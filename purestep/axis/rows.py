@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
@@ -40,14 +40,10 @@ def sharded(places: Spread, axis: Axis) -> dict[int, Place]:
     return {at: place for at, place in enumerate(places) if place and within(place.axis, axis)}
 
 
-def scattered(grads: Sequence[Tensor | None], apart: Mapping[int, Place]) -> dict[int, Tensor]:
-    """This rank's pieces of the sums over ranks, under any transform; None where all have None."""
-    pairs = [(at, grads[at], place) for at, place in apart.items()]
-    return {
-        at: side_by_side("psum_scatter", [grad], [place])[0]
-        for at, grad, place in pairs
-        if grad is not None
-    }
+def scattered(grads: Sequence[Any], apart: Mapping[int, Place]) -> dict[int, Tensor]:
+    """This rank's pieces of the sums over ranks, under any transform; no gradient has none."""
+    pairs = [(at, grads[at], place) for at, place in apart.items() if grads[at] is not None]
+    return {at: side_by_side("psum_scatter", [x], [place])[0] for at, x, place in pairs}
 
 
 def reduced_pieces(

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 GATHERS = (
     "the number of microbatches, each of which gathers params (add some whose weights are zero)"
 )
+ORDER = "the order in which their losses gather params"
 EARLY = "the buckets that have left before a collective inside the loss (add 0 * w.sum() to it)"
 
 
@@ -37,7 +38,7 @@ class OwnPrograms:
     """
 
     def __init__(self, axis: Ranks, gather: Gather, settings: Mapping[str, str]) -> None:
-        self._axis, self._gather = axis, gather
+        self._axis, self._gather, self.rank = axis, gather, axis.rank
         self._settings = {"gather": gather, **settings, "bucket_bytes": str(axis.bucket_bytes)}
         self._next: Literal["agree", "sum"] | None = "agree"
         self._buckets, self._early = Buckets(axis, {}, ()), 0
@@ -113,7 +114,7 @@ class OwnPrograms:
         self.begin()
         return most
 
-    def sum(self, sums: Sums, params: Tree) -> Sums:
+    def sum(self, sums: Sums, params: Tree, gathers: Sequence[str] = ()) -> Sums:
         """The sums of all ranks; those without microbatches take part with zeros."""
         axis, dtype, holds = self._axis, sums.loss.dtype, self._holds
         grads, (leaves, structure) = tree.leaves_of(sums.grads), tree.flatten(params)
@@ -123,8 +124,9 @@ class OwnPrograms:
         number, compared = 0 if tree.is_empty(sums.aux) else aux.number, {"LossTerms.aux": aux}
         self._buckets.fill(grads)
         early = self._early + self._buckets.early
-        number += early
+        number += early + (agreement.digest(*gathers) if gathers else 0)
         compared[EARLY] = agreement.described(EARLY, str(early))
+        compared[ORDER] = agreement.Described(agreement.digest(*gathers), (*gathers, ""), ())
         sent = self._meet(agreement.message(axis, holds, number, sums.counted, sums.loss))
         floating = sums.counted.num_tokens.is_floating_point() or not holds
         if axis.on_host or self._first.holders < axis.size:

@@ -9,7 +9,8 @@ from purestep import tree
 from purestep.axis import Axis, check_axis, pvary
 from purestep.axis.rows import filled_up
 from purestep.sharding.gather import filled
-from purestep.tree.shard import Shard, own_programs
+from purestep.sharding.order import Noted, agree
+from purestep.tree.shard import Place, Shard, own_programs
 from purestep.types import Tree
 
 
@@ -65,8 +66,26 @@ def unshard(tree_: Tree) -> Tree:
     """
     leaves, structure = tree.flatten(tree_)
     places = tree.spread(structure)
-    found = {}
+    if not places:
+        return tree_
+    found: dict[int, Place] = {}
+    lines, misfits = [], []
     for at, place in enumerate(places):
-        if place is not None and place.holds(leaves[at]):
-            found[at] = place
-    return filled(tree_, leaves, found) if places else tree_
+        try:
+            if place is not None and place.holds(leaves[at]):
+                found[at] = place
+                lines.append(f"{leaves[at].dtype} of shape {place.shape}, cut along {place.dim}")
+        except ValueError as error:
+            misfits.append(error)
+            lines.append(str(error))
+
+    def check(together: bool) -> None:
+        # In a step, ranks hold the same; here, one whose piece does not fit would be waited for.
+        if together and not tree.requires_grad(leaves):
+            for axis in dict.fromkeys(place.axis for place in places if place is not None):
+                if own_programs(axis) and not isinstance(axis, Noted):
+                    agree(axis, *lines)
+        for misfit in misfits:
+            raise misfit
+
+    return filled(tree_, leaves, found, check)

@@ -22,8 +22,11 @@ from torch.autograd import Function
 from purestep import tree
 from purestep.axis import Axis, Gather, Session, pvary
 from purestep.axis.rows import sharded, side_by_side, summed_over
+from purestep.axis.session import OwnPrograms
+from purestep.checks import is_new
 from purestep.modes import ReverseModes
 from purestep.reverse import Beside, Inputs, Reverse, Sums
+from purestep.sharding.order import Order, note, noted
 from purestep.tree.shard import Place, is_shard, own
 from purestep.types import Params, Ready, Tree
 from purestep.weights import Group
@@ -83,6 +86,26 @@ def _no_token() -> Tensor:
     return torch.zeros(1, dtype=torch.bool)
 
 
+def gathering(
+    axis: Axis, gather: Gather, *, follow: bool = True
+) -> Callable[[Params, Session], tuple[Params, Order]]:
+    """A function from params to what a loss sees of them, and the order in which it gathers.
+
+    ``follow`` the losses where they gather, which a compiler does not.
+    """
+    compared: dict[int, list[tree.Structure]] = {}  # of each rank, where threads share it
+
+    def gathered_by(params: Params, ranks: Session) -> tuple[Params, Order]:
+        wholes, order = whole(params, axis, gather), Order(axis, compare=False)
+        if gather == "loss" and follow and isinstance(ranks, OwnPrograms):
+            new = is_new(compared.setdefault(ranks.rank, []), params)
+            wholes, order = noted(wholes, axis, compare=new)
+        ranks.begin()
+        return wholes, order
+
+    return gathered_by
+
+
 def whole(params: Params, axis: Axis, gather: Gather) -> Params:
     """The params as ``accumulate`` sees them: each rank's own, gathered where ``gather`` says.
 
@@ -104,10 +127,15 @@ def whole(params: Params, axis: Axis, gather: Gather) -> Params:
     return bare(tree.unflatten(structure, leaves), but)
 
 
-def filled(tree_: Tree, leaves: Sequence[Tensor], places: Mapping[int, Place]) -> Tree:
+def filled(
+    tree_: Tree,
+    leaves: Sequence[Tensor],
+    places: Mapping[int, Place],
+    check: Callable[[bool], None] = lambda together: None,
+) -> Tree:
     """The tree of these leaves without ``Shard`` nodes, some of them gathered."""
     leaves = [*leaves]
-    wholes = gathered([leaves[at] for at in places], [*places.values()])
+    wholes = gathered([leaves[at] for at in places], [*places.values()], check)
     for at, one in zip(places, wholes, strict=True):
         leaves[at] = one
     return bare(tree.unflatten(tree.flatten(tree_)[1], leaves))
@@ -128,11 +156,14 @@ def bare(tree_: Tree, but: Collection[Axis] = ()) -> Tree:
     return tree.unflatten(structure, [node.piece if is_leaf(node) else node for node in nodes])
 
 
-def gathered(pieces: Sequence[Tensor], places: Sequence[Place]) -> list[Tensor]:
+def gathered(
+    pieces: Sequence[Tensor], places: Sequence[Place], check: Callable[[bool], None]
+) -> list[Tensor]:
     """The whole tensors, differentiably: together, or one by one where a transform looks on."""
-    if tree.eager():
-        together: Callable[..., Sequence[Tensor]] = _Gather.apply
-        return [*together(tuple(places), *pieces)]
+    check(together := tree.eager())
+    if together:
+        gather: Callable[..., Sequence[Tensor]] = _Gather.apply
+        return [*gather(tuple(places), *pieces)]
     pairs = zip(pieces, places, strict=True)
     return [side_by_side("all_gather", [x], [place])[0] for x, place in pairs]
 
@@ -157,6 +188,7 @@ class _Gather(Function):
 
 def _batched(law: str, places: Sequence[Place], *tensors: Tensor) -> tuple[Tensor, ...]:
     """In batches of one axis and dtype, of at most ``bucket_bytes``, last first."""
+    note(law, places)
     batches: list[list[int]] = []
     latest: dict[Any, tuple[list[int], int]] = {}
     for at in reversed(range(len(tensors))):
