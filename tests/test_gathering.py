@@ -66,6 +66,30 @@ def test_what_travels() -> None:
         assert count("loss", microbatches) == again
 
 
+@pytest.mark.parametrize("gather", ["step", "microbatch"])
+def test_blocks_leave_while_the_backward_pass_runs(gather: Gather) -> None:
+    """When it comes to the first layer, the others are on their way; in each microbatch, or the last."""
+    axis = Log(2, bucket_bytes=1 << 19)
+    left: list[list[int]] = [[], []]
+
+    def program(rank: int) -> None:
+        def note(_: Tensor) -> None:
+            laws = [law for law, numel in axis.laws[rank] if numel > 1000]
+            left[rank].append(laws.count("psum_scatter"))
+
+        def loss_fn(layers: Any, x: Tensor) -> Tensor:
+            x = torch.relu(x.repeat(1, 16) @ layers[0])
+            x.register_hook(note)
+            return of_whole(layers[1:], x)
+
+        params = ps.shard(network(3, 256), axis)
+        step = ps.make_update_step(loss_fn, ADAMW, weight_fn=ones, axis=axis, gather=gather)
+        step(params, ADAMW.init(params), [rows(2)] * 2)
+
+    axis.map(program)(range(2))
+    assert left == [[0, 2] if gather == "step" else [2, 5]] * 2
+
+
 def test_one_layer_is_whole_at_a_time() -> None:
     """Sixteen layers more take the sums of their gradients and their inputs, and no whole layer.
 
