@@ -134,7 +134,7 @@ class Buckets:
         start = bucket.offsets[index]
         if place is None:
             assert total is not None
-            view = bucket.memory[0, start : start + leaf.numel()].view(leaf.shape)
+            view = bucket.memory[0, start : start + leaf.numel()].view(total.shape)
             self.sums[index] = view.copy_(total.to_dense() if total.is_sparse else total)
             return view
         rows = bucket.memory[:, start : start + width_of(place)]
@@ -154,10 +154,12 @@ class Buckets:
 
     def _launch(self) -> None:
         bucket = self._buckets[self._left]
-        axis, law = (bucket.apart, "psum_scatter") if bucket.apart else (bucket.over, "psum")
-        assert axis is not None
-        bucket.wait = partial(bucket.memory.sum, 0)  # of no elements
-        bucket.wait = axis.launch(bucket.memory, law) if bucket.size else bucket.wait
+        if not bucket.size:
+            bucket.wait = partial(bucket.memory.sum, 0)
+        elif bucket.apart:
+            bucket.wait = bucket.apart.launch(bucket.memory, "psum_scatter")
+        elif bucket.over:
+            bucket.wait = bucket.over.launch(bucket.memory[0])
         self._left += 1
         for earlier in self._buckets[: self._left - 2]:
             if earlier.apart:
@@ -170,7 +172,7 @@ class Buckets:
             if bucket.apart:
                 _scattered(bucket)
                 if bucket.over:
-                    bucket.wait = bucket.over.launch(bucket.memory)
+                    bucket.wait = bucket.over.launch(bucket.memory[0])
         for bucket in started:
             if bucket.wait:
                 bucket.wait()
