@@ -55,7 +55,11 @@ def unshard(tree_: Tree) -> Tree:
     loss with ``gather="loss"``, call it inside ``ps.remat(block)``, which gathers again in the
     backward pass and keeps only the pieces. There, all ranks gather the same params in the same
     order, and the losses of each rank depend on what it gathers; add ``0 * w.sum()`` where they may
-    not.
+    not. Ranks that differ are named at the first update with params of one structure. At a later
+    one, those that gather in another order are named before anything is updated, and those that
+    wait for each other get a ``RankError`` when their process group's timeout is over.
+
+    Outside of a step, ranks compare shapes and pieces first: one small message more.
 
     >>> from purestep import VmapAxis
     >>> axis = VmapAxis(2)
