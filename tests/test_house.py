@@ -39,21 +39,21 @@ CORE = [
     "evaluation",
 ]
 BUDGETS = {
-    "core": 1077,
+    "core": 1078,
     "tree": 390,
-    "axis": 1000,
-    "sharding": 295,
+    "axis": 996,
+    "sharding": 291,
     "optim": 849,
     "data": 619,
     "checkpoint": 365,
     "losses": 381,
     "modules": 697,
-    "compiling": 240,
+    "compiling": 241,
 }
 """Lines of code: no longer than they are, on the way to the goals of the design."""
 
 LATER = {
-    "testing": 1515,
+    "testing": 1513,
     "examples": 1298,
     "others": 702,
 }
