@@ -57,25 +57,6 @@ def check_normalize(
         )
 
 
-def is_new(checked: list[tree.Structure], params: Params) -> bool:
-    """Whether params of this structure have not been checked yet; from now on they have.
-
-    >>> checked = []
-    >>> [is_new(checked, params) for params in ([1, 2], [3], [4, 5])]
-    [True, True, False]
-    """
-    structure = tree.flatten(params)[1]
-    if torch.compiler.is_dynamo_compiling():
-        return False  # A compiler has no answers to what is asked of new ones.
-    try:
-        if structure in checked:
-            return False
-    except Exception:
-        return True  # A node class of the user's may keep what cannot be compared.
-    checked[:] = [*checked[-7:], structure]
-    return True
-
-
 def check_inputs(
     params: Params,
     opt_state: OptState,

@@ -11,7 +11,7 @@ from purestep import checks, tree
 from purestep.accumulate import plus, total_loss
 from purestep.axis import Axis, Gather, LocalAxis
 from purestep.objective import divisors_of, part_of, value
-from purestep.sharding import gathering
+from purestep.step import is_new
 from purestep.types import Count, EvalMetrics, LossFn, Microbatch, Params, Sums, Tree, WeightFn
 from purestep.weights import Group, count, count_of, label_weights, weigh
 
@@ -42,8 +42,7 @@ def make_eval_step(
     checks.check_choice("gather", gather, Gather)
     where: Gather = "loss" if gather == "loss" else "step"
     settings = {"weight_fn": "given" if weight_fn else "None", "gather": where, "evaluation": "yes"}
-
-    gathered = gathering(axis, where)
+    checked: dict[int, list[tree.Structure]] = {}
 
     def eval_step(params: Params, microbatches: Sequence[Microbatch], /) -> EvalMetrics:
         with axis.session(where, settings) as ranks:
@@ -51,8 +50,8 @@ def make_eval_step(
             group = weigh(microbatches, weight_fn)
             total = ranks.agree(count(group), params, (), len(microbatches))
             known = total if weight_fn else None
-            wholes, order = gathered(params, ranks)
-            sums = ranks.sum(evaluate(loss_fn, wholes, group, known), (), order.end())
+            wholes = ranks.whole(params, new=is_new(checked.setdefault(ranks.rank, []), params))
+            sums = ranks.sum(evaluate(loss_fn, wholes, group, known), ())
         loss = sums.loss
         if known is None:
             total = sums.counted

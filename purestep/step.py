@@ -22,7 +22,7 @@ from purestep.grad_and_value import grad_and_value
 from purestep.modes import reverse_modes
 from purestep.objective import divisors_of
 from purestep.optim.base import Optimizer, check_optimizer, explain, held_back, in_place
-from purestep.sharding import gathering, joined, per_microbatch
+from purestep.sharding import joined, per_microbatch
 from purestep.types import (
     GradAndValue,
     LossFn,
@@ -146,14 +146,13 @@ def make_update_step(
         "gather": gather,
         "on_nonfinite": on_nonfinite,
     }
-    checked: list[tree.Structure] = []
-    gathered = gathering(axis, gather, follow=compile is False)
+    checked: dict[int, list[tree.Structure]] = {}  # by rank, where threads share it
 
     def update_step(
         params: ParamsT, opt_state: StateT, microbatches: Sequence[Microbatch], /
     ) -> tuple[ParamsT, StateT, StepMetrics]:
         with axis.session(gather, settings) as ranks:
-            new = checks.is_new(checked, params)
+            new = is_new(checked.setdefault(ranks.rank, []), params)
             if new:
                 checks.check_inputs(params, opt_state, microbatches, axis, donate)
             group = weigh(microbatches, weight_fn if normalize == "loss" else None)
@@ -161,10 +160,9 @@ def make_update_step(
             total = ranks.agree(count(group), params, opt_state, len(microbatches))
             if gather == "microbatch":
                 group = joined(group, ranks.rounds(len(microbatches)))
-            wholes, order = gathered(params, ranks)
             sums = accumulate(
                 loss_fn,
-                wholes,
+                ranks.whole(params, new=new, traced=compile is not False),
                 group,
                 weight_fn=weight_fn,
                 total=total if normalize == "loss" else None,
@@ -173,7 +171,7 @@ def make_update_step(
                 modes=per_microbatch(modes, ranks) if gather == "microbatch" else modes,
                 check=new,
             )
-            sums = ranks.sum(sums, params, order.end())
+            sums = ranks.sum(sums, params)
 
         if normalize == "grads":
             total = sums.counted
@@ -218,6 +216,25 @@ def divided(sums: Sums) -> Sums:
 
     grads = tree.map(quotient, sums.grads)
     return sums._replace(grads=grads, loss=(sums.loss / n).to(sums.loss.dtype))
+
+
+def is_new(checked: list[tree.Structure], params: Params) -> bool:
+    """Whether params of this structure have not been checked yet; from now on they have.
+
+    >>> checked = []
+    >>> [is_new(checked, params) for params in ([1, 2], [3], [4, 5])]
+    [True, True, False]
+    """
+    structure = tree.flatten(params)[1]
+    if torch.compiler.is_dynamo_compiling():
+        return False  # A compiler has no answers to what is asked of new ones.
+    try:
+        if structure in checked:
+            return False
+    except Exception:
+        return True  # A node class of the user's may keep what cannot be compared.
+    checked[:] = [*checked[-7:], structure]
+    return True
 
 
 def transition(

@@ -25,7 +25,7 @@ from proofs.worlds import Grid, Ranks, on_processes, on_threads
 from purestep import tree
 from purestep.axis.agreement import described
 from purestep.axis.buckets import Buckets
-from purestep.sharding.gather import whole
+from purestep.axis.whole import whole
 from purestep.testing import ThreadAxis
 from purestep.testing.processes import World
 from purestep.types import Count, Sums
@@ -83,7 +83,7 @@ def update(
         at("before")
         ready = ranks.buckets(theta, None)
         total = ranks.agree(count(tokens), theta, opt_state, len(tokens))
-        ranks.begin()
+        ranks.whole(theta)
         grads = [torch.zeros(x.shape, dtype=tree.accumulation_dtype(x.dtype)) for x in leaves]
         at("between")
         for position, number in enumerate(tokens):

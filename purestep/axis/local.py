@@ -13,6 +13,7 @@ from torch import Tensor
 from purestep import tree
 from purestep.axis.protocol import Axis, Gather
 from purestep.axis.rows import reduced_pieces, scattered, sharded
+from purestep.axis.whole import whole
 from purestep.tree.shard import Place
 from purestep.types import Count, Ready, Sums, Tree
 from purestep.weights import check_count
@@ -59,6 +60,7 @@ class OneProgram:
 
     axis: Axis
     gather: Gather
+    rank = 0
 
     def __enter__(self) -> Self:
         return self
@@ -81,8 +83,11 @@ class OneProgram:
         check_count(total)
         return total
 
-    def begin(self) -> None:
-        """Nothing leaves early."""
+    def whole(self, params: Tree, *, new: bool = False, traced: bool = False) -> Tree:
+        """The params as a loss sees them: each rank's own, gathered for the step."""
+        if not tree.spread(tree.flatten(params)[1]):
+            return self.axis.apply_tree("pvary", params)
+        return whole(params, self.axis, self.gather)
 
     def scatter(
         self, leaves: Sequence[Tensor], dtypes: Sequence[torch.dtype], apart: Mapping[int, Place]
@@ -94,7 +99,7 @@ class OneProgram:
         """The number itself."""
         return microbatches
 
-    def sum(self, sums: Sums, params: Tree, gathers: Sequence[str] = ()) -> Sums:
+    def sum(self, sums: Sums, params: Tree) -> Sums:
         """The sums of all ranks, by the laws, under any transform."""
         structure = tree.flatten(params)[1]
         places = tree.spread(structure)

@@ -45,6 +45,8 @@ class Session(Protocol):
     tensor(3)
     """
 
+    rank: int
+
     def __enter__(self) -> Session: ...
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any, /) -> None: ...
@@ -61,8 +63,12 @@ class Session(Protocol):
         ``here`` counts this rank's tokens, ``microbatches`` is how many microbatches it holds.
         """
 
-    def begin(self) -> None:
-        """Params are as the loss sees them: from here on, sums leave when they are ready."""
+    def whole(self, params: Tree, *, new: bool = False, traced: bool = False) -> Tree:
+        """The params as a loss sees them, gathered where ``gather`` says.
+
+        ``new``: it is the first update with params of this structure. ``traced``: a compiler traces
+        the loss, so that nothing may follow where it gathers.
+        """
 
     def scatter(
         self, leaves: Sequence[Tensor], dtypes: Sequence[torch.dtype], apart: Mapping[int, Place]
@@ -75,12 +81,11 @@ class Session(Protocol):
     def rounds(self, microbatches: int) -> int:
         """The largest number of microbatches of any rank, where each one gathers params."""
 
-    def sum(self, sums: Sums, params: Tree, gathers: Sequence[str] = ()) -> Sums:
+    def sum(self, sums: Sums, params: Tree) -> Sums:
         """The sums of all ranks; of a sharded leaf, this rank's piece.
 
         The leaves of ``sums.grads`` are those of params, one by one. With ``gather="step"``, the
         gradient of a leaf that is sharded over the axis is whole; with the others, it is the piece.
-        ``gathers`` are those of the losses, which all ranks have made in one order.
         """
 
 

@@ -13,8 +13,10 @@ from torch import Tensor
 from purestep import tree
 from purestep.axis import agreement
 from purestep.axis.buckets import Buckets, laid_out_like
+from purestep.axis.order import Order, noted
 from purestep.axis.protocol import Gather
 from purestep.axis.rows import sharded, summed_over
+from purestep.axis.whole import whole
 from purestep.tree.shard import Place
 from purestep.types import Count, Ready, Sums, Tree
 
@@ -42,6 +44,7 @@ class OwnPrograms:
         self._settings = {"gather": gather, **settings, "bucket_bytes": str(axis.bucket_bytes)}
         self._next: Literal["agree", "sum"] | None = "agree"
         self._buckets, self._early = Buckets(axis, {}, ()), 0
+        self._order = Order(axis, compare=False)
         self._unread: tuple[Callable[[], list[float]], agreement.Compared] | None = None
 
     def __enter__(self) -> Self:
@@ -70,7 +73,7 @@ class OwnPrograms:
         if axis.on_host:
             self._confirm()
             floating = self._first.floating > 0
-        self.begin()
+        self._begin()
         return agreement.total_of(sent, floating)
 
     def buckets(self, params: Tree, dtype: torch.dtype | None) -> Ready | None:
@@ -84,8 +87,16 @@ class OwnPrograms:
         self._buckets = Buckets(self._axis, mine, dtypes, apart, over)
         return self._buckets.ready
 
-    def begin(self) -> None:
-        """From here on, ranks wait for the second message, and buckets leave when they are full."""
+    def whole(self, params: Tree, *, new: bool = False, traced: bool = False) -> Tree:
+        """The params as a loss sees them; from here on, buckets leave when they are full."""
+        wholes = whole(params, self._axis, self._gather)
+        if self._gather == "loss" and not traced:
+            wholes, self._order = noted(wholes, self._axis, compare=new)
+        self._begin()
+        return wholes
+
+    def _begin(self) -> None:
+        """From here on, ranks wait for the second message."""
         self._next = "sum"
         self._buckets.begin()
 
@@ -111,11 +122,12 @@ class OwnPrograms:
         self._confirm()
         mine = torch.tensor([microbatches], device=self._axis.device)
         most = int(self._axis.where.meet("all_gather", mine).max())
-        self.begin()
+        self._begin()
         return most
 
-    def sum(self, sums: Sums, params: Tree, gathers: Sequence[str] = ()) -> Sums:
+    def sum(self, sums: Sums, params: Tree) -> Sums:
         """The sums of all ranks; those without microbatches take part with zeros."""
+        gathers = self._order.end()
         axis, dtype, holds = self._axis, sums.loss.dtype, self._holds
         grads, (leaves, structure) = tree.leaves_of(sums.grads), tree.flatten(params)
         if tree.any_requires_grad(grads):

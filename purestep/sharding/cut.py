@@ -7,9 +7,9 @@ from torch import Tensor
 
 from purestep import tree
 from purestep.axis import Axis, check_axis, pvary
+from purestep.axis.order import Noted, agree
 from purestep.axis.rows import filled_up
-from purestep.sharding.gather import filled
-from purestep.sharding.order import Noted, agree
+from purestep.axis.whole import filled
 from purestep.tree.shard import Place, Shard, own_programs
 from purestep.types import Tree
 

@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from purestep import tree
-from purestep.axis import Axis, Ranks, agreement
+from purestep.axis import agreement
+from purestep.axis.protocol import Axis
 from purestep.tree.shard import Place, Shard, is_shard
 from purestep.types import Params
 
@@ -28,10 +29,10 @@ def agree(axis: Axis, *lines: str) -> None:
     ...
     ValueError: the ranks of ThreadAxis(2) disagree on what they gather next, or scatter (add ...
     """
-    assert isinstance(axis, Ranks)
+    ranks: Any = axis
     described = agreement.Described(agreement.digest(*lines), (*lines, ""), ())
-    sent = axis.apply("psum", agreement.message(axis, True, described.number))
-    agreement.hear(axis, sent.tolist(), axis.size, {WHAT: described}, ask=True)
+    sent = axis.apply("psum", agreement.message(ranks, True, described.number))
+    agreement.hear(ranks, sent.tolist(), axis.size, {WHAT: described}, ask=True)
 
 
 class Order:
