@@ -156,8 +156,9 @@ def compiled(loss_fn: LossFn, compile: bool | Compiler) -> Reverse:
         params = tree.unflatten(inputs.structure, inputs.leaves)
         if inputs.check:
             # What refuses a call does not see a trace. Its draws are made again.
-            with torch.no_grad(), torch.random.fork_rng(devices=[]):
-                loss_fn(params, inputs.microbatch)
+            own = [leaf.detach().requires_grad_() for leaf in inputs.leaves]
+            with torch.enable_grad(), torch.random.fork_rng(devices=[]):
+                loss_fn(tree.unflatten(inputs.structure, own), inputs.microbatch)
         so_far = None if any(total is None for total in values) else values
         beside: Beside
         try:
