@@ -16,7 +16,6 @@ from proofs.strategies import Batch, Case, assert_same, cases, cut, weights_of
 from proofs.theorem import System, theorem
 from purestep import tree
 from purestep.testing.strategies import cuts
-from purestep.torch_private import storage_of
 
 SETTINGS = [{}, {"normalize": "grads"}, {"on_nonfinite": "skip"}]
 
@@ -29,9 +28,9 @@ def purity_cases(draw: st.DrawFn) -> tuple[Case, list[Batch], list[Batch], dict[
     return case, group, cut(other.batch, draw(cuts(other.rows))), draw(st.sampled_from(SETTINGS))
 
 
-def storages(value: Any) -> set[int]:
+def storages(value: Any) -> set[torch.UntypedStorage]:
     """Where the leaves that hold anything live."""
-    return {storage_of(leaf) for leaf in tree.leaves_of(value) if leaf.numel()}
+    return {leaf.untyped_storage() for leaf in tree.leaves_of(value) if leaf.numel()}
 
 
 def globals_of() -> tuple[Any, ...]:

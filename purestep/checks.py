@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from purestep import tree
 from purestep.axis import Axis, check_axis, overlap, within
-from purestep.torch_private import storage_of, version
+from purestep.torch_private import version
 from purestep.types import LossFn, Microbatch, OptState, Params, WeightFn
 
 
@@ -150,13 +150,13 @@ def check_apart(
     params: Params, opt_state: OptState, microbatches: Sequence[Microbatch] = ()
 ) -> None:
     """Refuses donated leaves that share a storage with each other, or with a microbatch."""
-    owners: dict[int, str] = {}
+    owners: dict[torch.UntypedStorage, str] = {}
     donated = params, opt_state
     for name, leaf in _named(donated, "(params, opt_state)"):
-        pointer = storage_of(leaf)
-        if leaf.numel() and owners.setdefault(pointer, name) != name:
+        storage = leaf.untyped_storage()
+        if leaf.numel() and owners.setdefault(storage, name) != name:
             raise ValueError(
-                f"donate=True needs a buffer for each leaf, but {owners[pointer]} and {name} share "
+                f"donate=True needs a buffer for each leaf, but {owners[storage]} and {name} share "
                 "memory: clone one of them, or tie them inside loss_fn"
             )
         if leaf.numel() * leaf.element_size() > leaf.untyped_storage().nbytes():
@@ -166,10 +166,10 @@ def check_apart(
             )
     for number, microbatch in enumerate(microbatches):
         for path, leaf in _named(tree.plain(microbatch), f"microbatches[{number}]"):
-            pointer = storage_of(leaf)
-            if leaf.numel() and pointer in owners:
+            storage = leaf.untyped_storage()
+            if leaf.numel() and storage in owners:
                 raise ValueError(
-                    f"donate=True lets the update write over {owners[pointer]}, but {path} shares "
+                    f"donate=True lets the update write over {owners[storage]}, but {path} shares "
                     "its memory: clone one of them"
                 )
 
@@ -210,7 +210,7 @@ class recomputation(TorchFunctionMode):  # noqa: N801
 
     def __init__(self, leaves: Sequence[Tensor]) -> None:
         super().__init__()
-        self._leaves = {*map(storage_of, leaves)}
+        self._leaves = {*map(Tensor.untyped_storage, leaves)}
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -218,7 +218,7 @@ class recomputation(TorchFunctionMode):  # noqa: N801
         if torch.is_grad_enabled() and not torch.compiler.is_dynamo_compiling():
             for value in tree.leaves_of((args, kwargs)):
                 if isinstance(value, torch.nn.Parameter) and (
-                    storage_of(value) not in self._leaves
+                    value.untyped_storage() not in self._leaves
                 ):
                     raise ValueError(
                         "a checkpoint inside loss_fn recomputes with a module's own parameter, of "

@@ -50,7 +50,7 @@ def make_eval_step(
             group = weigh(microbatches, weight_fn)
             total = ranks.agree(count(group), params, (), len(microbatches))
             known = total if weight_fn else None
-            wholes = ranks.whole(params, new=is_new(checked.setdefault(ranks.rank, []), params))
+            wholes = ranks.whole(params, new=is_new(checked, ranks.rank, params))
             sums = ranks.sum(evaluate(loss_fn, wholes, group, known), ())
         loss = sums.loss
         if known is None:

@@ -25,9 +25,7 @@ from purestep.checks import versions_of
 from purestep.modules import keyed
 from purestep.torch_private import (
     in_forward_mode,
-    is_watched,
     is_wrapped,
-    storage_of,
     transformed,
     unwrapped,
 )
@@ -146,7 +144,7 @@ def _repeatable(fn: Callable[P, R], leaves: Sequence[Any]) -> Callable[P, R]:
         if moved is None:
             result = fn(*args, **kwargs)
             # Generators that the call has not moved are left alone: other threads draw from them.
-            moved = [x for x in before if is_watched() or not torch.equal(x[1], x[0].get_state())]
+            moved = [x for x in before if not torch.equal(x[1], x[0].get_state())]
             return result
         with ExitStack() as within:
             for generator, state in moved:
@@ -245,11 +243,11 @@ def _is_tracked(tensor: Tensor) -> bool:
 
 def _overlap(given: Sequence[Tensor], made: Sequence[Tensor]) -> bool:
     """Whether tensors that are made share memory with those that are given, or with each other."""
-    room = dict.fromkeys(map(storage_of, given), 0)
+    room = dict.fromkeys(map(Tensor.untyped_storage, given), 0)
     for each in made:
         sizes = [size for size, stride in zip(each.shape, each.stride(), strict=True) if stride]
-        left = room.get(storage_of(each), each.untyped_storage().nbytes())
-        room[storage_of(each)] = left - math.prod(sizes) * each.element_size()
+        left = room.get(each.untyped_storage(), each.untyped_storage().nbytes())
+        room[each.untyped_storage()] = left - math.prod(sizes) * each.element_size()
     return any(left < 0 for left in room.values())
 
 

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from purestep import tree as trees
-from purestep.torch_private import storage_of
 from purestep.tree.shard import Place, Shard
 from purestep.types import Tree
 
@@ -42,12 +41,12 @@ def state_dict(tree: Tree) -> dict[str, Tensor]:
     {"tree['a.b'][0]": tensor(2), "tree['layers'][0]": tensor(1.)}
     """
     flat: dict[str, Tensor] = {}
-    taken: set[int] = set()
+    taken: set[torch.UntypedStorage] = set()
     for name, leaf in _tensors(tree).items():
         own = leaf.is_contiguous() and leaf.untyped_storage().nbytes() == leaf.nbytes
-        if not own or storage_of(leaf) in taken:
+        if not own or leaf.untyped_storage() in taken:
             leaf = leaf.clone(memory_format=torch.contiguous_format)
-        taken.add(storage_of(leaf))
+        taken.add(leaf.untyped_storage())
         flat[name] = leaf
     return flat
 

@@ -152,7 +152,7 @@ def make_update_step(
         params: ParamsT, opt_state: StateT, microbatches: Sequence[Microbatch], /
     ) -> tuple[ParamsT, StateT, StepMetrics]:
         with axis.session(gather, settings) as ranks:
-            new = is_new(checked.setdefault(ranks.rank, []), params)
+            new = is_new(checked, ranks.rank, params)
             if new:
                 checks.check_inputs(params, opt_state, microbatches, axis, donate)
             group = weigh(microbatches, weight_fn if normalize == "loss" else None)
@@ -218,22 +218,22 @@ def divided(sums: Sums) -> Sums:
     return sums._replace(grads=grads, loss=(sums.loss / n).to(sums.loss.dtype))
 
 
-def is_new(checked: list[tree.Structure], params: Params) -> bool:
-    """Whether params of this structure have not been checked yet; from now on they have.
+def is_new(checked: dict[int, list[tree.Structure]], rank: int, params: Params) -> bool:
+    """Whether a rank has not checked params of this structure yet; from now on it has.
 
-    >>> checked = []
-    >>> [is_new(checked, params) for params in ([1, 2], [3], [4, 5])]
+    >>> checked = {}
+    >>> [is_new(checked, 0, params) for params in ([1, 2], [3], [4, 5])]
     [True, True, False]
     """
-    structure = tree.flatten(params)[1]
     if torch.compiler.is_dynamo_compiling():
         return False  # A compiler has no answers to what is asked of new ones.
+    structure, known = tree.flatten(params)[1], checked.setdefault(rank, [])
     try:
-        if structure in checked:
+        if structure in known:
             return False
     except Exception:
         return True  # A node class of the user's may keep what cannot be compared.
-    checked[:] = [*checked[-7:], structure]
+    known[:] = [*known[-7:], structure]
     return True
 
 

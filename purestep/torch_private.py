@@ -67,16 +67,7 @@ is_wrapped: Callable[[Tensor], bool] = _private("_C._functorch.is_functorch_wrap
 unwrapped: Callable[[Tensor], Tensor] = _private("_C._functorch.get_unwrapped")
 """The tensor inside of one that ``torch.func`` made."""
 
-modes: Callable[[], int] = _private("_C._len_torch_dispatch_stack")
-
-
-def is_watched() -> bool:
-    """Whether a mode of this thread sees every operation, so that tensors may have no values."""
-    return modes() > 0
-
-
 _interpreters = _private("_C._functorch.get_interpreter_stack")
-_vmap = _private("_C._functorch.TransformType.Vmap")
 
 
 forward_level: Callable[[], int] = partial(getattr, forward_ad, "_current_level", -1)
@@ -90,7 +81,7 @@ def in_forward_mode() -> bool:
 
 def transforms_differentiate() -> bool:
     """Whether one of the transforms of ``torch.func`` that are active is not a ``vmap``."""
-    return any(level.key() != _vmap for level in _interpreters() or [])
+    return any(level.key().name != "Vmap" for level in _interpreters() or [])
 
 
 # Reverse mode: gradients are added to their sums by autograd itself, on leaves of which nobody else has a hold.
@@ -121,11 +112,6 @@ def checkpoint_frame() -> Any | None:
 
 version = _attribute("Tensor._version")
 """How often a tensor was written to."""
-
-
-def storage_of(tensor: Tensor) -> int:
-    """One number for all tensors that share memory, also on devices without addresses."""
-    return id(tensor.untyped_storage())  # one object as long as the memory is there
 
 
 # Kernels for many leaves at once.

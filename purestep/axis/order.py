@@ -59,7 +59,7 @@ class Noted:
     """The axis of one leaf among the params of a loss: it says which leaf is gathered."""
 
     def __init__(self, axis: Axis, leaf: str, order: Order) -> None:
-        self._noted, self._leaf, self._order = axis, leaf, order
+        self._noted, self.leaf, self.order = axis, leaf, order
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._noted, name)
@@ -92,4 +92,4 @@ def note(law: str, places: Sequence[Place]) -> None:
     """Tells that these leaves are about to be gathered or scattered."""
     leaves = [place.axis for place in places if isinstance(place.axis, Noted)]
     if leaves:
-        leaves[0]._order.add(f"{law} of {', '.join(each._leaf for each in leaves)}")
+        leaves[0].order.add(f"{law} of {', '.join(each.leaf for each in leaves)}")

@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 import torch
 from torch.autograd.graph import disable_saved_tensors_hooks
 
-from purestep.torch_private import in_forward_mode, is_watched, transformed
+from purestep.torch_private import in_forward_mode, transformed
 
 Compiler: TypeAlias = Callable[..., Callable[..., Any]]
 """``torch.compile`` or what is called like it: ``partial(torch.compile, mode="max-autotune")``."""
@@ -104,7 +104,7 @@ def compiled(function: Callable[..., Any], compile_: bool | Compiler = True) -> 
         nonlocal broken
         if torch.compiler.is_dynamo_compiling():
             return function(*args)  # A compiler around it compiles this, too.
-        if broken or transformed() or in_forward_mode() or is_watched():
+        if broken or transformed() or in_forward_mode():
             return function(*args)
         try:
             return graph(*args)

@@ -37,12 +37,12 @@ _NUMBERS = (
 )
 
 
-def place(tensor: Any) -> int:
-    """The storage of a tensor, in whatever wrappers of torch.func; 0 of what lies in none."""
+def place(tensor: Any) -> torch.UntypedStorage | None:
+    """The storage of a tensor, in whatever wrappers of torch.func; None of what has none."""
     while isinstance(tensor, Tensor) and torch_private.is_wrapped(tensor):
         tensor = torch_private.unwrapped(tensor)
     strided = isinstance(tensor, Tensor) and tensor.layout is torch.strided
-    return torch_private.storage_of(tensor) if strided and tensor.numel() else 0
+    return tensor.untyped_storage() if strided and tensor.numel() else None
 
 
 @contextmanager
@@ -62,7 +62,7 @@ def watched(
     """
     places = {name: place(each) for name, each in kept.items()}
     writes = {at: name for name, at in places.items() if at}
-    known = {0, *writes, *map(place, inputs)}
+    known = {None, *writes, *map(place, inputs)}
     reads = {place(each): name for name, each in own.items() if place(each) not in known}
 
     def look(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
@@ -84,7 +84,7 @@ def watched(
     with torch_private.watching(look):
         yield
     for name, each in kept.items():
-        if place(each) != places[name]:  # Something has been assigned to its ``.data``.
+        if place(each) is not places[name]:  # Something has been assigned to its ``.data``.
             raise ValueError(_WRITES.format(name))
     if keyed and _generators() != before:
         raise ValueError(_NUMBERS)

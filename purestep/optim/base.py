@@ -20,7 +20,6 @@ from torch import Tensor
 
 from purestep import tree
 from purestep.optim.schedules import SCHEDULER_HINT, is_scheduler
-from purestep.torch_private import storage_of
 from purestep.types import OptState, Params, StateT, Tree
 
 Update: TypeAlias = Callable[[Tree, OptState, Params], tuple[Tree, OptState]]
@@ -134,12 +133,14 @@ def over(
     if applied is not None:
         grads = held_back(grads, applied)
     old = (grads if isinstance(part, Transform) else params, state)
-    held = {storage_of(leaf) for leaf in tree.leaves_of(old)}
+    held = {leaf.untyped_storage() for leaf in tree.leaves_of(old)}
     before = [id(leaf) for leaf in tree.leaves_of(old)]
     leaves, structure = tree.flatten(part.update(grads, state, params))
     # What lies in the memory of the old tree would be written over before it is read.
     apart = [
-        leaf.clone() if storage_of(leaf) in held and before[at : at + 1] != [id(leaf)] else leaf
+        leaf.clone()
+        if leaf.untyped_storage() in held and before[at : at + 1] != [id(leaf)]
+        else leaf
         for at, leaf in enumerate(leaves)
     ]
     new, after = tree.unflatten(structure, apart)
