@@ -30,7 +30,7 @@ import purestep as ps
 from purestep import tree
 from tests.mortal import unfinished, wait_until
 
-STEPS, LIVES, PATIENCE, KEEP = 50, 20, 30.0, 2
+STEPS, LIVES, TIMEOUT, KEEP = 50, 20, 20.0, 2
 OPTIMIZER = ps.optim.chain(ps.optim.clip_by_global_norm(1.0), ps.optim.adamw(1e-2))
 
 # What takes seconds to import, before any life begins.
@@ -102,7 +102,7 @@ def _live(folder: Path, store: Path, rank: int, size: int, in_background: bool) 
             init_method=f"file://{store}",
             rank=rank,
             world_size=size,
-            timeout=timedelta(seconds=PATIENCE),
+            timeout=timedelta(seconds=TIMEOUT),
         )
         mesh = DeviceMesh("cpu", list(range(size)), mesh_dim_names=("dp",))
         train_on_ranks(folder, ps.MeshAxis(mesh, "dp"), in_background)
@@ -116,8 +116,11 @@ def _live(folder: Path, store: Path, rank: int, size: int, in_background: bool) 
 
 
 def ends(processes: list[int]) -> Iterator[int]:
-    """How each process ends, which is soon."""
-    until = time.monotonic() + PATIENCE
+    """How each process ends: soon, or when gloo, which may miss a death, has waited long enough.
+
+    A save that waits for the dead may begin a moment later, and then training that waits for it.
+    """
+    until = time.monotonic() + 3 * TIMEOUT
     for process in processes:
         while (ended := os.waitpid(process, os.WNOHANG)) == (0, 0):
             assert time.monotonic() < until, "a rank waits for one that is dead"
