@@ -194,7 +194,7 @@ MUTANTS = [
         "test_t13_donation.overlaps",
         "donated leaves that overlap at different offsets",
         "checks",
-        "if leaf.numel() and owners.setdefault(pointer, name) != name:",
+        "if leaf.numel() and owners.setdefault(storage, name) != name:",
         "if False:",
     ),
     mutant(

@@ -39,23 +39,23 @@ CORE = [
     "evaluation",
 ]
 BUDGETS = {
-    "core": 1078,
+    "core": 1077,
     "tree": 390,
-    "axis": 1146,
+    "axis": 1145,
     "sharding": 154,
-    "optim": 849,
+    "optim": 850,
     "data": 619,
     "checkpoint": 365,
     "losses": 381,
-    "modules": 697,
+    "modules": 696,
     "compiling": 241,
 }
 """Lines of code: no longer than they are, on the way to the goals of the design."""
 
 LATER = {
-    "testing": 1513,
+    "testing": 1512,
     "examples": 1298,
-    "others": 702,
+    "others": 683,
 }
 """Rooms that are to be written again."""
 
@@ -91,7 +91,7 @@ ORDER = [
 ]
 """Each imports from those before it alone."""
 
-PRIVATE = 31
+PRIVATE = 18
 """Private names of torch's, to become 16."""
 
 SEAMS = {
