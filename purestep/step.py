@@ -87,8 +87,9 @@ def make_update_step(
             and the old values must not be used again. Each leaf needs memory that no other leaf and
             no microbatch shares. Ignored where the step is recorded.
         compile: whether ``torch.compile`` makes one graph of a microbatch's forward, backward and
-            sums, once for any number of them; or a compiler, such as
-            ``functools.partial(torch.compile, mode="max-autotune")``. Ignored under a transform.
+            sums, once for any number of them; or a compiler that takes ``fullgraph=True``, such as
+            ``functools.partial(torch.compile, mode="max-autotune")``. The first update calls the
+            loss once eagerly, too. Ignored under a transform.
             For all of a small network's step in one graph, wrap it in ``ps.compile``.
 
     Returns:
