@@ -148,6 +148,23 @@ def collectives_begun(group: Any) -> int | None:
 # The compiler. Its import takes a second, so it is imported by what is called when something is compiled.
 
 
+def never_compiled_alone(function: Callable[..., Any], callees: bool = True) -> None:
+    """Where a compiler does not take a function into the graph of its caller, Python runs it. Where unknown, that is compiled, too.
+
+    What it calls is compiled, unless ``callees`` is False.
+    """
+    try:
+        from torch._C._dynamo import eval_frame
+
+        skip = eval_frame._FrameExecStrategy(
+            eval_frame._FrameAction.SKIP,
+            eval_frame._FrameAction.DEFAULT if callees else eval_frame._FrameAction.SKIP,
+        )
+        eval_frame.set_code_exec_strategy(function.__code__, skip)
+    except (ImportError, AttributeError):
+        pass
+
+
 def watching(look: Callable[[Any, Any, Any], None]) -> Any:
     """Within it, ``look`` is shown each operation, and its arguments, before it is carried out, or recorded by a compiler."""
     from torch.utils._python_dispatch import TorchDispatchMode

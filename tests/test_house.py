@@ -47,15 +47,15 @@ BUDGETS = {
     "data": 619,
     "checkpoint": 365,
     "losses": 381,
-    "modules": 696,
+    "modules": 697,
     "compiling": 241,
 }
 """Lines of code: no longer than they are, on the way to the goals of the design."""
 
 LATER = {
-    "testing": 1512,
+    "testing": 1513,
     "examples": 1298,
-    "others": 683,
+    "others": 693,
 }
 """Rooms that are to be written again."""
 
@@ -91,7 +91,7 @@ ORDER = [
 ]
 """Each imports from those before it alone."""
 
-PRIVATE = 18
+PRIVATE = 19
 """Private names of torch's, to become 16."""
 
 SEAMS = {

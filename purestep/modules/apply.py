@@ -21,7 +21,7 @@ from torch.nn import Module, Parameter
 from purestep import tree
 from purestep.modules import huggingface, keyed, plan, refused, watch
 from purestep.random import Keys
-from purestep.torch_private import hooks_backward
+from purestep.torch_private import hooks_backward, never_compiled_alone
 
 
 def from_module(
@@ -172,6 +172,7 @@ class Apply:
     def __init__(self, parts: _Parts, trained: Mapping[str, Tensor], still: bool = False) -> None:
         # The module's own parameters are apart from what compilers look at.
         self._trained, self._parts, self._seen = trained, parts, set[Any]()
+        never_compiled_alone(Apply.__call__, callees=False)
         evaluating = parts._replace(plan=plan.in_evaluation(parts.plan))
         self.eval = self if still else Apply(evaluating, trained, still=True)
 

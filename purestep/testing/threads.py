@@ -12,7 +12,7 @@ from torch import Tensor
 
 from purestep.axis.laws import LAWS
 from purestep.axis.ranks import BUCKET_BYTES, RankError, Ranks, Wait
-from purestep.torch_private import transformed
+from purestep.torch_private import never_compiled_alone, transformed
 
 
 class ThreadAxis(Ranks):
@@ -180,6 +180,7 @@ class _World:
         self.size = size
         self._local = threading.local()
         # A compiler would give all ranks one tensor, in whose graph the other ranks' losses stand.
+        never_compiled_alone(_together, callees=False)
 
     @property
     def is_running(self) -> bool:
