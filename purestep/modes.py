@@ -154,12 +154,12 @@ def compiled(loss_fn: LossFn, compile: bool | Compiler) -> Reverse:
             return in_pieces(inputs, sums, ready)
         values, dtypes = sums
         params = tree.unflatten(inputs.structure, inputs.leaves)
-        if inputs.check:
+        so_far = None if any(total is None for total in values) else values
+        if inputs.check and so_far is None:
             # What refuses a call does not see a trace. Its draws are made again.
             own = [leaf.detach().requires_grad_() for leaf in inputs.leaves]
             with torch.enable_grad(), torch.random.fork_rng(devices=[]):
                 loss_fn(tree.unflatten(inputs.structure, own), inputs.microbatch)
-        so_far = None if any(total is None for total in values) else values
         beside: Beside
         try:
             made, beside = one(params, so_far, dtypes, *inputs[2:5])

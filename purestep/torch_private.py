@@ -1,12 +1,12 @@
-"""Every private name of torch's that purestep uses: what it is for, and what happens where it is missing.
+"""Every private name of torch's that purestep uses, and what happens where it is missing.
 
-A private name may go with any release of torch. Where one is missing, nothing happens at import; what needs it
-raises at its first use and says which torch has it, unless a fallback is named here.
+A private name may go with any release of torch. Where one is missing, nothing happens at import;
+what needs it raises at its first use and says which torch has it, unless a fallback is named here.
 
 >>> _private("_no_such_name")()
 Traceback (most recent call last):
 ...
-RuntimeError: torch ... has no torch._no_such_name, which purestep needs for this: install a torch from ... to ...
+RuntimeError: torch ... has no torch._no_such_name, which purestep needs for this: install ...
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def _private(path: str) -> Any:
 
 
 def _attribute(path: str) -> Callable[[Any], Any]:
-    """What reads the last name of ``torch.path`` off an object; where there is none, a function that says so."""
+    """A function that reads the last name of ``torch.path``; without one, it raises and says so."""
     try:
         attrgetter(path)(torch)
     except AttributeError:
@@ -55,7 +55,7 @@ def _missing(path: str) -> Callable[..., NoReturn]:
     return missing
 
 
-# Who transforms, batches or watches: where none of them is active, buffers are reused and kernels that no transform knows are used.
+# Transforms: where none is active, buffers are reused, and kernels run that no transform knows.
 
 transformed: Callable[[], bool] = _private("_C._are_functorch_transforms_active")
 """Whether a transform of ``torch.func`` is active."""
@@ -84,7 +84,7 @@ def transforms_differentiate() -> bool:
     return any(level.key().name != "Vmap" for level in _interpreters() or [])
 
 
-# Reverse mode: gradients are added to their sums by autograd itself, on leaves of which nobody else has a hold.
+# Reverse mode: autograd adds gradients to their sums, on leaves made for one microbatch.
 
 run_backward: Callable[..., Any] = _private("autograd.graph._engine_run_backward")
 """``torch.autograd.backward`` without its checks, which take as long as thirty small operations.
@@ -99,7 +99,10 @@ saved_tensors_hooks: Callable[[bool], Any] = _private(
 
 
 def checkpoint_frame() -> Any | None:
-    """What keeps the innermost checkpoint that is being computed for the first time, with its ``recompute_fn``; None outside of any."""
+    """The frame of the innermost checkpoint that computes for the first time; None outside of any.
+
+    It holds ``recompute_fn``, which the backward pass calls.
+    """
     hooks = saved_tensors_hooks(False)
     pack: Any = None if hooks is None else hooks[0]
     if getattr(pack, "__qualname__", "") != "_checkpoint_hook.__init__.<locals>.pack_hook":
@@ -137,7 +140,7 @@ flattened: Callable[[DeviceMesh], DeviceMesh] = _private(
 
 
 def collectives_begun(group: Any) -> int | None:
-    """How many collectives a process group has begun; None where it or its torch does not count them."""
+    """How many collectives a process group has begun; None where its backend does not count."""
     try:
         number: int = group._get_sequence_number_for_group()
     except (AttributeError, RuntimeError):
@@ -145,28 +148,25 @@ def collectives_begun(group: Any) -> int | None:
     return number
 
 
-# The compiler. Its import takes a second, so it is imported by what is called when something is compiled.
+# The compiler. Its import takes a second, so it happens where something is compiled.
 
 
-def never_compiled_alone(function: Callable[..., Any], callees: bool = True) -> None:
-    """Where a compiler does not take a function into the graph of its caller, Python runs it. Where unknown, that is compiled, too.
+def never_compiled_alone(function: Callable[..., Any]) -> None:
+    """Python runs a function, and all that it calls, where no graph of its caller holds it.
 
-    What it calls is compiled, unless ``callees`` is False.
+    A torch without the name compiles them there.
     """
     try:
         from torch._C._dynamo import eval_frame
 
-        skip = eval_frame._FrameExecStrategy(
-            eval_frame._FrameAction.SKIP,
-            eval_frame._FrameAction.DEFAULT if callees else eval_frame._FrameAction.SKIP,
-        )
+        skip = eval_frame._FrameExecStrategy(*[eval_frame._FrameAction.SKIP] * 2)
         eval_frame.set_code_exec_strategy(function.__code__, skip)
     except (ImportError, AttributeError):
         pass
 
 
 def watching(look: Callable[[Any, Any, Any], None]) -> Any:
-    """Within it, ``look`` is shown each operation, and its arguments, before it is carried out, or recorded by a compiler."""
+    """A context in which ``look`` gets each operation, and its arguments, before it runs."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
     class Watch(TorchDispatchMode):
@@ -200,9 +200,9 @@ def may_draw(operation: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> boo
 
 
 def traced_container(structure: Any, children: list[Any]) -> Any:
-    """The container at the top of an optree structure, over these children, while the compiler traces.
+    """The container at the top of an optree structure, over these children, in a trace.
 
-    Its own way calls optree's function for a dict without tensors, and that function expects other metadata.
+    Its own way calls optree's function for a dict without tensors, which expects other metadata.
     """
     if structure.type is dict:
         unsorted, _ = structure._metadata
@@ -211,7 +211,7 @@ def traced_container(structure: Any, children: list[Any]) -> Any:
 
 
 def traced_metadata(structure: Any) -> Any:
-    """What the node at the top of an optree structure keeps beside its children, while the compiler traces."""
+    """What the node at the top of an optree structure keeps beside its children, in a trace."""
     return structure._metadata
 
 

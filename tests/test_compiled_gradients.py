@@ -65,3 +65,20 @@ def test_sparse_gradients_arrive_dense() -> None:
         for compile in (True, False)
     )
     assert str(ours) == str(theirs)
+
+
+def test_the_first_update_calls_the_loss_once_eagerly() -> None:
+    """Not once for each microbatch, and never again."""
+    calls: list[int] = []
+
+    def loss_fn(w: Tensor, m: dict[str, Tensor]) -> Tensor:
+        if not torch.compiler.is_compiling():
+            calls.append(1)
+        return w * m["x"]
+
+    sgd, w = ps.optim.sgd(1.0), torch.ones(2)
+    compiler = partial(ps.compile, backend="aot_eager")
+    step = ps.make_update_step(loss_fn, sgd, weight_fn=x_ones, compile=compiler)
+    for _ in range(2):
+        step(w, sgd.init(w), [{"x": torch.ones(2)}] * 3)
+    assert calls == [1]

@@ -172,7 +172,7 @@ class Apply:
     def __init__(self, parts: _Parts, trained: Mapping[str, Tensor], still: bool = False) -> None:
         # The module's own parameters are apart from what compilers look at.
         self._trained, self._parts, self._seen = trained, parts, set[Any]()
-        never_compiled_alone(Apply.__call__, callees=False)
+        never_compiled_alone(Apply.__call__)
         evaluating = parts._replace(plan=plan.in_evaluation(parts.plan))
         self.eval = self if still else Apply(evaluating, trained, still=True)
 

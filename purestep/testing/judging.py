@@ -47,7 +47,7 @@ class Verdict(NamedTuple):
 def judge(
     trainer: Trainer, laws: Iterable[str] = tuple(LAWS), *, cases: int = CASES, shrink: int = SHRINK
 ) -> list[Verdict]:
-    """A verdict for each law. "refuses" is told only where no wrong number is found.
+    """A verdict for each law. A law says "refuses" only where no number is wrong.
 
     >>> from purestep.testing import Specification
     >>> for verdict in judge(Specification(), ["T1", "T16"], cases=10):

@@ -180,7 +180,7 @@ class _World:
         self.size = size
         self._local = threading.local()
         # A compiler would give all ranks one tensor, in whose graph the other ranks' losses stand.
-        never_compiled_alone(_together, callees=False)
+        never_compiled_alone(_together)
 
     @property
     def is_running(self) -> bool:
