@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from purestep import tree
-from purestep.compiling import Compiler, NoGraph, compiled as compiled_function, one_graph
+from purestep.compiling import Compiler, compiled as compiled_function, one_graph, with_fallback
 from purestep.grad_and_value import grad_and_value as plain_grad_and_value
 from purestep.objective import part_of, value
 from purestep.reverse import Beside, Inputs, Reverse, Sums, by_vjp, in_place, unshare
@@ -130,10 +130,10 @@ def add(sums: Sums, grads: Sequence[Tensor], *, copy: bool = False) -> None:
 def compiled(loss_fn: LossFn, compile: bool | Compiler) -> Reverse:
     """One graph of forward, backward and sums, which it makes, or writes to in place.
 
-    Where the compiler makes no such graph, the forward pass alone is compiled.
+    Where the compiler makes no such graph, it is ``in_place``, and a warning says why.
     """
 
-    def graph(
+    def sums_of(
         params: Tree, sums: list[Tensor] | None, dtypes: list[torch.dtype], *given: Any
     ) -> tuple[list[Tensor], Beside]:
         grads, beside = constant(*gradients(loss_fn, by_vjp, params, *given))
@@ -145,13 +145,9 @@ def compiled(loss_fn: LossFn, compile: bool | Compiler) -> Reverse:
             made.append(so_far.add_(grad) if so_far.ndim else so_far + grad)
         return made, beside
 
-    one, makes_graph = one_graph(graph, compile), True
-    in_pieces = in_place(loss_fn, compiled_function(part_of, compile))
+    one = one_graph(functools.wraps(loss_fn)(sums_of), compile)
 
     def reverse(inputs: Inputs, sums: Sums, ready: Ready | None) -> Beside:
-        nonlocal makes_graph
-        if not makes_graph:
-            return in_pieces(inputs, sums, ready)
         values, dtypes = sums
         params = tree.unflatten(inputs.structure, inputs.leaves)
         so_far = None if any(total is None for total in values) else values
@@ -161,18 +157,12 @@ def compiled(loss_fn: LossFn, compile: bool | Compiler) -> Reverse:
             with torch.enable_grad(), torch.random.fork_rng(devices=[]):
                 loss_fn(tree.unflatten(inputs.structure, own), inputs.microbatch)
         beside: Beside
-        try:
-            made, beside = one(params, so_far, dtypes, *inputs[2:5])
-        except NoGraph:
-            # An error of the loss itself is raised here, without a word about the compiler.
-            beside = in_pieces(inputs, sums, ready)
-            makes_graph = False
-            return beside
-        values[:] = made
+        made, beside = one(params, so_far, dtypes, *inputs[2:5])
         if so_far is None:
-            unshare(values)
+            unshare(made)
         if ready is not None:
-            values[:] = [ready(index, total) for index, total in enumerate(made)]
+            made = [ready(index, total) for index, total in enumerate(made)]
+        values[:] = made
         return beside
 
-    return reverse
+    return with_fallback(reverse, in_place(loss_fn))

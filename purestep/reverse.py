@@ -62,7 +62,7 @@ class Reverse(Protocol):
     def __call__(self, inputs: Inputs, sums: Sums, ready: Ready | None, /) -> Beside: ...
 
 
-def in_place(loss_fn: LossFn, part_of: Callable[..., Any] = part_of) -> Reverse:
+def in_place(loss_fn: LossFn) -> Reverse:
     """Autograd's own backward pass, on leaves made for this microbatch alone.
 
     What a loss does to its leaves, by hooks or backward passes, ends with them.

@@ -4,6 +4,6 @@
 graphs for CPUs.
 """
 
-from purestep.compiling.graph import Compiler, NoGraph, compile, compiled, one_graph
+from purestep.compiling.graph import Compiler, compile, compiled, one_graph, with_fallback
 
-__all__ = ["Compiler", "NoGraph", "compile", "compiled", "one_graph"]
+__all__ = ["Compiler", "compile", "compiled", "one_graph", "with_fallback"]

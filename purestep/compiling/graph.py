@@ -10,7 +10,6 @@ import itertools
 import re
 import warnings
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from typing import Any, TypeAlias
 
 import torch
@@ -53,8 +52,7 @@ def compile(function: Callable[..., Any], **settings: Any) -> Callable[..., Any]
       einops, purestep and Python are left out. What the loss reads, globals included, has guards.
     * Without an accelerator, ``cpp_wrapper`` compiles what calls the kernels, too. Where process
       groups are in use it is off. ``options={"cpp_wrapper": False}`` turns it off elsewhere:
-      torch needs that for embeddings with sparse gradients, of which ``compile=True`` compiles
-      the forward pass alone.
+      torch needs that for embeddings with sparse gradients.
     * Graphs for CPUs are rewritten, as ``purestep.compiling.cpu`` says.
 
     ``options=`` go before these. ``mode=`` takes their place, since torch takes one of the two.
@@ -97,27 +95,31 @@ def compiled(function: Callable[..., Any], compile_: bool | Compiler = True) -> 
     _check(compile_)
     if compile_ is False:
         return function
-    graph, broken = one_graph(function, compile_, alone=False), False
+    return with_fallback(one_graph(function, compile_), function)
 
-    @functools.wraps(function)
+
+def with_fallback(graph: Callable[..., Any], eager: Callable[..., Any]) -> Callable[..., Any]:
+    """``graph``, and ``eager`` from the call on at which ``NoGraph`` says that there is none."""
+    broken = False
+
     def run(*args: Any) -> Any:
         nonlocal broken
         if torch.compiler.is_dynamo_compiling():
-            return function(*args)  # A compiler around it compiles this, too.
+            return eager(*args)  # A compiler around it compiles this, too.
         if broken or transformed() or in_forward_mode():
-            return function(*args)
+            return eager(*args)
         try:
             return graph(*args)
         except NoGraph as error:
-            cause = error.__cause__
-        # An error of the function itself is raised here, without a word about the compiler.
-        result = function(*args)
-        if cause is not None:  # None: the compiler is switched off.
+            refused = error
+        # An error of the loss itself is raised here, without a word about the compiler.
+        result = eager(*args)
+        if refused.__cause__ is not None:  # None: the compiler is switched off.
             broken = True
             warnings.warn(
-                f"compile=True: torch.compile cannot make one graph of {_name(function)}, so from "
-                "now on it runs eagerly. Change what stops it, or pass compile=False. "
-                + _reason(cause),
+                f"compile=True: torch.compile cannot make one graph of {refused}, so from now on "
+                "it runs eagerly. Change what stops it, or pass compile=False. "
+                + _reason(refused.__cause__),
                 stacklevel=2,
             )
         return result
@@ -129,12 +131,10 @@ class NoGraph(Exception):  # noqa: N818
     """The compiler cannot make one graph of a function."""
 
 
-def one_graph(
-    function: Callable[..., Any], compile_: bool | Compiler, *, alone: bool = True
-) -> Callable[..., Any]:
+def one_graph(function: Callable[..., Any], compile_: bool | Compiler) -> Callable[..., Any]:
     """The function as one graph; ``NoGraph`` where there is none, before anything is computed.
 
-    It is called where no transform is active. ``alone``: no backward pass of another follows.
+    It is called where no transform is active.
 
     >>> from functools import partial
     >>> def branches(x):
@@ -152,20 +152,14 @@ def one_graph(
         return function(*args)
 
     if isinstance(compile_, bool):
-        options: dict[str, Any] = {"guard_filter_fn": without_surroundings}
-        if not alone:
-            # Its backward pass, compiled when it runs, may have sparse gradients: for Python alone.
-            options = {"cpp_wrapper": False}
-        made = compile(traced, fullgraph=True, options=options)
+        made = compile(traced, fullgraph=True, options={"guard_filter_fn": without_surroundings})
     else:
         made = compile_(_alone(traced), fullgraph=True)
 
-    @functools.wraps(function)
     def run(*args: Any) -> Any:
         # A compiler that fails inside of torch.func leaves hooks disabled; this restores them.
-        hooks = disable_saved_tensors_hooks(_NO_HOOKS) if alone else nullcontext()
         try:
-            with hooks:
+            with disable_saved_tensors_hooks(_NO_HOOKS):
                 return made(*args)
         except Exception as error:
             if not _is_the_compilers(error):
