@@ -40,66 +40,18 @@ from purestep.sharding import from_dtensor, shard, to_dtensor, unshard
 from purestep.state import load_state_dict, state_dict
 from purestep.step import make_update_step
 from purestep.tree.shard import Shard
-from purestep.types import (
-    Count,
-    LossTerms,
-    StepMetrics,
-    Sums,
-)
+from purestep.types import Count, LossTerms, StepMetrics, Sums
 from purestep.weights import count, count_tokens, label_weights
 
 __all__ = [
-    "tree",
-    "random",
-    "from_module",
-    "shift_labels",
-    "BatchPlan",
-    "plan",
-    "balance",
-    "pack",
-    "pack_documents",
-    "segment_mask",
-    "split",
-    "merge",
-    "group",
-    "DataExhausted",
-    "prefetch",
-    "label_weights",
-    "Count",
-    "count",
-    "count_tokens",
-    "LossTerms",
-    "losses",
-    "grad_and_value",
-    "remat",
-    "Sums",
-    "accumulate",
-    "Axis",
-    "LocalAxis",
-    "VmapAxis",
-    "MeshAxis",
-    "RankError",
-    "psum",
-    "pmean",
-    "pvary",
-    "all_gather",
-    "psum_scatter",
-    "Shard",
-    "shard",
-    "unshard",
-    "to_dtensor",
-    "from_dtensor",
-    "optim",
-    "make_update_step",
-    "StepMetrics",
-    "make_eval_step",
-    "compile",
-    "to_module",
-    "state_dict",
-    "load_state_dict",
-    "checkpoint",
-    "testing",
-]
+    "tree", "random", "from_module", "shift_labels", "BatchPlan", "plan", "balance", "pack",
+    "pack_documents", "segment_mask", "split", "merge", "group", "DataExhausted", "prefetch",
+    "label_weights", "Count", "count", "count_tokens", "LossTerms", "losses", "grad_and_value",
+    "remat", "Sums", "accumulate", "Axis", "LocalAxis", "VmapAxis", "MeshAxis", "RankError", "psum",
+    "pmean", "pvary", "all_gather", "psum_scatter", "Shard", "shard", "unshard", "to_dtensor",
+    "from_dtensor", "optim", "make_update_step", "StepMetrics", "make_eval_step", "compile",
+    "to_module", "state_dict", "load_state_dict", "checkpoint", "testing",
+]  # fmt: skip
 
 __version__ = "0.1.0"
 
