@@ -103,16 +103,3 @@ TRANSFORMS: dict[str, Callable[[Function], Any]] = {
     "jacrev of jacfwd": lambda f: jacrev(jacfwd(f))(PARAMS, X),
     "vmap of hessian": lambda f: vmap(hessian(f), (0, None))(MANY, X),
 }
-
-
-def deep(weights: list[Tensor], x: Tensor, remat: Any) -> Tensor:
-    """Layers of which each computes five activations."""
-
-    def layer(weight: Tensor, x: Tensor) -> Tensor:
-        for _ in range(5):
-            x = torch.tanh(x @ weight)
-        return x
-
-    for weight in weights:
-        x = remat(layer)(weight, x)
-    return x.square().sum()

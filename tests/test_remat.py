@@ -1,19 +1,26 @@
-"""Rematerialisation: the values and gradients of the plain function, under everything that transforms it."""
+"""Rematerialisation: the values and gradients of the plain function, of which its arguments alone are kept."""
 
 from __future__ import annotations
 
+import gc
 import weakref
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.func import grad, jvp, vmap
 from torch.utils.checkpoint import checkpoint
 
 import purestep as ps
 from proofs.strategies import assert_same
 from purestep import tree
-from tests.blocks import PARAMS, TRANSFORMS, Function, X, block, both, chain
+from purestep.torch_private import may_draw
+from tests.blocks import PARAMS, TRANSFORMS, Function, W, X, block, both, chain, pulled
+from tests.memory import LiveBytes
+from tests.torch_private import attention
+
+EAGER = ["value", "without gradients", "autograd", "ps.grad_and_value"]
 
 
 def test_no_gradient_is_zero() -> None:
@@ -23,12 +30,7 @@ def test_no_gradient_is_zero() -> None:
 
 
 @pytest.mark.parametrize("name", TRANSFORMS)
-def test_every_transform(name: str) -> None:
-    both(lambda block: TRANSFORMS[name](chain(block)))
-
-
-@pytest.mark.parametrize("name", TRANSFORMS)
-def test_nested(name: str) -> None:
+def test_every_transform_of_nested_functions(name: str) -> None:
     """A function under remat, made of such functions, and called twice with the same params."""
 
     def nested(remat: Any) -> Function:
@@ -40,77 +42,111 @@ def test_nested(name: str) -> None:
     assert_same(nested(ps.remat), nested(lambda fn: fn))
 
 
-RESULTS: dict[str, Function] = {
-    "one tensor": lambda w, x: x @ w,
-    "an argument": lambda w, x: (x, x @ w),
-    "pieces of what is made": lambda w, x: (x @ w).unbind(),
-    "of an empty argument": lambda w, x: (x[:0] * 2, x @ w),
-    "twice the same": lambda w, x: ((y := x @ w), y),
-    "a constant": lambda w, x: (torch.ones(3), x @ w),
-    "not of all arguments": lambda w, x: (w.sum(), x * x),
-    "detached": lambda w, x: ((x @ w).detach(), x @ w),
-    "nothing else": lambda w, x: (x @ w, None, (), {"none": None}),
-    "indices": lambda w, x: (x @ w).max(-1),
-    "no tensor": lambda w, x: (3, "three"),
+class Holding(torch.nn.Module):
+    """Computes a part of it again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.part = torch.nn.Linear(4, 4, dtype=torch.float64)
+
+    def forward(self, x: Tensor, remat: Any) -> Any:
+        return remat(self.part)(x)
+
+
+_, HOLDING = ps.from_module(Holding())
+EYE = torch.eye(4).double()
+CLOSING: dict[str, Function] = {
+    "lambda": lambda remat, w: remat(lambda x: x * w)(2 * w).sum(),
+    "module": lambda remat, w: HOLDING({"part.weight": EYE, "part.bias": w}, X[:, 0], remat).sum(),
+    "returned": lambda remat, w: remat(lambda x: (x, w))(X[:, 0])[1].sum(),
+    "in an inner vmap": lambda remat, w: vmap(lambda v: remat(lambda x: x * w)(v))(X[:, 0]).sum(),
 }
 
 
+@pytest.mark.parametrize("loss", CLOSING)
 @pytest.mark.parametrize(
-    "name", ["ps.grad_and_value", "grad", "grad of vmap", "vmap of grad", "jvp", "grad of grad"]
+    "transform",
+    [
+        lambda f: ps.grad_and_value(f)(W),
+        lambda f: torch.autograd.grad(f(own := W.clone().requires_grad_()), own),
+        lambda f: grad(f)(W),
+        lambda f: pulled(f, W),
+        lambda f: vmap(f)(torch.stack([W, -W, W, W])),
+        lambda f: vmap(grad(f))(torch.stack([W, -W])),
+        lambda f: grad(lambda w: vmap(f)(w).sum())(torch.stack([W, W])),
+        lambda f: jvp(f, (W,), (W,)),
+    ],
 )
-@pytest.mark.parametrize("result", RESULTS)
-def test_whatever_is_returned(result: str, name: str) -> None:
-    """Under vmap too, where some of it is not batched."""
+def test_what_is_closed_over_is_differentiated(transform: Any, loss: str) -> None:
+    """And batched, where both are of one size."""
 
-    def loss(function: Function) -> Function:
-        def over_leaves(params: Any, x: Tensor) -> Tensor:
-            loss = (params[0]["w"] * x[0]).sum()
-            for leaf in tree.leaves_of(function(params[0]["w"], x)):
-                if isinstance(leaf, Tensor):
-                    loss = loss + (leaf * leaf).sum() * leaf.sum() * loss
-            return loss + 0 * params[0]["b"].sum() + 0 * params[1]["b"].sum() * params[1]["w"].sum()
+    def run(remat: Any) -> Any:
+        return transform(lambda w: CLOSING[loss](remat, w))
 
-        return over_leaves
-
-    both(lambda function: TRANSFORMS[name](loss(function)), RESULTS[result])
+    assert_same(run(ps.remat), run(lambda fn: fn))
 
 
-@pytest.mark.parametrize("name", ["ps.grad_and_value", "grad", "vmap of grad", "grad of vmap"])
-def test_what_nobody_uses_has_no_gradient(name: str) -> None:
-    """Not even one of zero, of which the square root's derivative at zero would make a NaN."""
-
-    def rooted(p: Any, x: Tensor, **how: Any) -> Any:
-        return {**block(p, x, **how), "root": (0 * x).sqrt()}
-
-    both(lambda function: TRANSFORMS[name](chain(function)), rooted)
+def written_by(x: Tensor) -> Tensor:
+    """The function writes to its argument."""
+    return ps.remat(lambda p: p["x"].mul_(2) ** 3)({"x": x})
 
 
-@pytest.mark.parametrize("around", [False, True])
-@pytest.mark.parametrize("transform", [ps.grad_and_value, torch.func.grad_and_value])
-def test_autocast(around: bool, transform: Any) -> None:
-    """What was cast in the forward pass is cast in the backward pass, be autocast still on or not; nothing stays in its cache."""
+def written_later(x: Tensor) -> Tensor:
+    """The argument is written to before the backward pass."""
+    y = ps.remat(lambda p: p["x"] ** 3)({"x": x})
+    x.mul_(3)
+    return y
+
+
+@pytest.mark.parametrize("use", [written_by, written_later])
+def test_arguments_that_are_written_to_are_refused(use: Function) -> None:
+    """In a tree, too."""
+    with pytest.raises(RuntimeError, match="an inplace operation"):
+        ps.grad_and_value(lambda w: use(2 * w).sum())(W)
+
+
+def test_what_no_checkpoint_takes_is_refused() -> None:
+    """``torch.func.grad`` inside, and a generator, which would draw other numbers."""
+
+    def slope(x: Tensor) -> Tensor:
+        return grad(lambda y: (y**3).sum())(x) * x
+
+    with pytest.raises(RuntimeError, match="saved tensor hooks"):
+        ps.grad_and_value(lambda w: ps.remat(slope)(w).sum())(W)
+    with pytest.raises(TypeError, match=r"rand under ps\.remat takes a torch\.Generator, .* a key"):
+        ps.remat(torch.rand)(4, generator=torch.Generator())
+
+
+@pytest.mark.parametrize("name", EAGER)
+def test_random_numbers_are_drawn_again(name: str) -> None:
+    """And the generator stands where one call of the function leaves it."""
+
+    def dropping(p: Any, x: Tensor, **how: Any) -> dict[str, Any]:
+        out = block(p, x, **how)
+        return {**out, "y": torch.nn.functional.dropout(out["y"]) ** 2}
+
+    def seeded(block: Function) -> Any:
+        torch.manual_seed(0)
+        return TRANSFORMS[name](chain(block)), torch.get_rng_state()
+
+    both(seeded, dropping)
+
+
+def test_autocast_is_that_of_the_forward_pass() -> None:
     params, x = tree.map(Tensor.float, (PARAMS, X))
-    held, dtypes = [], set()
+    dtypes = set()
 
     def cast(p: Any, x: Tensor) -> Tensor:
         y = torch.tanh(x @ p["w"] / 8) @ p["w"]
-        held.append(weakref.ref(p["w"]))
         dtypes.add(y.dtype)
-        return y
+        return y @ p["w"]
 
     def run(block: Function) -> Any:
         def loss(params: Any) -> Tensor:
-            y = x
             with torch.autocast("cpu", dtype=torch.bfloat16):
-                for p in params:
-                    y = block(p, y)
-            return y.float().square().sum()
+                return block(params[1], block(params[0], x)).float().square().sum()
 
-        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=around):
-            result = transform(loss)(params)
-            if block is not cast and transform is ps.grad_and_value:
-                assert not any(each() is not None for each in held)
-            return result
+        return ps.grad_and_value(loss)(params)
 
     both(run, cast)
     assert dtypes == {torch.bfloat16}
@@ -125,11 +161,76 @@ def test_modules_and_checkpoints() -> None:
     def run(apply: Function) -> Any:
         return ps.grad_and_value(lambda params: apply(params, X).square().sum())(params)
 
-    both(run, apply)
-    plain = run(apply)
-
     def again(apply: Function) -> Function:
         return lambda params, x: checkpoint(apply, params, x, use_reentrant=False)
 
-    assert_same(run(again(ps.remat(apply))), plain)
-    assert_same(run(ps.remat(again(apply))), plain)
+    for function in (ps.remat(apply), again(ps.remat(apply)), ps.remat(again(apply))):
+        assert_same(run(function), run(apply))
+
+
+def test_a_compiled_function_inside() -> None:
+    """Without a word in either pass."""
+
+    def run(remat: Any) -> Any:
+        torch.compiler.reset()
+        compiled = remat(torch.compile(lambda p, x: block(p, x)["y"], backend="aot_eager"))
+        own = tree.map(lambda leaf: leaf.clone().requires_grad_(), PARAMS[0])
+        return torch.autograd.grad(compiled(own, X).sum(), tree.leaves_of(own))
+
+    assert_same(run(ps.remat), run(lambda fn: fn))
+    torch.compiler.reset()
+
+
+def test_the_input_of_each_layer_is_kept_and_all_of_one_layer() -> None:
+    """Without remat, all of all layers."""
+    layers, rows, width = 12, 256, 16
+    activation = rows * width * 4
+    weights = [torch.randn(width, width) / width**0.5 for _ in range(layers)]
+    x = torch.randn(rows, width)
+
+    def layer(weight: Tensor, x: Tensor) -> Tensor:
+        for _ in range(5):
+            x = torch.tanh(x @ weight)
+        return x
+
+    def peak(layer: Function) -> int:
+        def deep(weights: list[Tensor]) -> Tensor:
+            y = x
+            for weight in weights:
+                y = layer(weight, y)
+            return y.square().sum()
+
+        with LiveBytes() as live:
+            ps.grad_and_value(deep)(weights)
+        return live.peak
+
+    gc.collect()
+    # tanh keeps what it returns. Beside that are alive a cotangent, what is made of it, and a product before tanh takes it.
+    assert peak(layer) >= 5 * layers * activation
+    assert peak(ps.remat(layer)) <= (layers + 5 + 3) * activation + layers * width * width * 4
+
+
+def test_arguments_are_freed_as_the_backward_pass_goes() -> None:
+    """In a tree, and while the result is alive."""
+    x = torch.ones(3, requires_grad=True)
+    argument = 2 * x
+    held = weakref.ref(argument)
+    value = ps.remat(lambda p: p["x"].square())({"x": argument}).sum()
+    del argument
+    assert held() is not None
+    torch.autograd.grad(value, x)
+    assert held() is None
+    assert value == 12
+
+
+def test_attention_draws_where_it_drops() -> None:
+    """All of it has the mark of what draws random numbers."""
+    aten = torch.ops.aten
+    given = [torch.ones(1, 1, 2, 4)] * 3
+    assert torch.Tag.nondeterministic_seeded in attention.tags
+    assert not may_draw(attention, given, {})
+    assert not may_draw(attention, [*given, 0.0, True], {"scale": None})
+    assert may_draw(attention, [*given, 0.1], {})
+    assert may_draw(attention, given, {"dropout_p": 0.1})
+    assert may_draw(aten.native_dropout.default, [given[0], 0.0, True], {})
+    assert not may_draw(aten.mm.default, given[:2], {})

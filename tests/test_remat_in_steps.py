@@ -1,156 +1,65 @@
-"""``remat`` inside of steps: where ranks meet in a block, where a loss differentiates it, and where all of it is compiled."""
+"""``remat`` inside of steps: where ranks meet in a block, and where all of it is compiled."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch.func import grad, jvp, vmap
 
 import purestep as ps
 from proofs.strategies import assert_same
 from purestep import tree
-from tests.blocks import MANY, ONE, PARAMS, Function, X, block, both, integers, pulled
+from tests.blocks import PARAMS, Function, block, integers
+
+SGD = ps.optim.sgd(0.5)
 
 
-def group(ranks: int, microbatches: int = 2) -> list[list[dict[str, Tensor]]]:
-    """A group for each rank."""
-    return [
-        [{"x": integers(4, 3, seed=10 * rank + m)} for m in range(microbatches)]
-        for rank in range(ranks)
-    ]
+def group(rank: int) -> list[dict[str, Tensor]]:
+    """Two microbatches."""
+    return [{"x": integers(4, 3, seed=10 * rank + m)} for m in range(2)]
 
 
-def weight_fn(m: Any) -> Tensor:
-    """Every row is a token."""
-    return torch.ones(m["x"].shape[0], dtype=torch.float64)
-
-
-def step(block: Function, axis: Any, rate: Any = 0.5, **how: Any) -> Any:
-    """Two blocks, in whose middle ranks meet."""
+def step(block: Function, **how: Any) -> Any:
+    """Two blocks."""
 
     def loss_fn(params: Any, m: Any) -> Tensor:
-        x = m["x"]
-        for p in params:
-            x = block(p, x, axis)
-        return x.sum(-1)
+        return block(params[1], block(params[0], m["x"])).sum(-1)
 
-    return ps.make_update_step(loss_fn, ps.optim.sgd(rate), axis=axis, weight_fn=weight_fn, **how)
+    return ps.make_update_step(
+        loss_fn, SGD, weight_fn=lambda m: torch.ones(len(m["x"])).double(), **how
+    )
 
 
-def meeting(p: Any, x: Tensor, axis: Any) -> Tensor:
-    """A block with collectives inside, and another number on each rank."""
+def meeting(axis: Any, p: Any, x: Tensor) -> Tensor:
+    """Collectives in a block, and another number on each rank."""
     y = x @ ps.pvary(p["w"], axis) + ps.pvary(p["b"], axis)
     total = ps.psum(y.sum(0), axis)
     return y * total - x * (1 + axis.index) - ps.all_gather(y, axis).sum(0)
 
 
-def start() -> Any:
-    return tree.map(torch.clone, PARAMS)
+def apart(axis: Any, p: Any, x: Tensor) -> Tensor:
+    """None: gradients leave while blocks are computed again."""
+    return (x @ p["w"] + p["b"]) ** 2
 
 
+@pytest.mark.parametrize("of", [meeting, apart])
 @pytest.mark.parametrize("donate", [False, True])
-def test_collectives_on_threads(donate: bool) -> None:
-    """Each rank calls them again, in one order; gradients that travel meanwhile are not taken for them."""
-
-    def run(block: Function) -> Any:
-        axis = ps.testing.ThreadAxis(2, bucket_bytes=8)
-        update_step = step(block, axis, donate=donate)
-        state = ps.optim.sgd(0.5).init(PARAMS)
-        return axis.map(lambda group: update_step(start(), state, group))(group(2))
-
-    both(run, meeting)
-
-
-def test_ranks_in_threads_draw_nothing_from_each_other() -> None:
-    """Without collectives in the block, gradients leave while blocks are computed again."""
-
-    def local(p: Any, x: Tensor, axis: Any) -> Tensor:
-        return (x @ p["w"] + p["b"]) ** 2
-
-    def run(block: Function) -> Any:
-        axis = ps.testing.ThreadAxis(3, bucket_bytes=8)
-        update_step = step(block, axis)
-        state = ps.optim.sgd(0.5).init(PARAMS)
-        return axis.map(lambda group: update_step(PARAMS, state, group))(group(3))
-
-    both(run, local)
-
-
-@pytest.mark.parametrize(
-    "transform",
-    [
-        lambda f: f(PARAMS, ONE / 2),
-        lambda f: grad(lambda p, rate: f(p, rate)[0]["w"].sum(), argnums=(0, 1))(PARAMS, ONE / 2),
-        lambda f: pulled(lambda p: f(p, ONE / 2)[0]["w"].sum(), PARAMS),
-        lambda f: vmap(lambda p: f(p, ONE / 2))(MANY),
-        lambda f: jvp(lambda p: f(p, ONE / 2), (PARAMS,), (PARAMS,)),
-    ],
-)
-def test_collectives_under_vmap(transform: Callable[[Function], Any]) -> None:
-    """Also where a derivative is taken when the axis does not map any more."""
-    stacked = [
-        {"x": torch.stack(each)}
-        for each in zip(*[[m["x"] for m in rank] for rank in group(2)], strict=True)
-    ]
-
-    def run(block: Function) -> Any:
-        axis = ps.VmapAxis(2)
-
-        def trained(params: Any, rate: Any) -> Any:
-            update_step = step(block, axis, rate)
-            state = ps.optim.sgd(0.5).init(PARAMS)
-            mapped = axis.map(lambda p, group: update_step(p, state, group)[0], (None, 0), None)
-            return mapped(params, stacked)
-
-        return transform(trained)
-
-    both(run, meeting)
-
-
-def test_penalties_in_a_step() -> None:
-    """A loss that differentiates its blocks by the input, with a graph."""
-
-    def run(block: Function) -> Any:
-        def penalised(params: Any, m: Any) -> Tensor:
-            x = m["x"].clone().requires_grad_()
-            energy = block(params[1], block(params[0], x)["y"])["y"].sum()
-            (force,) = torch.autograd.grad(energy, x, create_graph=True)
-            return force.square().sum(-1)
-
-        def transformed(params: Any, m: Any) -> Tensor:
-            force = grad(lambda x: block(params[1], block(params[0], x)["y"])["y"].sum())(m["x"])
-            return force.square().sum(-1)
-
-        return [
-            ps.make_update_step(
-                loss, ps.optim.sgd(0.5), weight_fn=weight_fn, grad_and_value=transform
-            )(PARAMS, ps.optim.sgd(0.5).init(PARAMS), group(1)[0])
-            for loss, transform in (
-                (penalised, ps.grad_and_value),
-                (transformed, ps.grad_and_value),
-                (transformed, torch.func.grad_and_value),
-            )
-        ]
-
-    both(run)
-
-
-def test_a_compiled_function() -> None:
-    """``torch.compile`` inside of remat, without a word in either pass."""
+def test_ranks_call_collectives_again_in_one_order(donate: bool, of: Function) -> None:
+    """And do not take gradients that travel meanwhile for them."""
 
     def run(remat: Any) -> Any:
-        torch.compiler.reset()
-        compiled = remat(torch.compile(lambda p, x: block(p, x)["y"], backend="aot_eager"))
-        own = tree.map(lambda leaf: leaf.clone().requires_grad_(), PARAMS[0])
-        return torch.autograd.grad(compiled(own, X).sum(), tree.leaves_of(own))
+        axis = ps.testing.ThreadAxis(3, bucket_bytes=8)
+        update = step(remat(partial(of, axis)), axis=axis, donate=donate)
+
+        def rank(group: Any) -> Any:
+            return update(tree.map(torch.clone, PARAMS), SGD.init(PARAMS), group)
+
+        return axis.map(rank)([group(rank) for rank in range(3)])
 
     assert_same(run(ps.remat), run(lambda fn: fn))
-    torch.compiler.reset()
 
 
 @pytest.mark.parametrize(
@@ -158,40 +67,29 @@ def test_a_compiled_function() -> None:
     [
         lambda step: ps.compile(step(), backend="aot_eager", fullgraph=True),
         lambda step: step(compile=partial(torch.compile, backend="aot_eager")),
-        lambda step: step(compile=partial(torch.compile, backend="eager")),
     ],
 )
-@pytest.mark.parametrize("name", ["block", "closure", "kept", "drawn", "nested"])
-def test_compiled(name: str, compiled: Any) -> None:
-    """A compiled step is the step: also where a function closes over what is differentiated, or draws random numbers."""
+def test_a_compiled_step_is_the_step(compiled: Any) -> None:
+    """Nested, closing over params, with views among the results, and random numbers."""
 
-    def made(remat: Any) -> Any:
-        functions: dict[str, Function] = {
-            "block": remat(block),
-            "closure": (lambda p, x: remat(lambda x: block(p, x))(x)),
-            "kept": remat(lambda p, x: {**block(p, x), "x": x, "view": x.T}),
-            "drawn": remat(lambda p, x: {**block(p, x), "x": torch.nn.functional.dropout(x)}),
-            "nested": remat(lambda p, x: remat(block)(p, remat(block)(p, x, power=1)["y"])),
-        }
+    def of(remat: Any) -> Function:
+        def inner(p: Any, x: Tensor) -> Any:
+            inside = remat(lambda x: block(p, x, power=1)["y"])(x)
+            dropped = torch.nn.functional.dropout(inside)
+            return {**remat(block)(p, dropped), "x": x, "view": x.T}
 
-        def loss_fn(params: Any, m: Any) -> Tensor:
-            x = m["x"]
-            for p in params:
-                out = functions[name](p, x)
-                x = out["y"] + out["positive"][:, None] + out.get("x", 0) * out["scale"]
-            return x.sum(-1)
+        def outer(p: Any, x: Tensor) -> Tensor:
+            out = remat(inner)(p, x)
+            return out["y"] + out["positive"][:, None] + out["x"] * out["scale"] + out["view"].sum()
 
-        def step(**how: Any) -> Any:
-            return ps.make_update_step(loss_fn, ps.optim.sgd(0.5), weight_fn=weight_fn, **how)
+        return outer
 
-        return step
+    def run(step: Any) -> Any:
+        torch.compiler.reset()
+        torch.manual_seed(0)
+        return step(PARAMS, SGD.init(PARAMS), group(0))
 
-    torch.compiler.reset()
-    state, groups = ps.optim.sgd(0.5).init(PARAMS), group(1)[0]
-    torch.manual_seed(0)
-    ours = compiled(made(ps.remat))(PARAMS, state, groups)
-    torch.manual_seed(0)
-    assert_same(ours, made(lambda fn: fn)()(PARAMS, state, groups))
+    assert_same(run(compiled(partial(step, of(ps.remat)))), run(step(of(lambda fn: fn))))
     torch.compiler.reset()
 
 
@@ -201,13 +99,12 @@ def test_a_compiled_function_inside_remat_in_the_first_step() -> None:
     def losses_of(w: Tensor, x: Tensor) -> Tensor:
         return (x @ w).tanh()
 
-    def step(function: Any) -> Any:
-        sgd = ps.optim.sgd(0.5)
+    def run(function: Any) -> Any:
+        torch.compiler.reset()
         update = ps.make_update_step(
-            lambda w, m: ps.remat(function)(w, m["x"]), sgd, weight_fn=weight_fn
+            lambda w, m: ps.remat(function)(w, m["x"]), SGD, weight_fn=lambda m: torch.ones(4)
         )
-        return update(torch.ones(3).double(), sgd.init(torch.ones(3)), group(1)[0])
+        return update(torch.ones(3).double(), SGD.init(torch.ones(3)), group(0))
 
-    torch.compiler.reset()
-    assert_same(step(torch.compile(losses_of, backend="eager")), step(losses_of))
+    assert_same(run(torch.compile(losses_of, backend="eager")), run(losses_of))
     torch.compiler.reset()

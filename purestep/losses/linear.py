@@ -41,8 +41,7 @@ def linear_cross_entropy(
     * **Any cotangent**: the gradient is exact whatever weights the losses have. A token without a
       label gives exactly no gradient, even if its hidden state is NaN; outside of transforms, so
       does a token whose loss has no weight.
-    * **Under transforms**, each chunk is under ``remat``, and second derivatives hold more memory.
-      Under a compiler, logits are whole.
+    * **Under transforms and compilers**, all logits are alive.
     * **Half precision**: products are of its dtype, as in ``hidden @ weight.T``; exponentials,
       losses and sums are float32, and the weight's gradient is rounded once.
 
