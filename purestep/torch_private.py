@@ -3,7 +3,7 @@
 A private name may go with any release of torch. Where one is missing, nothing happens at import;
 what needs it raises at its first use and says which torch has it, unless a fallback is named here.
 
->>> _private("_no_such_name")()
+>>> _missing("_no_such_name")()
 Traceback (most recent call last):
 ...
 RuntimeError: torch ... has no torch._no_such_name, which purestep needs for this: install ...
@@ -15,14 +15,11 @@ import inspect
 from collections.abc import Callable, Sequence
 from functools import partial
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
 
 OLDEST, NEWEST = "2.13.0", "2.15.0"
 """Of the torch versions that are claimed: ``make versions`` runs the tests on both."""
@@ -34,15 +31,6 @@ def _private(path: str) -> Any:
         return attrgetter(path)(torch)
     except AttributeError:
         return _missing(path)
-
-
-def _attribute(path: str) -> Callable[[Any], Any]:
-    """A function that reads the last name of ``torch.path``; without one, it raises and says so."""
-    try:
-        attrgetter(path)(torch)
-    except AttributeError:
-        return _missing(path)
-    return attrgetter(path.rpartition(".")[2])
 
 
 def _missing(path: str) -> Callable[..., NoReturn]:
@@ -60,12 +48,14 @@ def _missing(path: str) -> Callable[..., NoReturn]:
 transformed: Callable[[], bool] = _private("_C._are_functorch_transforms_active")
 """Whether a transform of ``torch.func`` is active."""
 
-is_wrapped: Callable[[Tensor], bool] = _private("_C._functorch.is_functorch_wrapped_tensor")
-"""Whether a tensor is one that ``torch.func`` made around another."""
+unwrapped: Callable[[Tensor], Tensor] = partial(torch.func.debug_unwrap, recurse=False)
+"""The tensor inside of one that ``torch.func`` made; any other as it is."""
 
 
-unwrapped: Callable[[Tensor], Tensor] = _private("_C._functorch.get_unwrapped")
-"""The tensor inside of one that ``torch.func`` made."""
+def is_wrapped(tensor: Tensor) -> bool:
+    """Whether a tensor is one that ``torch.func`` made around another."""
+    return unwrapped(tensor) is not tensor
+
 
 _interpreters = _private("_C._functorch.get_interpreter_stack")
 
@@ -92,19 +82,16 @@ run_backward: Callable[..., Any] = _private("autograd.graph._engine_run_backward
 It stays within the function modes of the caller, which the public function leaves.
 """
 
-saved_tensors_hooks: Callable[[bool], Any] = _private(
-    "_C._autograd._top_saved_tensors_default_hooks"
-)
-"""The innermost hooks on what is saved for the backward pass: a checkpoint has its own."""
+_saved_tensors_hooks = _private("_C._autograd._top_saved_tensors_default_hooks")
 
 
 def checkpoint_frame() -> Any | None:
     """The frame of the innermost checkpoint that computes for the first time; None outside of any.
 
-    It holds ``recompute_fn``, which the backward pass calls.
+    It holds ``recompute_fn``, which the backward pass calls. A checkpoint has hooks of its own on
+    what is saved for the backward pass.
     """
-    hooks = saved_tensors_hooks(False)
-    pack: Any = None if hooks is None else hooks[0]
+    pack, *_ = _saved_tensors_hooks(False) or [None]
     if getattr(pack, "__qualname__", "") != "_checkpoint_hook.__init__.<locals>.pack_hook":
         return None
     frame = inspect.getclosurevars(pack).nonlocals.get("frame")
@@ -113,12 +100,10 @@ def checkpoint_frame() -> Any | None:
     return frame
 
 
-version = _attribute("Tensor._version")
+version: Callable[[Tensor], int] = _private("Tensor._version.__get__")
 """How often a tensor was written to."""
 
-
 # Kernels for many leaves at once.
-
 
 foreach_add_: Callable[..., None] = _private("_foreach_add_")
 foreach_mul_: Callable[..., None] = _private("_foreach_mul_")
@@ -133,9 +118,7 @@ all_gather: Callable[..., Tensor] = _private("ops._c10d_functional.all_gather_in
 reduce_scatter: Callable[..., Tensor] = _private("ops._c10d_functional.reduce_scatter_tensor")
 wait: Callable[[Tensor], Tensor] = _private("ops._c10d_functional.wait_tensor")
 
-flattened: Callable[[DeviceMesh], DeviceMesh] = _private(
-    "distributed.device_mesh.DeviceMesh._flatten"
-)
+flattened: Callable[[Any], Any] = _private("distributed.device_mesh.DeviceMesh._flatten")
 """The mesh as one dimension, with one process group."""
 
 
@@ -192,11 +175,8 @@ def arguments_of(
 
 def may_draw(operation: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
     """Whether an operation draws random numbers. Attention does where it drops something."""
-    if torch.Tag.nondeterministic_seeded not in operation.tags:
-        return False
-    names = [argument.name for argument in operation._schema.arguments]
-    given = dict(zip(names, args, strict=False)) | kwargs
-    return "dropout_p" not in names or given.get("dropout_p", 0.0) != 0.0
+    drops, _ = arguments_of(operation, args, kwargs).get("dropout_p", (None, False))
+    return torch.Tag.nondeterministic_seeded in operation.tags and drops != 0.0
 
 
 def traced_container(structure: Any, children: list[Any]) -> Any:
