@@ -60,7 +60,7 @@ def test_evaluation_takes_the_buffers_of_training() -> None:
     ):
         with pytest.raises(ValueError, match=r"buffers lacks 1\.running_.*named_buffers"):
             call()
-    with pytest.raises(ValueError, match=r"buffers\['1\.running_var'\] is .* of shape \(1,\)"):
+    with pytest.raises(ValueError, match=r"1\.running_var is .* of shape \(1,\)"):
         ps.to_module(params, module, buffers={**after, "1.running_var": torch.ones(1)})
     # A quotient of sums, as a step's aux gives it.
     mean = {name: (buffer + buffer) / 2 for name, buffer in after.items()}
@@ -105,7 +105,7 @@ def test_a_batch_norm_without_statistics_is_refused() -> None:
     module = nn.Sequential(nn.Linear(D, D), nn.BatchNorm1d(D, track_running_stats=False)).double()
     params, apply = ps.from_module(module)
     for call in (apply, apply.eval):
-        with pytest.raises(ValueError, match=r"^1 normalises by its microbatch"):
+        with pytest.raises(ValueError, match=r"lacks statistics of 1 .*depend on the cut"):
             call(params, data())
     params, apply = ps.from_module(nn.Sequential(nn.Linear(D, D), nn.InstanceNorm1d(D)).double())
     apply(params, data()[:, None].expand(-1, D, -1))

@@ -9,10 +9,11 @@ threads do not meet, and a checkpoint computes again with the params of its call
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from copy import copy
 from fnmatch import fnmatchcase
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -78,10 +79,7 @@ def from_module(
     elif isinstance(trainable, str):
         choose = lambda name, p: fnmatchcase(name, trainable)  # noqa: E731
     elif not callable(trainable):
-        raise TypeError(
-            f"{trainable=} must be a pattern of names, such as '*.bias', a function of name and "
-            "parameter, or None"
-        )
+        raise TypeError(f"{trainable=} must be a pattern of names, or a function of name and p")
     named = dict(module.named_parameters(remove_duplicate=False))
     chosen = {id(p) for name, p in named.items() if choose(name, p)}
     trained = {name: p for name, p in module.named_parameters() if id(p) in chosen}
@@ -90,8 +88,7 @@ def from_module(
             f"{trainable=} leaves nothing to train of {type(module).__name__}, whose parameters "
             f"are {refused.listed(named)}: choose some by name, or let some require grad"
         )
-    params = {name: p.detach().clone() for name, p in trained.items()}
-    return params, Apply(_parts_of(module, trained), trained)
+    return {name: p.detach().clone() for name, p in trained.items()}, Apply(module, trained)
 
 
 def to_module(
@@ -109,58 +106,19 @@ def to_module(
     own = dict(module.named_parameters(remove_duplicate=False))
     refused.check_names("params", params, own, (), "pass params of this module")
     known = dict(module.named_buffers(remove_duplicate=False))
-    given, written = buffers or {}, refused.written_in_training(module)
-    refused.check_names("buffers", given, known, written, watch.BUFFERS)
-    pairs: list[tuple[str, Tensor, Tensor]]
-    pairs = [(f"params[{n!r}]", own[n], p) for n, p in params.items()]
-    pairs += [(f"buffers[{n!r}]", known[n], _whole(each, known[n])) for n, each in given.items()]
-    for path, place, value in pairs:
-        if tree.kind(value) != tree.kind(place):
+    carried, written = buffers or {}, refused.written_in_training(module)
+    refused.check_names("buffers", carried, known, written, watch.BUFFERS)
+    values = {**params, **{name: _whole(each, known[name]) for name, each in carried.items()}}
+    places = own | known
+    for name, value in values.items():
+        if tree.kind(value) != tree.kind(places[name]):
             raise ValueError(
-                f"{path} is {tree.kind(value)}, and that of {type(module).__name__} "
-                f"{tree.kind(place)}: write back what from_module gave, of this module or one like "
-                "it"
+                f"{name} is {tree.kind(value)}, and the module's is {tree.kind(places[name])}: "
+                "write back to the module that from_module took, or one like it"
             )
     with torch.no_grad():
-        for _, place, value in pairs:
-            place.copy_(value)
-
-
-class _Parts(NamedTuple):
-    """A module as ``apply`` holds it: its tensors by name, and the plan of its objects."""
-
-    names: tuple[str, ...]  # of what trains
-    constants: dict[str, Tensor]
-    buffers: dict[str, Tensor]  # those of the constants that a call may be passed
-    written: list[str]  # the buffers to which training writes
-    depends_on_cut: str | None  # and why
-    plan: plan.Plan
-    models: huggingface.Models
-    second: bool  # whether torch's attention takes examples along the second dimension
-    hooks_backward: bool
-
-
-def _parts_of(module: Module, trained: dict[str, Parameter]) -> _Parts:
-    buffers = dict(module.named_buffers())
-    held: dict[int, tuple[str, Tensor]] = {id(p): (name, p) for name, p in trained.items()}
-    for name, each in [*buffers.items(), *module.named_parameters(), *plan.held_by(module)]:
-        if isinstance(each, Tensor):
-            held.setdefault(id(each), (name, each))
-    tensors = dict(held.values())
-    refused.check_params(trained, tensors)
-    # Aliases: a module may assign to their .data.
-    constants = {n: each.detach() for n, each in tensors.items() if n not in trained}
-    return _Parts(
-        (*trained,),
-        constants,
-        {name: constants[name] for name in buffers},
-        refused.written_in_training(module),
-        refused.depends_on_cut(module),
-        plan.plan_of(module, [*tensors.values()]),
-        huggingface.models_of(module),
-        any(getattr(each, "batch_first", None) is False for each in module.modules()),
-        hooks_backward(module),
-    )
+        for name, value in values.items():
+            places[name].copy_(value)
 
 
 class Apply:
@@ -169,12 +127,27 @@ class Apply:
     eval: Apply
     """The same of the module in evaluation mode."""
 
-    def __init__(self, parts: _Parts, trained: Mapping[str, Tensor], still: bool = False) -> None:
-        # The module's own parameters are apart from what compilers look at.
-        self._trained, self._parts, self._seen = trained, parts, set[Any]()
+    def __init__(self, module: Module, trained: Mapping[str, Parameter]) -> None:
         never_compiled_alone(Apply.__call__)
-        evaluating = parts._replace(plan=plan.in_evaluation(parts.plan))
-        self.eval = self if still else Apply(evaluating, trained, still=True)
+        buffers = dict(module.named_buffers())
+        held: dict[int, tuple[str, Tensor]] = {id(p): (name, p) for name, p in trained.items()}
+        for name, each in [*buffers.items(), *module.named_parameters(), *plan.held_by(module)]:
+            if isinstance(each, Tensor):
+                held.setdefault(id(each), (name, each))
+        tensors = dict(held.values())
+        refused.check_params(trained, tensors)
+        self._trained, self._names = trained, [*trained]
+        # Aliases: a module may assign to their .data.
+        self._constants = {n: each.detach() for n, each in tensors.items() if n not in trained}
+        self._buffers = {name: self._constants[name] for name in buffers}
+        self._written = refused.written_in_training(module)
+        self._plan = plan.plan_of(module, [*tensors.values()])
+        self._models = huggingface.models_of(module)
+        self._second = any(getattr(each, "batch_first", None) is False for each in module.modules())
+        self._hooks_backward = hooks_backward(module)
+        self._evaluates, self._known = False, set[Any]()
+        self.eval = copy(self)
+        self.eval._evaluates, self.eval._known, self.eval.eval = True, set(), self.eval
 
     def __call__(
         self,
@@ -186,65 +159,37 @@ class Apply:
         **kwargs: Any,
     ) -> Any:
         """The module's output; with ``buffers``, ``(output, buffers)``; with ``key``, its noise."""
-        parts = self._parts
-        names = parts.names
+        names, carried = self._names, buffers or {}
         refused.check_names("params", params, names, names, "pass those of from_module, no others")
-        given, known = buffers or {}, parts.buffers
-        refused.check_names("buffers", given, known, parts.written, watch.BUFFERS)
-        if parts.depends_on_cut is not None:
-            raise ValueError(parts.depends_on_cut)
-        given = {name: _whole(each, known[name]).clone() for name, each in given.items()}
-        call = _Call([params[name] for name in names], given, key, args, kwargs)
-        run = self._trace if torch.compiler.is_dynamo_compiling() else self._call
-        output, given = run(call)
-        return output if buffers is None else (output, given)
-
-    def _call(self, call: _Call) -> _Result:
-        """The first of a kind of calls is looked at, and refused before it does any harm."""
-        parts, aliases = self._parts, [*map(_as_parameter, call.params)]
-        kind = bool(call.given), type(call.key), *call.kwargs
-        if kind in self._seen:
-            return _run(parts, call, aliases)
-        kept = {f"parameter {n}": p for n, p in zip(parts.names, aliases, strict=True)}
-        for name, each in parts.constants.items():
-            if name not in call.given:
-                kept[f"{'buffer' if name in parts.buffers else 'tensor'} {name}"] = each
-        inputs = tree.leaves_of((call.args, call.kwargs))
-        with watch.watched(kept, self._trained, inputs, call.key is not None):
-            result = _run(parts, call, aliases)
-        self._seen.add(kind)
-        return result
-
-    def _trace(self, call: _Call) -> _Result:
-        """What a compiler traces, which looks at nothing."""
-        if self._parts.hooks_backward:
-            raise ValueError("a compiler leaves hooks on a module's backward pass out")
-        for owner, name in self._parts.models.inspected:
-            inspect.signature(getattr(owner, name))  # Now the compiler knows it.
-        return _run(self._parts, call, call.params)
-
-
-class _Call(NamedTuple):
-    """What a call is passed: the buffers that were, ``given``, are copies."""
-
-    params: list[Tensor]
-    given: dict[str, Tensor]
-    key: Keys | None
-    args: Any
-    kwargs: Any
-
-
-_Result = tuple[Any, dict[str, Tensor]]
-
-
-def _run(parts: _Parts, call: _Call, params: Sequence[Tensor]) -> _Result:
-    """The output of the module around these tensors, and the buffers that it leaves behind."""
-    held = {**parts.constants, **call.given} if call.given else parts.constants
-    module = plan.build(parts.plan, [*params, *held.values()])
-    with nullcontext() if call.key is None else keyed.Keyed(call.key, second=parts.second):
-        output = module(*call.args, **call.kwargs)
-    huggingface.check_call(parts.models, call.args, call.kwargs, output)
-    return output, {name: module.get_buffer(name) for name in call.given}
+        refused.check_names("buffers", carried, self._buffers, self._written, watch.BUFFERS)
+        carried = {n: _whole(each, self._buffers[n]).clone() for n, each in carried.items()}
+        values = [params[name] for name in names]
+        looked_at: AbstractContextManager[object] = nullcontext()
+        kind: Any = None
+        if torch.compiler.is_dynamo_compiling():
+            if self._hooks_backward:
+                raise ValueError("a compiler leaves hooks on a module's backward pass out")
+            for owner, name in self._models.inspected:
+                inspect.signature(getattr(owner, name))  # Now the compiler knows it.
+        else:
+            values, kind = [*map(_as_parameter, values)], (bool(carried), type(key), *kwargs)
+            if kind not in self._known:
+                # The first of a kind is looked at, and refused before it does any harm.
+                kept = {n: each for n, each in self._constants.items() if n not in carried}
+                kept |= zip(names, values, strict=True)
+                inputs = tree.leaves_of((args, kwargs))
+                looked_at = watch.watched(kept, self._trained, inputs, key is not None)
+        held = {**self._constants, **carried}
+        module = plan.build(self._plan, [*values, *held.values()], self._evaluates)
+        noise = nullcontext() if key is None else keyed.Keyed(key, second=self._second)
+        with looked_at, noise:
+            output = module(*args, **kwargs)
+        huggingface.check_call(self._models, args, kwargs, output)
+        if kind is not None:
+            self._known.add(kind)
+        if buffers is None:
+            return output
+        return output, {name: module.get_buffer(name) for name in carried}
 
 
 def _as_parameter(p: Tensor) -> Tensor:

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-Drop = Callable[[Tensor, float, str], Tensor]
-"""Dropout of the weights of each head of each example, at a rate, for the function of a name."""
+Drop = Callable[[Tensor, float], Tensor]
+"""Dropout of the weights of each head of each example, at a rate."""
 
 
 def attention(
@@ -29,7 +29,7 @@ def attention(
     """``scaled_dot_product_attention``: ``drop(softmax(q kᵀ / √d + mask)) v``.
 
     >>> x = torch.eye(2)[None]
-    >>> attention(lambda weights, p, _: weights * 0, x, x, x, dropout_p=0.5)
+    >>> attention(lambda weights, p: weights * 0, x, x, x, dropout_p=0.5)
     tensor([[[0., 0.],
              [0., 0.]]])
     """
@@ -37,10 +37,10 @@ def attention(
         return functional.scaled_dot_product_attention(
             query, key, value, attn_mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa
         )
-    wide = torch.promote_types(query.dtype, torch.float32)
     if enable_gqa:
         times = query.shape[-3] // key.shape[-3]
         key, value = (each.repeat_interleave(times, -3) for each in (key, value))
+    wide = torch.promote_types(query.dtype, torch.float32)
     scores = query.to(wide) @ key.to(wide).mT
     scores = scores * (1 / math.sqrt(query.shape[-1]) if scale is None else scale)
     if is_causal:
@@ -51,27 +51,18 @@ def attention(
     # A query that may attend to nothing gets zeros, as torch gives it.
     empty = (scores == -math.inf).all(-1, keepdim=True)
     weights = scores.masked_fill(empty, 0).softmax(-1).masked_fill(empty, 0)
-    dropped = drop(weights, dropout_p, "scaled_dot_product_attention")
-    return (dropped @ value.to(wide)).to(query.dtype)
+    return (drop(weights, dropout_p) @ value.to(wide)).to(query.dtype)
 
 
 def multi_head(drop: Drop, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """``multi_head_attention_forward``: torch's own code, in which what drops weights is ours."""
-    given = dict(zip(func.__code__.co_varnames, args, strict=False)) | kwargs
-    if given["dropout_p"] == 0 or not given.get("training", True):
-        return func(*args, **kwargs)
-    heads = given["num_heads"]
-
-    def dropout(x: Tensor, p: float) -> Tensor:
-        # One matrix for each head of each example.
-        return drop(x.view(-1, heads, *x.shape[1:]), p, "dropout").view_as(x)
-
+    heads = (dict(zip(func.__code__.co_varnames, args, strict=False)) | kwargs)["num_heads"]
     ours: dict[str, Any] = {
         "has_torch_function": lambda *_: False,
-        "dropout": dropout,
+        # One matrix for each head of each example.
+        "dropout": lambda x, p: drop(x.unflatten(0, (-1, heads)), p).view_as(x),
         "scaled_dot_product_attention": lambda *args: attention(drop, *args),
     }
     assert {*ours} <= {*func.__code__.co_names}, "of another torch: leave key= out"
     body = FunctionType(func.__code__, {**func.__globals__, **ours}, None, func.__defaults__)
-    body.__kwdefaults__ = func.__kwdefaults__
     return body(*args, **kwargs)

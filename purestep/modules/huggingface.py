@@ -18,7 +18,7 @@ class Models(NamedTuple):
     """Hugging Face's models in a module, and what is asked of them at calls."""
 
     models: list[Module]
-    arguments: tuple[str, ...]
+    arguments: list[str]
     """Those of the module's ``forward``, by position."""
     inspected: list[tuple[Module, str]]
     """Methods for whose signatures calls ask, which a compiler has to know before."""
@@ -34,7 +34,7 @@ def models_of(module: Module) -> Models:
     chunked = {type(each): each for each in module.modules() if hasattr(each, name)}
     return Models(
         [each for each in module.modules() if hasattr(type(each), "base_model_prefix")],
-        (*inspect.signature(type(module).forward).parameters,)[1:],
+        [*inspect.signature(type(module).forward).parameters][1:],
         [(module, "register_buffer"), *((each, name) for each in chunked.values())],
     )
 
@@ -42,14 +42,20 @@ def models_of(module: Module) -> Models:
 def check_call(models: Models, args: Sequence[Any], kwargs: Mapping[str, Any], output: Any) -> None:
     """Refuses masks of bools that a model adds to its scores, and caches that join documents.
 
-    What a module passes to the models within it is its own matter.
+    What a module passes to the models within it is not looked at.
     """
     given = {**dict(zip(models.arguments, args, strict=False)), **kwargs}
     for name, masks in given.items() if any(map(adds_its_masks, models.models)) else ():
-        if name.endswith("attention_mask"):
-            # One for each kind of layer, where there are several.
-            for mask in masks.values() if isinstance(masks, dict) else [masks]:
-                _check_mask(name, mask)
+        # One for each kind of layer, where there are several.
+        for mask in masks.values() if isinstance(masks, dict) else [masks]:
+            # Of a mask of two dimensions, which says what is padding, the model makes another.
+            added = name.endswith("attention_mask") and isinstance(mask, Tensor) and mask.ndim > 2
+            if added and mask.dtype == torch.bool:
+                raise ValueError(
+                    f"{name} is {tree.kind(mask)}, which eager attention would add to its scores, "
+                    "True for 1: pass one to be added, as ps.segment_mask(segments, dtype) makes "
+                    'it, or set_attn_implementation("sdpa")'
+                )
     asked = given.get("use_cache") or given.get("past_key_values") is not None
     parts = output if isinstance(output, tuple) else ()
     filled = any(hasattr(each, "get_seq_length") for each in parts)
@@ -59,14 +65,4 @@ def check_call(models: Models, args: Sequence[Any], kwargs: Mapping[str, Any], o
             "the model has filled a cache, and so takes packed documents for one text whatever "
             "position_ids say: pass use_cache=False, or set model.config.use_cache = False before "
             "from_module"
-        )
-
-
-def _check_mask(name: str, mask: Any) -> None:
-    # Of a mask of two dimensions, which says what is padding, the model makes another.
-    if isinstance(mask, Tensor) and mask.ndim > 2 and mask.dtype == torch.bool:
-        raise ValueError(
-            f"{name} is {tree.kind(mask)}, which eager attention would add to its scores, True for "
-            "1: pass one to be added, as ps.segment_mask(segments, dtype) makes it, or "
-            'set_attn_implementation("sdpa")'
         )

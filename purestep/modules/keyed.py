@@ -8,7 +8,6 @@ A checkpoint, or ``remat``, that computes again draws the same.
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from types import FunctionType, MethodType
 from typing import Any
@@ -23,15 +22,15 @@ from purestep.modules.attention import attention, multi_head
 from purestep.random import Keys, TokenKeys, fold_in
 from purestep.torch_private import checkpoint_frame
 
-Contexts = Callable[[], AbstractContextManager[object]]
 
+def draws(_: object = None) -> bool:
+    """Whether a module draws from keys here.
 
-def again(_: object = None) -> Contexts:
-    """A function that makes a context in which all is drawn again that is drawn from now on."""
-    if has_torch_function((None,)):
-        made: Contexts = handle_torch_function(again, (None,), None)  # Modes answer, if one can.
-        return made
-    return nullcontext
+    >>> draws()
+    False
+    """
+    # Modes answer, if one can.
+    return has_torch_function((None,)) and bool(handle_torch_function(draws, (None,), None))
 
 
 class Keyed(TorchFunctionMode):
@@ -50,29 +49,25 @@ class Keyed(TorchFunctionMode):
 
     def __init__(self, keys: Keys, count: int = 0, second: bool = False) -> None:
         super().__init__()
-        leaves = tree.leaves_of(keys)
-        if not all(isinstance(each, Tensor) and each.dtype == torch.int64 for each in leaves):
+        own = keys.keys if isinstance(keys, TokenKeys) else keys
+        if not isinstance(own, Tensor) or own.dtype != torch.int64:
             raise TypeError(
-                f"key= are keys of ps.random, tensors of dtype int64, got {tree.kind(leaves[0])}: "
-                "pass a module's own argument of that name by position"
+                f"key= takes keys of ps.random, tensors of dtype int64, got {tree.kind(own)}: pass "
+                "a module's own argument of that name by position"
             )
         self._keys, self._count, self._second = keys, count, second
-        self._tokens = keys.keys.shape if isinstance(keys, TokenKeys) else keys.shape
-        self._shape = self._tokens[:-1] if isinstance(keys, TokenKeys) else keys.shape
+        self._tokens, self._shape = own.shape, own.shape[: own.ndim - (own is not keys)]
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func is again:
-            return partial(Keyed, self._keys, self._count)
+        if func is draws:
+            return True
         if not torch.compiler.is_dynamo_compiling():
             self._follow()
         elif args and isinstance(args[0], FunctionType | MethodType | torch.nn.Module):
-            raise ValueError(
-                "a compiler draws without keys within a checkpoint: switch checkpoints off, as "
-                "activation_checkpointing_disable() of Hugging Face's does, or leave compile= out"
-            )
+            raise ValueError("a compiler draws without keys within a checkpoint: leave one of both")
         if func in _DROPOUTS:
             return self._dropout(func, *args, **kwargs)
         if func is torch.rand or func is Tensor.bernoulli_:
@@ -90,34 +85,31 @@ class Keyed(TorchFunctionMode):
         frame = checkpoint_frame()
         if frame is not None and getattr(frame.recompute_fn, "func", None) is not _within:
             # Its function is called without this mode.
-            again = partial(Keyed, self._keys, self._count)
-            frame.recompute_fn = partial(_within, again, frame.recompute_fn)
+            frame.recompute_fn = partial(_within, self._keys, self._count, frame.recompute_fn)
 
     def _next(self) -> Keys:
         """The keys of the next place."""
         self._count += 1
         return fold_in(self._keys, self._count - 1)
 
-    def _dropped(self, x: Tensor, p: float, what: str) -> Tensor:
+    def _dropped(self, x: Tensor, p: float) -> Tensor:
         """Which elements are dropped, at the next place."""
-        shape, limit, pairs = self._shape, random.limit_of(p), x
-        if x.shape[: len(shape)] != shape and x.shape[:1] == (self._tokens.numel(),):
+        rows, limit, pairs = self._shape, random.limit_of(p), x
+        if x.shape[: len(rows)] != rows and x.shape[:1] == (self._tokens.numel(),):
             pairs = x.unflatten(0, self._tokens)
-        if pairs.shape[: len(shape)] != shape:
-            flat = self._tokens == shape and x.ndim and x.shape[0] % max(1, shape.numel()) == 0
+        other = pairs.shape[: len(rows)] != rows
+        if other or (self._second and rows[:1] != (1,) and {*rows[:1]} & {*pairs.shape[1:]}):
             raise ValueError(
-                f"{what} in the module drops {tree.kind(x)}, whose first dimension is not that of "
-                f"the {tuple(shape)} examples of key=: {_TOKENS if flat else _ROWS}"
-            )
-        if self._second and shape[:1] != (1,) and {*shape[:1]} & {*pairs.shape[1:]}:
-            raise ValueError(
-                f"{what} in the module drops {tree.kind(x)}, in which either dimension may be that "
-                f"of the {shape[0]} examples: {_ROWS}; or pass another number of examples"
+                f"dropout in the module drops {tree.kind(x)}, whose first dimension "
+                f"{'is' if other else 'may be'} not that of the {tuple(rows)} examples of key=: "
+                "let it take examples first (batch_first=True), call it for one example under "
+                "torch.vmap, or say which token is whose, by key=ps.random.token_keys("
+                "keys[:, None], mask, positions), each of shape (rows, length)"
             )
         return random.drawn_for(pairs, self._next(), lambda word: word < limit).view(x.shape)
 
-    def _drop(self, x: Tensor, p: float, what: str) -> Tensor:
-        return random.scaled(x, self._dropped(x, p, what), p)
+    def _drop(self, x: Tensor, p: float) -> Tensor:
+        return random.scaled(x, self._dropped(x, p), p)
 
     def _one_each(self, writes: bool, args: Any, kwargs: dict[str, Any]) -> Tensor | None:
         """One number for each example, as DropPath and StochasticDepth draw it; else None."""
@@ -135,28 +127,25 @@ class Keyed(TorchFunctionMode):
         return random.uniform(keys, shape[rows:], dtype).to(kwargs.get("device") or keys.device)
 
     def _dropout(
-        self,
-        func: Any,
-        input: Tensor,
-        p: float = 0.5,
-        training: bool | None = None,
-        inplace: bool = False,
-    ) -> Any:
+        self, func: Any, input: Tensor, p: float = 0.5, training: Any = None, inplace: bool = False
+    ) -> Tensor:
         if p == 0 or not (func not in _ALPHA if training is None else training):
             return input
         shaped = input
         if func in _CHANNELS:
             if isinstance(self._keys, TokenKeys):
-                raise ValueError(f"{func.__name__} drops channels, which are no tokens: {_ROWS}")
+                raise ValueError(
+                    f"{func.__name__} drops channels, no tokens: pass keys of examples"
+                )
             shaped = input.new_empty(input.shape[: len(self._shape) + 1])
-        dropped = self._dropped(shaped, p, func.__name__)
+        dropped = self._dropped(shaped, p)
         dropped = dropped.view(*dropped.shape, *[1] * (input.ndim - dropped.ndim))
         made = _alpha(input, dropped, p) if func in _ALPHA else random.scaled(input, dropped, p)
         return input.copy_(made) if inplace else made
 
 
-def _within(context: Contexts, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    with context():
+def _within(keys: Keys, count: int, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    with Keyed(keys, count):
         return run(*args, **kwargs)
 
 
@@ -171,22 +160,10 @@ def _alpha(x: Tensor, dropped: Tensor, p: float) -> Tensor:
 
 
 _ALPHA = (functional.alpha_dropout, functional.feature_alpha_dropout)
-_CHANNELS = (
-    functional.dropout1d,
-    functional.dropout2d,
-    functional.dropout3d,
-    functional.feature_alpha_dropout,
-)
-_DROPOUTS = (functional.dropout, *_ALPHA, *_CHANNELS)
-_ROWS = (
-    "let the module take examples first (batch_first=True), or call it for one example with key= "
-    "without a dimension, under torch.vmap"
-)
-_TOKENS = (
-    "it drops tokens of all examples in one dimension. Say which tokens are whose: "
-    "key=ps.random.token_keys(keys[:, None], mask, positions), each of shape (rows, length)"
-)
+_SPATIAL = (functional.dropout1d, functional.dropout2d, functional.dropout3d)
+_CHANNELS = (*_SPATIAL, functional.feature_alpha_dropout)
+_DROPOUTS = (functional.dropout, functional.alpha_dropout, *_CHANNELS)
 NOISE = (
-    "change the layer that draws them (a recurrent layer with dropout, rrelu, layerdrop), set its "
-    "rate to 0, or call apply without key="
+    "set the rate of the layer that draws them to 0 (a recurrent layer with dropout, rrelu, "
+    "layerdrop), change it, or call apply without key="
 )

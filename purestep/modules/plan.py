@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache, partial
+from inspect import getmembers_static
+from operator import attrgetter
 from types import MethodType, ModuleType
 from typing import Any, NamedTuple
 from weakref import ref
@@ -34,7 +36,7 @@ class Plan(NamedTuple):
     root: int
 
 
-def build(plan: Plan, tensors: Sequence[Tensor]) -> Any:
+def build(plan: Plan, tensors: Sequence[Tensor], evaluates: bool = False) -> Any:
     """The module made anew around these tensors; a compiler traces it like any other code."""
     containers = [each.copy() for each in plan.containers]
     objects: list[Any] = [object.__new__(kind) for kind in plan.objects]
@@ -45,20 +47,13 @@ def build(plan: Plan, tensors: Sequence[Tensor]) -> Any:
         containers[index][key] = values[part]
     compiling = torch.compiler.is_dynamo_compiling()
     for new, attributes in zip(objects, containers, strict=False):
+        if evaluates and isinstance(new, Module):
+            attributes["training"] = False
         new.__dict__.update(attributes)
         if compiling and isinstance(new, Module):
             # Of methods that a compiler finds in an object it has made, it does not know closures.
             new.__dict__.setdefault("forward", partial(type(new).forward, new))
     return values[plan.root]
-
-
-def in_evaluation(plan: Plan) -> Plan:
-    """The same plan with all modules in evaluation mode."""
-    containers = [*plan.containers]
-    for index, kind in enumerate(plan.objects):
-        if issubclass(kind, Module):
-            containers[index] = {**containers[index], "training": False}
-    return plan._replace(containers=containers)
 
 
 def plan_of(module: Module, tensors: Sequence[Tensor]) -> Plan:
@@ -95,7 +90,7 @@ def plan_of(module: Module, tensors: Sequence[Tensor]) -> Plan:
                 copies[index][key] = None
                 plan.places.append((index, key, position_of(part)))
     for index, thing in enumerate(objects):
-        for name, method in _cached_methods(type(thing)):
+        for name, method in getmembers_static(type(thing), lambda each: type(each) is _CACHED):
             # Its cache would keep the object of each call.
             bound = made(method.__wrapped__.__get__, [at[id(thing)]])
             plan.places.append((index, name, bound))
@@ -145,29 +140,24 @@ def _made_anew(module: Module, tensors: Sequence[Tensor]) -> dict[int, Any]:
 _CONTAINERS = (dict, OrderedDict, defaultdict, list, deque)
 _ATOMS = (str, bytes, int, float, complex, type, ModuleType, Tensor)
 _CACHED = type(cache(len))
-_MAKERS: dict[type, Callable[..., Any]] = {
-    MethodType: lambda function, owner: function.__get__(owner),
-    partial: lambda function, args, keywords: partial(function, *args, **keywords),
-    ref: ref,
+_MADE: dict[type, tuple[Callable[[Any], Any], Callable[..., Any]]] = {
+    MethodType: (attrgetter("__func__", "__self__"), lambda f, owner: f.__get__(owner)),
+    partial: (attrgetter("func", "args", "keywords"), lambda f, args, kw: partial(f, *args, **kw)),
+    ref: (lambda to: (to(),), ref),
 }
+"""The parts of such a thing, and what makes one of them."""
 
 
 def _parts(thing: Any) -> list[tuple[Any, Any]]:
     """The keys and values of a thing: those that its maker takes, where it has one."""
     kind = type(thing)
-    if thing is None or issubclass(kind, _ATOMS):
-        return []
+    if kind in _MADE:
+        return [*enumerate(_MADE[kind][0](thing))]
     if issubclass(kind, dict):
         return [*thing.items()]
     if issubclass(kind, list | deque | tuple):
         return [*enumerate(thing)]
-    if kind is MethodType:
-        return [("__func__", thing.__func__), ("__self__", thing.__self__)]
-    if kind is partial:
-        return [("func", thing.func), ("args", thing.args), ("keywords", thing.keywords)]
-    if kind is ref:
-        return [("()", thing())]
-    state = getattr(thing, "__dict__", None)
+    state = None if issubclass(kind, _ATOMS) else getattr(thing, "__dict__", None)
     return [*state.items()] if type(state) is dict else []
 
 
@@ -178,21 +168,16 @@ def _maker(thing: Any) -> Callable[..., Any] | None:
         return kind if hasattr(kind, "_fields") else lambda *parts: kind(parts)
     if issubclass(kind, Tensor) or kind in _CONTAINERS or _is_object(thing):
         return lambda: thing
-    return _MAKERS.get(kind)
+    return _MADE[kind][1] if kind in _MADE else None
 
 
 def _is_object(thing: Any) -> bool:
     """Whether all that there is to a thing is its ``__dict__``."""
     kind = type(thing)
-    if kind in _MAKERS or not isinstance(getattr(thing, "__dict__", None), dict):
+    if kind in _MADE or not isinstance(getattr(thing, "__dict__", None), dict):
         return False
     try:
         object.__new__(kind)
     except TypeError:
         return False
     return not any(getattr(base, "__slots__", ()) for base in kind.__mro__)
-
-
-def _cached_methods(kind: type) -> list[tuple[str, Any]]:
-    found = {name: each for base in kind.__mro__[::-1] for name, each in vars(base).items()}
-    return [(name, each) for name, each in found.items() if type(each) is _CACHED]

@@ -23,6 +23,7 @@ _WRAPPERS = {
     "ScriptModule": "pass the module that it was made of",
 }
 _BATCH_NORMS = (BatchNorm1d, BatchNorm2d, BatchNorm3d, SyncBatchNorm)
+_OF_THE_CUT = "without them updates depend on the cut: keep them, or take GroupNorm or LayerNorm"
 
 
 def check_module(module: Module) -> None:
@@ -36,8 +37,7 @@ def check_module(module: Module) -> None:
     for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
         if is_lazy(tensor) or tensor.is_meta:
             raise ValueError(
-                f"{name} has no values yet: load or initialise it before from_module; of a lazy "
-                "module, by a call"
+                f"{name} has no values yet: load it, or call a lazy module, before from_module"
             )
 
 
@@ -49,55 +49,40 @@ def check_params(params: Mapping[str, Parameter], tensors: Mapping[str, Tensor])
         other = first.setdefault(address, name) if name in params else first.get(address, name)
         if address and other != name:
             raise ValueError(
-                f"{other}, which trains, shares memory with {name}, which would not see what it "
-                "becomes: let both be one Parameter (a.weight = b.weight), or compute the one of "
-                "the other in forward"
+                f"{other}, which trains, shares memory with {name}, which would not follow it: let "
+                f"both be one Parameter (a.weight = b.weight), or compute {name} in forward"
             )
     for name, p in params.items():
         if not p.is_floating_point():
             raise TypeError(
                 f"trainable= chooses {name}, which is {tree.kind(p)} and has no gradient here: "
-                "leave it out, with trainable=lambda name, p: p.is_floating_point(), or hold a "
-                "complex one as torch.view_as_real(p)"
+                "leave it out, or hold a complex one as torch.view_as_real(p)"
             )
-        try:
-            with warnings.catch_warnings(action="error"):
-                warn_if_has_hooks(p)
-        except UserWarning:
+        with warnings.catch_warnings(record=True, action="always") as found:
+            warn_if_has_hooks(p)
+        if found:
             raise TypeError(
-                f"{name} has a hook on its gradient, which apply would leave out: remove it, and "
-                "do the same to the sum of the gradients, with a Transform before the optimizer "
-                "(ps.optim.chain)"
-            ) from None
-
-
-def depends_on_cut(module: Module) -> str | None:
-    """Why its updates depend on the cut: a BatchNorm has no running statistics, and no buffers.
-
-    >>> depends_on_cut(torch.nn.BatchNorm1d(2))
-    """
-    for name, each in module.named_modules():
-        if isinstance(each, _BATCH_NORMS) and each.running_mean is None:
-            return (
-                f"{name} normalises by its microbatch (track_running_stats=False), so that updates "
-                "depend on the cut: take GroupNorm or LayerNorm, or keep running statistics and "
-                "pass buffers="
+                f"{name} has a hook on its gradient, which apply leaves out: remove it, and do the "
+                "same in a Transform before the optimizer (ps.optim.chain)"
             )
-    return None
 
 
 def written_in_training(module: Module) -> list[str]:
     """The buffers to which a module's parts write when it trains, as BatchNorm does, by name.
 
+    For a BatchNorm without running statistics, a name that no buffer has, and why.
+
     >>> written_in_training(torch.nn.BatchNorm1d(2))
     ['running_mean', 'running_var', 'num_batches_tracked']
     """
-    return [
-        f"{path}.{name}".removeprefix(".")
-        for path, each in module.named_modules()
-        if each.training and getattr(each, "track_running_stats", False)
-        for name, _ in each.named_buffers(recurse=False)
-    ]
+    names = []
+    for path, each in module.named_modules():
+        if isinstance(each, _BATCH_NORMS) and each.running_mean is None:
+            names += [f"statistics of {path} ({_OF_THE_CUT})"]
+        elif each.training and getattr(each, "track_running_stats", False):
+            own = each.named_buffers(recurse=False)
+            names += [f"{path}.{name}".removeprefix(".") for name, _ in own]
+    return names
 
 
 def check_names(
@@ -105,10 +90,8 @@ def check_names(
 ) -> None:
     """Refuses a mapping that lacks a name, or has one too many."""
     if not isinstance(given, Mapping):
-        raise TypeError(
-            f"{what} is a {type(given).__name__}, no mapping of names to tensors: call "
-            "apply(params, ...), with params, apply = ps.from_module(module)"
-        )
+        kind = type(given).__name__
+        raise TypeError(f"{what} is a {kind}, no mapping by name: call apply(params, ...)")
     missing = [name for name in needed if name not in given]
     unknown = [name for name in given if name not in known]
     if unknown or missing:

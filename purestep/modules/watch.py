@@ -18,22 +18,20 @@ from purestep import torch_private
 from purestep.modules.keyed import NOISE
 
 BUFFERS = (
-    "buffers are constants, but for those that are passed: with "
-    "buffers=dict(module.named_buffers()), apply returns (output, buffers). Or call .eval() of the "
-    "part that writes to them before from_module"
+    "with buffers=dict(module.named_buffers()), apply returns (output, buffers); or call .eval() "
+    "of what writes to them before from_module"
 )
 _WRITES = (
-    "the module writes to its {}: compute a new tensor instead (weight.clamp(...)), which each "
-    f"call forgets; {BUFFERS}. Of Gemma3n, set config.altup_coef_clip = None"
+    "the module writes to {}: compute a new tensor, which each call forgets. Of a buffer, "
+    f"{BUFFERS}. Of Gemma3n, set config.altup_coef_clip = None"
 )
 _ELSEWHERE = (
-    "the call computes with {} of the module itself, which stays as it is while params change: a "
-    "closure, a global name, a class, a default argument or another object leads to it. Let "
-    "forward find it in the module's attributes"
+    "the call computes with {} of the module itself, which does not train: a closure, a global "
+    "name, a class or another object leads to it. Let forward find it in the module's attributes"
 )
 _NUMBERS = (
-    "numpy's or Python's generator has drawn random numbers during the call, which no key reaches: "
-    "SpecAugment does (config.apply_spec_augment = False), or another thread, and then call again"
+    "numpy's or Python's generator has drawn numbers during the call, which no key reaches: switch "
+    "that off (config.apply_spec_augment = False). If another thread draws them, call again"
 )
 
 
@@ -54,11 +52,11 @@ def watched(
     Parameters of the module itself may be inputs, or what is kept.
 
     >>> own = torch.nn.Linear(1, 1).weight
-    >>> with watched({"parameter weight": own}, {}, [], keyed=False):
+    >>> with watched({"weight": own}, {}, [], keyed=False):
     ...     own.data.clamp_(0, 1)
     Traceback (most recent call last):
     ...
-    ValueError: the module writes to its parameter weight: compute a new tensor instead ...
+    ValueError: the module writes to weight: compute a new tensor, which ...
     """
     places = {name: place(each) for name, each in kept.items()}
     writes = {at: name for name, at in places.items() if at}
