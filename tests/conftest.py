@@ -18,7 +18,6 @@ from purestep.testing.processes import World
 pytest.register_assert_rewrite(
     "tests.blocks",
     "tests.counted_graphs",
-    "tests.faults",
     "tests.held_by_ranks",
     "tests.modules",
     "tests.on_a_device",

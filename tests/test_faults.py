@@ -1,9 +1,17 @@
-"""Ranks that go wrong, on threads and in processes: all hear of it, and the next step is sound."""
+"""Ranks that fail or disagree: every rank gets an error that says who, and the next step is sound.
+
+On threads and in processes, where one rank of four holds no microbatch.
+"""
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
 from copy import copy
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -12,25 +20,213 @@ from torch import Tensor
 import purestep as ps
 from proofs.ranks import Run
 from proofs.strategies import assert_same
-from proofs.worlds import Ranks, on_threads
-from tests.faults import COMPUTED, FAULTS, check_fault, faulty_step
-from tests.uneven import SGD, alone, batch, loss_fn, ones, params, sound, step
+from purestep import tree
+from purestep.axis.agreement import described
+from purestep.testing import ThreadAxis
+from tests.broken import Killed, Labelled, Opaque, Tail, broken_backward, raising
+from tests.uneven import (
+    BAD,
+    SGD,
+    SHARE,
+    Arguments,
+    alone,
+    batch,
+    loss_fn,
+    loss_with_aux,
+    ones,
+    params,
+    sound,
+    step,
+)
 
 pytestmark = pytest.mark.timeout(120)
+
+
+class Fault(NamedTuple):
+    """What some ranks do differently, and which errors they and the others get."""
+
+    change: Callable[[Arguments], Arguments]
+    own: tuple[type[BaseException], str]
+    others: tuple[type[BaseException], str]
+    ranks: tuple[int, ...] = (BAD,)
+
+
+def failure(
+    kind: type[BaseException], text: str, change: Callable[..., Arguments], heard: str | None = None
+) -> Fault:
+    """The rank that fails raises its own exception, which the others name."""
+    name = kind.__name__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__name__}"
+    failed = f"failed, and the step with it on every rank; nothing was updated. rank 2: {name}: "
+    return Fault(change, (kind, text), (ps.RankError, failed + (heard or text)))
+
+
+def difference(what: str, right: str, wrong: str, ranks: str = "0, 1, 3", **change: Any) -> Fault:
+    """Every rank raises one and the same error, which names both sides."""
+    text = f"disagree on {what}, and nothing was updated: ranks {ranks} with {right} against rank 2"
+    error = ValueError, f"{text} with {wrong}"
+    return Fault(lambda _: change, error, error)
+
+
+def raises_at(name: str, call: int, kind: type[BaseException] = ArithmeticError) -> Any:
+    """This function raises when it is called for the (call + 1)-th time."""
+    return lambda arguments: {name: raising(arguments[name], call, kind)}
+
+
+def state(**more: Tensor) -> Arguments:
+    """Params of which some leaves differ, and the state that fits."""
+    theta = params() | more
+    return {"params": theta, "opt_state": SGD.init(theta)}
+
+
+def one_storage(_: Arguments) -> Arguments:
+    """Two leaves share their memory."""
+    return {"donate": True, **state(b=(w := params()["w"])[0], w=w)}
+
+
+FAULTS = {
+    "normalize": difference(
+        "settings", "settings['normalize']: 'loss'", "settings['normalize']: 'grads'",
+        normalize="grads",
+    ),
+    "accum_dtype": difference(
+        "settings", "settings['accum_dtype']: 'None'", "settings['accum_dtype']: 'torch.float32'",
+        accum_dtype=torch.float32,
+    ),
+    "another leaf": difference(
+        "params", "the structure {'b': *, 'w': *}", "params['c']: torch.float32 of shape (1,)",
+        **state(c=torch.ones(1)),
+    ),
+    "another dtype": difference(
+        "params", "params['b']: torch.float64 of shape ()", "params['b']: torch.float32 of shape ()",
+        **state(b=torch.tensor(1.0)),
+    ),
+    "another opt_state": difference(
+        "opt_state", "opt_state[0].trace['b']: torch.float64 of shape (), opt_state[0].trace['w']: "
+        "torch.float64 of shape (3,), opt_state[1].step: torch.int64 of shape ()",
+        "the structure ()", opt_state=(),
+    ),
+    "another aux": difference(
+        "LossTerms.aux", "the structure ()", "LossTerms.aux['small']: torch.int64 of shape ()",
+        ranks="0, 3", loss_fn=loss_with_aux,
+    ),
+    "aux beside a rank without microbatches": Fault(
+        lambda _: {"loss_fn": loss_with_aux},
+        (ValueError, "which 1 of its 4 ranks cannot, as they hold no microbatch: give each of them "
+         "one whose weights are zero"),
+        (ValueError, ""),
+        ranks=(0, 1, 2, 3),
+    ),
+    "params that require grad": failure(
+        ValueError, "is not recorded, but params",
+        lambda _: {"params": tree.map(Tensor.requires_grad_, params())}, "a step over",
+    ),
+    "weights": failure(ArithmeticError, "θ ≠ θ", raises_at("weight_fn", 1)),
+    "negative weights": failure(
+        ValueError, "weights must be finite and not negative, but one is -1",
+        lambda _: {"weight_fn": lambda m: -ones(m)},
+    ),
+    "first loss": failure(ArithmeticError, "θ ≠ θ", raises_at("loss_fn", 0)),
+    "last loss": failure(ArithmeticError, "θ ≠ θ", raises_at("loss_fn", 2)),
+    "exit": failure(SystemExit, "θ ≠ θ", raises_at("loss_fn", 1, SystemExit)),
+    "no Exception": failure(Killed, "θ ≠ θ", raises_at("loss_fn", 0, Killed)),
+    "backward": failure(
+        ArithmeticError, "no way back", lambda _: {"loss_fn": broken_backward(ArithmeticError)}
+    ),
+    "interrupted backward": failure(
+        KeyboardInterrupt, "no way back", lambda _: {"loss_fn": broken_backward(KeyboardInterrupt)}
+    ),
+    "after the last microbatch": failure(
+        ArithmeticError, "θ ≠ θ", lambda a: {"microbatches": Tail(a["microbatches"])}
+    ),
+    "mean loss": failure(
+        ValueError, "losses of shape () against weights of shape (1,)",
+        lambda _: {"loss_fn": lambda p, m: loss_fn(p, m).mean()},
+    ),
+    "opt_state that raises": failure(
+        ArithmeticError, "θ ≠ θ", lambda _: {"opt_state": Opaque()}
+    ),
+    "opt_state that cannot be described": failure(
+        KeyboardInterrupt, "θ ≠ θ", lambda a: {"opt_state": Labelled(a["opt_state"])}
+    ),
+    "no sequence": failure(
+        TypeError, "microbatches must be a sequence of microbatches, got dict",
+        lambda _: {"microbatches": batch()},
+    ),
+    "no params": failure(ValueError, "params holds no tensors", lambda _: {"params": {}}),
+    "donated leaves that share a storage": failure(
+        ValueError, "donate=True needs a buffer for each leaf", one_storage
+    ),
+    "two ranks": Fault(
+        raises_at("loss_fn", 0),
+        (ArithmeticError, "θ ≠ θ"),
+        (ps.RankError, "rank 0: ArithmeticError: θ ≠ θ; rank 2: ArithmeticError: θ ≠ θ"),
+        ranks=(0, 2),
+    ),
+    "every rank": Fault(
+        lambda _: {"weight_fn": raising(ones, 0), "microbatches": [batch()]},
+        (ArithmeticError, "θ ≠ θ"),
+        (ps.RankError, ""),
+        ranks=(0, 1, 2, 3),
+    ),
+}  # fmt: skip
+
+
+class Aftermath(NamedTuple):
+    """What a rank is left with after a fault: the error, and that it can go on."""
+
+    axis: str
+    error: BaseException | None
+    next_step: Any
+
+
+def caught(program: Callable[[], Any]) -> BaseException | None:
+    """The error that a program raises."""
+    try:
+        program()
+    except BaseException as error:
+        return error
+    return None
+
+
+def faulty_step(axis: ps.Axis, rank: int, name: str, how: Arguments) -> Aftermath:
+    """A step in which some ranks go wrong, which changes no state, and then a sound one."""
+    arguments, fault = {**sound(rank), **how}, FAULTS[name]
+    if rank in fault.ranks:
+        arguments |= fault.change(arguments)
+    parts = [arguments[name] for name in ("params", "opt_state")]
+    leaves = [leaf for x in parts if not isinstance(x, Opaque) for leaf in tree.leaves_of(x)]
+    before = tree.map(torch.clone, leaves)
+    error = caught(partial(step, axis, arguments))
+    assert_same(leaves, before)
+    return Aftermath(repr(axis), error, step(axis, {**sound(rank), **how}))
+
+
+def check_fault(name: str, aftermaths: Sequence[Aftermath]) -> None:
+    """Every rank has raised the error of the table, and goes on with a sound step."""
+    fault, expected = FAULTS[name], alone()
+    for rank, (axis, error, next_step) in enumerate(aftermaths):
+        kind, text = fault.own if rank in fault.ranks else fault.others
+        assert type(error) is kind
+        assert text in str(error)
+        if kind is ps.RankError:
+            ranks = f"rank{'s' * (len(fault.ranks) > 1)} {', '.join(map(str, fault.ranks))}"
+            assert str(error).startswith(f"{ranks} of {axis} failed")
+        elif "disagree" in text:
+            assert str(error).startswith(f"the ranks of {axis} disagree")
+            assert str(error) == str(aftermaths[0].error)
+        assert_same(next_step, expected)
 
 
 @pytest.mark.parametrize("bucket_bytes", [8, 1 << 20])
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_fault_is_told_on_every_rank(ranks: Run, name: str, bucket_bytes: int) -> None:
-    """And the same ranks go on. Nothing waits for a timeout."""
+    """Nothing waits for a timeout."""
     for donate in (False, True):
-        how = {"donate": donate}
-        check_fault(
-            name, ranks(faulty_step, range(4), [name] * 4, [how] * 4, bucket_bytes=bucket_bytes)
-        )
+        args = range(4), [name] * 4, [{"donate": donate}] * 4
+        check_fault(name, ranks(faulty_step, *args, bucket_bytes=bucket_bytes))
 
 
-@pytest.mark.parametrize("name", COMPUTED)
+@pytest.mark.parametrize("name", ["first loss", "backward", "interrupted backward", "no Exception"])
 def test_a_fault_is_told_where_params_are_in_pieces(ranks: Run, name: str) -> None:
     """The rank that failed joins the others' scatter."""
     how = {"gather": "step", "donate": True}
@@ -38,91 +234,204 @@ def test_a_fault_is_told_where_params_are_in_pieces(ranks: Run, name: str) -> No
 
 
 def test_a_fault_is_told_in_any_default_dtype() -> None:
-    before = torch.get_default_dtype()
+    axis, before = ThreadAxis(4), torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)
     try:
-        results = on_threads(Ranks(4), faulty_step, range(4), ["first loss"] * 4, [{}] * 4)
+        program = partial(faulty_step, axis, name="first loss", how={})
+        check_fault("first loss", axis.map(program)(range(4)))
     finally:
         torch.set_default_dtype(before)
-    check_fault("first loss", results)
+
+
+def optimizer_fails(axis: ps.Axis, rank: int) -> tuple[BaseException | None, Any]:
+    """An optimizer raises on one rank, and then a sound step."""
+
+    def update(grads: Any, opt_state: Any, theta: Any) -> Any:
+        if rank == BAD:
+            raise ArithmeticError("mine")
+        return SGD.update(grads, opt_state, theta)
+
+    arguments = {**sound(rank), "optimizer": ps.optim.Optimizer(SGD.init, update)}
+    return caught(partial(step, axis, arguments)), step(axis, sound(rank))
+
+
+def test_an_optimizer_that_fails_does_so_on_its_rank_alone(ranks: Run) -> None:
+    for rank, (error, next_step) in enumerate(ranks(optimizer_fails, range(4))):
+        assert (type(error) is ArithmeticError) == (rank == BAD)
+        assert_same(next_step, alone())
+
+
+def differs_on_one_rank(axis: Any, rank: int, what: str) -> tuple[str, Any]:
+    """Rank 2 evaluates, or has small buckets, and then a sound step."""
+    other, act = copy(axis), partial(step, axis, sound(rank))
+    if rank == BAD and what == "evaluation":
+        act = partial(ps.make_eval_step(loss_fn, weight_fn=ones, axis=axis), params(), [])
+    elif rank == BAD:
+        other.bucket_bytes = 8
+        act = partial(step, other, sound(rank))
+    return str(caught(act)), step(axis, sound(rank))
+
+
+@pytest.mark.parametrize("what", ["evaluation", "bucket_bytes"])
+def test_ranks_that_call_another_function_or_axis(ranks: Run, what: str) -> None:
+    for text, next_step in ranks(differs_on_one_rank, range(4), [what] * 4):
+        assert "disagree on" in text
+        assert "ranks 0, 1, 3 with " in text
+        assert "against rank 2 with " in text
+        assert_same(next_step, alone())
+
+
+def transformed(axis: ps.Axis, rank: int) -> str:
+    """A step inside a derivative."""
+
+    def loss(x: Tensor) -> Tensor:
+        return step(axis, sound(rank))[2].loss + x
+
+    return str(caught(partial(torch.func.grad(loss), torch.tensor(1.0))))
+
+
+def test_a_step_of_real_ranks_is_not_recorded(ranks: Run) -> None:
+    for text in ranks(transformed, range(4)):
+        assert "is not recorded" in text
+        assert "ps.VmapAxis" in text
 
 
 OVERFLOWS = {
     "integers to a negative number": [(2**53, 512), (2**53, 512), (0, 1), (0, 1)],
     "integers to zero": [(2**53, 512)] * 4,
     "integers to a positive number": [(2**53, 512), (2**53, 512), (2**53, 512), (2**53, 768)],
+    "integers beyond those that are exact": [(2**52, 1), (0, 1), (2**52, 1), (5, 1)],
     "floats to infinity": [(1e308, 1)] * 4,
 }
 """The weight of each microbatch's only token, and how many there are, on each rank."""
 
 
-def weights_of(weight: float) -> Tensor:
-    """The weight of one token, in the widest dtype of its kind."""
-    return torch.tensor([weight], dtype=torch.float64 if isinstance(weight, float) else torch.int64)
-
-
-def overflowing(axis: ps.Axis, held: tuple[float, int], normalize: Any) -> Any:
-    """A step and an evaluation on ranks whose counts overflow together, and then a sound step."""
+def overflowing(axis: ps.Axis, held: tuple[float, int], normalize: Any) -> tuple[str, Any]:
+    """A step and an evaluation whose count overflows, and then a sound step."""
     weight, number = held
-    weights = weights_of(weight)
-    group = [batch(1)] * number
-    state = params(), SGD.init(params())
-    arguments = {**sound(0), "params": state[0], "opt_state": state[1], "microbatches": group}
-    how = {"weight_fn": lambda _: weights, "normalize": normalize, "donate": True}
-    with pytest.raises(ValueError, match="num_tokens, the sum of all weights, overflows"):
-        step(axis, {**arguments, **how})
+    dtype = torch.float64 if isinstance(weight, float) else torch.int64
+    group, weights = [batch(1)] * number, torch.tensor([weight], dtype=dtype)
+    arguments = {**sound(0), "microbatches": group, "weight_fn": lambda _: weights}
+    error = caught(partial(step, axis, {**arguments, "normalize": normalize, "donate": True}))
+    assert_same((arguments["params"], arguments["opt_state"]), (params(), SGD.init(params())))
     evaluate = ps.make_eval_step(loss_fn, weight_fn=lambda _: weights, axis=axis)
     with pytest.raises(ValueError, match="overflows"):
         evaluate(params(), group)
-    assert_same(state, (params(), SGD.init(params())))
-    return step(axis, {**sound(0), "microbatches": group[:1]})[2].num_tokens
+    return str(error), step(axis, {**sound(0), "microbatches": group[:1]})[2].num_tokens
 
 
 @pytest.mark.parametrize("normalize", ["loss", "grads"])
-@pytest.mark.parametrize("held", OVERFLOWS.values(), ids=list(OVERFLOWS))
-def test_counts_that_overflow_together(
-    ranks: Run, held: list[tuple[float, int]], normalize: str
-) -> None:
+@pytest.mark.parametrize("case", OVERFLOWS)
+def test_counts_that_overflow_together(ranks: Run, case: str, normalize: str) -> None:
     """No rank's count is too large, and their sum is: an error on every rank."""
-    for count in ranks(overflowing, held, [normalize] * 4):
+    for text, count in ranks(overflowing, OVERFLOWS[case], [normalize] * 4):
+        assert "num_tokens, the sum of all weights, overflows" in text
+        assert ("more than EXACT=9007199254740992" in text) == ("integers" in case)
         assert count == 4
 
 
 @pytest.mark.parametrize("normalize", ["loss", "grads"])
 @pytest.mark.parametrize("held", [(2**53, 1024), (1e308, 2)])
-def test_a_count_that_overflows_on_one_rank(held: tuple[float, int], normalize: Any) -> None:
-    weight, number = held
-    step_ = ps.make_update_step(
-        loss_fn, SGD, weight_fn=lambda _: weights_of(weight), normalize=normalize
-    )
-    with pytest.raises(ValueError, match="overflows"):
-        step_(params(), SGD.init(params()), [batch(1)] * number)
+def test_a_count_that_overflows_on_one_rank(held: tuple[float, int], normalize: str) -> None:
+    text, count = overflowing(ps.LocalAxis(), held, normalize)
+    assert "num_tokens, the sum of all weights, overflows" in text
+    assert count == 1
 
 
-def evaluates_while_others_train(axis: ps.Axis, rank: int) -> tuple[str, Any]:
-    """Another function altogether on rank 1, with the same params."""
-    evaluate = ps.make_eval_step(loss_fn, weight_fn=ones, axis=axis)
-    with pytest.raises(ValueError, match="disagree") as info:
-        _ = evaluate(params(), []) if rank == 1 else step(axis, sound(rank))
-    return str(info.value), step(axis, sound(rank))
+# Where reading a message waits for a device
 
 
-def test_a_rank_that_evaluates_while_others_train(ranks: Run) -> None:
-    for text, next_step in ranks(evaluates_while_others_train, range(4)):
-        assert "ranks 0, 2, 3 with " in text
-        assert "against rank 1 with " in text
-        assert_same(next_step, alone())
+class ReadsLater(ThreadAxis):
+    """Ranks that read what they hear as on a device: when all work is queued."""
+
+    @property
+    def on_host(self) -> bool:
+        return False
 
 
-def differs(axis: Any, rank: int) -> None:
-    """Rank 1 alone has small buckets."""
-    if rank == 1:
-        axis = copy(axis)
-        axis.bucket_bytes = 8
-    with pytest.raises(ValueError, match="disagree on settings"):
-        step(axis, sound(rank))
+def read_later(bad: Callable[[Arguments], Arguments]) -> list[Any]:
+    """What a step raises or returns on each rank, of which one is changed."""
+    axis = ReadsLater(4, bucket_bytes=8)
+
+    def program(rank: int) -> Any:
+        arguments: Arguments = sound(rank)
+        arguments |= bad(arguments) if rank == BAD else {}
+        result: list[Any] = []
+        error = caught(lambda: result.extend(step(axis, arguments)))
+        return str(error) if error else tuple(result)
+
+    return axis.map(program)(range(4))
 
 
-def test_the_size_of_buckets_is_agreed_on(ranks: Run) -> None:
-    """Other buckets are other collectives."""
-    ranks(differs, range(4))
+def test_a_step_that_is_read_later() -> None:
+    for rank, (*new, metrics) in enumerate(read_later(lambda _: {})):
+        assert_same(tuple(new), alone()[:2])
+        assert metrics.loss == alone()[2].loss
+        assert metrics.num_tokens == 16
+        assert metrics.num_tokens.dtype == (torch.int64 if SHARE[rank] else torch.float64)
+
+
+@pytest.mark.parametrize(
+    ("change", "own", "others"),
+    [
+        (raises_at("weight_fn", 0), "θ ≠ θ", "rank 2 of "),
+        (raises_at("loss_fn", 0), "θ ≠ θ", "these ranks cannot meet"),
+        (lambda _: {"normalize": "grads"}, *["disagree on one of params, opt_state"] * 2),
+        (
+            lambda _: {"weight_fn": lambda m: ones(m) / 2},
+            *["the weights of 1 ranks of ThreadAxis(4) are floats, those of 2 are integers"] * 2,
+        ),
+    ],
+    ids=["weights", "loss", "settings", "dtype of weights"],
+)
+def test_a_fault_that_is_read_later(change: Any, own: str, others: str) -> None:
+    for rank, text in enumerate(read_later(change)):
+        assert (own if rank == BAD else others) in text
+
+
+# Fingerprints, by which ranks compare trees
+
+PROGRAM = """
+import torch, optree, purestep as ps
+from purestep.axis.agreement import described
+@optree.dataclasses.dataclass(namespace="purestep")
+class Layer:
+    w: object
+    beside: object = optree.dataclasses.field(pytree_node=False, default=None)
+class Mine: pass
+def act(x): return x
+words = {"a", "bb", "ccc", "dddd"}
+beside = [words, act, lambda x: x, Mine(), torch.relu, torch.device("cuda", RANK), {Mine: words}]
+print(described("params", [Layer(torch.ones(2), each) for each in beside]).number)
+"""
+
+
+def test_fingerprints_are_the_same_in_every_process() -> None:
+    found = set()
+    for rank in range(3):
+        command = [sys.executable, "-c", PROGRAM.replace("RANK", str(rank))]
+        env = {**os.environ, "PYTHONHASHSEED": str(rank + 1)}
+        done = subprocess.run(command, env=env, capture_output=True, check=True, timeout=60)
+        found.add(done.stdout)
+    assert len(found) == 1
+
+
+def piece(length: int, *shape: int, axis: Any = ps.LocalAxis(), dim: int = 0) -> ps.Shard:
+    """A piece of a tensor of this shape."""
+    return ps.Shard(torch.ones(length), axis, shape, dim)
+
+
+ONE, TWO = torch.ones(1), torch.ones(2)
+TREES: list[Any] = [
+    (), [], None, {"a": ()}, [ONE], (ONE,), [ONE.double()], [TWO], [torch.ones(1, 1)], [1], ["1"],
+    {"a": ONE, "b": TWO}, {"a": TWO, "b": ONE}, {"a": {"b": ONE}},
+    [piece(1, 1)], [piece(1, 2)], [piece(1, 1, 2)], [piece(1, 1, 2, dim=1)],
+    [piece(1, 1, axis=ps.VmapAxis(2))],
+]  # fmt: skip
+
+
+def test_fingerprints_differ_where_trees_do() -> None:
+    assert len({described("x", each).number for each in TREES}) == len(TREES)
+    again = [tree.map(lambda leaf: leaf, each) for each in TREES[:-1]]
+    assert [described("x", each) for each in again] == [described("x", x) for x in TREES[:-1]]
+    assert described("x", piece(2, 3)) == described("x", piece(1, 3)), "pieces of one tensor"

@@ -1,9 +1,14 @@
-"""Where sharded params are gathered: what travels when, what is whole, and what is alive."""
+"""Steps on params in pieces that gather once, for each microbatch, or in the loss: beside T12.
+
+Losses that gather differently, figures of memory, and what other people's losses and optimizers do.
+"""
 
 from __future__ import annotations
 
 import gc
+import re
 import weakref
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -11,83 +16,278 @@ import torch
 from torch import Tensor
 
 import purestep as ps
+from proofs.ranks import Run
+from proofs.strategies import assert_same
 from purestep import tree
 from purestep.axis import Gather
-from tests.layers import ADAMW, GATHERS, loss_of, network, of_pieces, of_whole, ones, rows
+from purestep.testing import ThreadAxis
+from tests.layers import ADAMW, GATHERS, WIDTH, network, of_pieces, of_whole, ones, rows
 from tests.memory import LiveBytes
 
 pytestmark = pytest.mark.timeout(60)
 
-
-class Log(ps.testing.ThreadAxis):
-    """Ranks that write down their collectives."""
-
-    def __init__(self, size: int, *, bucket_bytes: int = 1 << 20) -> None:
-        super().__init__(size, bucket_bytes=bucket_bytes)
-        self.laws: list[list[Any]] = [[] for _ in range(size)]
-
-    def meet(self, law: str, x: Tensor) -> Tensor:
-        """As ever."""
-        self.laws[self.rank].append((law, x.numel()))
-        return super().meet(law, x)
-
-    def launch(self, x: Tensor, law: str = "psum") -> Any:
-        """As ever."""
-        self.laws[self.rank].append((law, x.numel()))
-        return super().launch(x, law)
+SGD = ps.optim.sgd(0.5)
 
 
-def test_what_travels() -> None:
-    """A gather and a scatter a step, or a microbatch; or for each layer, gathered twice."""
-
-    def count(gather: Gather, microbatches: int) -> dict[str, int]:
-        axis = Log(2, bucket_bytes=1 << 19)
-
-        def program(rank: int) -> None:
-            params = ps.shard(network(3, 256), axis)
-            step = ps.make_update_step(
-                lambda p, x: loss_of(gather)(p, x.repeat(1, 16)), ADAMW, weight_fn=ones, axis=axis,
-                gather=gather,
-            )  # fmt: skip
-            state = ADAMW.init(params)
-            axis.laws[rank].clear()
-            step(params, state, [rows(2)] * microbatches)
-
-        axis.map(program)(range(2))
-        assert axis.laws[0] == axis.laws[1]
-        laws = [law for law, numel in axis.laws[0] if numel > 1000]
-        return {law: laws.count(law) for law in ("all_gather", "psum_scatter")}
-
-    for microbatches in (1, 4):
-        assert count("step", microbatches) == {"all_gather": 3, "psum_scatter": 3}
-        each = {"all_gather": 3 * microbatches, "psum_scatter": 3 * microbatches}
-        assert count("microbatch", microbatches) == each
-        again = {"all_gather": 6 * microbatches, "psum_scatter": 3 * microbatches}
-        assert count("loss", microbatches) == again
+def step_on(
+    axis: ps.Axis, loss_fn: Any, params: Any, group: Sequence[Any], optimizer: Any = SGD, **how: Any
+) -> Any:
+    """The whole params after a step, and its metrics."""
+    how = {"weight_fn": ones, "axis": axis, **how}
+    new, _, metrics = ps.make_update_step(loss_fn, optimizer, **how)(
+        params, optimizer.init(params), group
+    )
+    return ps.unshard(new), metrics
 
 
-@pytest.mark.parametrize("gather", ["step", "microbatch"])
-def test_blocks_leave_while_the_backward_pass_runs(gather: Gather) -> None:
-    """When it comes to the first layer, the others are on their way; in each microbatch, or the last."""
-    axis = Log(2, bucket_bytes=1 << 19)
-    left: list[list[int]] = [[], []]
+# Who gathers what
+
+
+def test_a_loss_that_gathers_wants_equally_many_microbatches() -> None:
+    """Refused on all ranks before any of them gathers."""
+    axis = ThreadAxis(2)
 
     def program(rank: int) -> None:
-        def note(_: Tensor) -> None:
-            laws = [law for law, numel in axis.laws[rank] if numel > 1000]
-            left[rank].append(laws.count("psum_scatter"))
-
-        def loss_fn(layers: Any, x: Tensor) -> Tensor:
-            x = torch.relu(x.repeat(1, 16) @ layers[0])
-            x.register_hook(note)
-            return of_whole(layers[1:], x)
-
-        params = ps.shard(network(3, 256), axis)
-        step = ps.make_update_step(loss_fn, ADAMW, weight_fn=ones, axis=axis, gather=gather)
-        step(params, ADAMW.init(params), [rows(2)] * 2)
+        message = (
+            r"disagree on the number of microbatches, each of which gathers params "
+            r"\(add some whose weights are zero\).*rank 0 with .*'1'.* against rank 1 with .*'2'"
+        )
+        params = ps.shard(network(2), axis)
+        with pytest.raises(ValueError, match=message):
+            step_on(axis, of_pieces, params, [rows(2)] * (1 + rank), gather="loss")
 
     axis.map(program)(range(2))
-    assert left == [[0, 2] if gather == "step" else [2, 5]] * 2
+
+
+def test_a_rank_that_fails_where_its_loss_gathers() -> None:
+    """It cannot bring what the others wait for: they learn that it has ended."""
+    axis = ThreadAxis(3)
+
+    def loss_fn(params: Any, x: Tensor) -> Tensor:
+        losses = of_pieces(params, x)
+        if axis.rank == 1:
+            raise ArithmeticError
+        return losses
+
+    def program(rank: int) -> str:
+        params = ps.shard(network(3), axis)
+        with pytest.raises(ArithmeticError if rank == 1 else ps.RankError) as info:
+            step_on(axis, loss_fn, params, [rows(2)], gather="loss")
+        return str(info.value)
+
+    errors = axis.map(program)(range(3))
+    assert "rank 1 has returned" in errors[0]
+    assert "rank 1 has returned" in errors[2]
+
+
+def gathers(axis: Any, what: str) -> Callable[..., Tensor]:
+    """A loss of two layers, of which rank 1 does something else when its microbatch says so."""
+
+    def loss_fn(params: Any, batch: dict[str, Tensor]) -> Tensor:
+        other = axis.rank == 1 and bool(batch["other"])
+        first, second = reversed(params) if other and what == "swapped" else params
+        if other and what == "skipped":
+            return batch["x"].sum(-1) * ps.unshard(first).sum()
+        x = batch["x"] @ ps.unshard(first)
+        w = ps.unshard(second)
+        return x.sum(-1) + w.detach().sum() if other and what == "unused" else (x @ w).sum(-1)
+
+    return loss_fn
+
+
+def steps_that_gather(axis: Any, rank: int, what: str, when: int) -> str:
+    """Two updates, and the error of the one in which ranks differ."""
+    params = ps.shard(network(2), axis)
+    step = ps.make_update_step(
+        gathers(axis, what), SGD, weight_fn=lambda m: ones(m["x"]), axis=axis, gather="loss"
+    )
+    for update in range(2):
+        batch = {"x": rows(2), "other": torch.tensor(update == when)}
+        try:
+            params, _, _ = step(params, SGD.init(params), [batch] * 2)
+        except ValueError as error:
+            return f"{update}: {error}"
+    return ""
+
+
+FIRST = r"0: the ranks of .* disagree on what they gather next, or scatter \(add 0 \* w.sum\(\).*"
+LAST = r"1: the ranks of .* disagree on the order in which their losses gather params.*"
+
+
+@pytest.mark.parametrize(
+    ("what", "when", "message"),
+    [
+        ("unused", 0, FIRST + r"0, 2, 3 with 3. psum_scatter of params\[1\].piece against rank 1 "),
+        ("skipped", 0, FIRST + r"0, 2, 3 with 2. all_gather of params\[1\].piece against rank 1 "),
+        ("swapped", 0, FIRST + r"0, 2, 3 with 1. all_gather of params\[0\].piece against rank 1 "),
+        ("swapped", 1, LAST + r"0, 2, 3 with 1. .* against rank 1 with 1. all_gather of params\[1"),
+    ],
+)
+def test_ranks_that_gather_differently(ranks: Run, what: str, when: int, message: str) -> None:
+    """Named on all ranks: before it happens, in the first update; before the update, in others."""
+    for text in ranks(steps_that_gather, range(4), [what] * 4, [when] * 4):
+        assert re.match(message, text), text
+
+
+def unshard_what_does_not_fit(axis: Any, rank: int) -> str:
+    """Pieces of ``tensor_split``, of which one fits."""
+    piece = torch.tensor_split(torch.arange(9.0), 4)[rank].clone()
+    with pytest.raises(ValueError, match="disagree on what they gather next") as info:
+        ps.unshard(ps.Shard(piece, axis, (9,)))
+    return str(info.value)
+
+
+def test_pieces_that_fit_on_one_rank_alone(ranks: Run) -> None:
+    """It would wait for the others, which refuse theirs."""
+    for text in ranks(unshard_what_does_not_fit, range(4)):
+        assert re.search(r"rank 0 with torch.float32 of shape \(9,\).* against ranks 1, 2", text)
+        assert re.search(r"the piece of a Shard has shape \(2,\)", text)
+
+
+# Losses of other people
+
+
+def experts(params: Any, batch: dict[str, Tensor]) -> ps.LossTerms:
+    """Each row goes to one of three experts, all of which are gathered; with a term."""
+    x, place, total = batch["x"], batch["expert"], torch.zeros(len(batch["x"])).double()
+    for number, expert in enumerate(ps.unshard(params["experts"])):
+        chosen = (place == number).nonzero()[:, 0]
+        if len(chosen):
+            total = total.index_add(0, chosen, (x[chosen] @ expert).square().sum(-1))
+    router = ps.unshard(params["router"])
+    total = total + 0 * router.sum()  # The term of a microbatch without tokens is left out.
+    return ps.LossTerms(total, microbatch=router.square().sum())
+
+
+def expert_batch(*places: int, weight: int = 1) -> dict[str, Tensor]:
+    """A row for each of these experts."""
+    weights = torch.full((len(places),), weight)
+    return {"x": rows(len(places), sum(places)), "expert": torch.tensor(places), "w": weights}
+
+
+@pytest.mark.parametrize("gather", GATHERS)
+def test_a_mixture_of_experts(gather: Gather) -> None:
+    """Each rank's rows go to different experts; one rank has weights of zero."""
+    axis = ThreadAxis(3)
+    groups = [[expert_batch(0, 0)], [expert_batch(2, 1)], [expert_batch(1, weight=0)]]
+    whole = {"experts": network(3), "router": torch.arange(6.0).double()}
+    how: Any = {"weight_fn": lambda m: m["w"], "gather": gather}
+
+    def program(group: Any) -> Any:
+        return step_on(axis, experts, ps.shard(whole, axis), group, **how)
+
+    expected, metrics = step_on(ps.LocalAxis(), experts, whole, [x for (x,) in groups], **how)
+    for new, others in axis.map(program)(groups):
+        assert_same((new, others.loss), (expected, metrics.loss))
+
+
+@pytest.mark.parametrize("gather", GATHERS)
+def test_pieces_over_both_axes_of_a_mesh(gather: Gather) -> None:
+    """One leaf over the step's own axis, one over the other, one over none: the step of whole tensors."""
+    world = ThreadAxis(4)
+    dp, tp = world.split(2, 2)
+    whole = {"in": network(1)[0], "up": network(2)[1], "bias": torch.ones(WIDTH).double()}
+    optimizer = ps.optim.chain(ps.optim.clip_by_global_norm(8.0), SGD)
+
+    def plain(params: Any, x: Tensor) -> Tensor:
+        return ((x @ params["in"]) @ params["up"] + params["bias"]).square().sum(-1)
+
+    def loss_fn(params: Any, x: Tensor) -> Tensor:
+        # What each rank of tp computes of it enters a sum there.
+        first = ps.pvary(ps.unshard(params["in"]), tp)
+        mine = (x @ first).chunk(2, -1)[tp.rank] @ params["up"]
+        return (ps.psum(mine, tp) + params["bias"]).square().sum(-1)
+
+    def program(_: int) -> Any:
+        params = {**whole, "in": ps.shard(whole["in"], dp), "up": ps.shard(whole["up"], tp)}
+        group = [rows(4)[2 * dp.rank :][:2]]
+        return step_on(dp, loss_fn, params, group, optimizer, gather=gather)
+
+    expected, metrics = step_on(ps.LocalAxis(), plain, whole, [rows(4)], optimizer)
+    for new, others in world.map(program)(range(4)):
+        assert_same((new, others.grad_norm), (expected, metrics.grad_norm))
+
+
+# A compiler reads .grad, and hides the warning by filters that threads share.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
+@pytest.mark.parametrize("gather", ["step", "microbatch"])
+def test_compiled_microbatches(gather: Gather) -> None:
+    """With a leaf that is used twice, one that is not used, and one without elements."""
+    axis = ThreadAxis(2)
+    whole = {
+        "w": network(1)[0],
+        "unused": torch.ones(3).double(),
+        "none": torch.ones(3, 0).double(),
+    }
+
+    def loss_fn(params: Any, x: Tensor) -> Tensor:
+        return (x @ params["w"] @ params["w"].T).square().sum(-1) + params["none"].sum()
+
+    def program(rank: int) -> Any:
+        params, group = ps.shard(whole, axis), [rows(4)[2 * rank :][:2]]
+        return step_on(axis, loss_fn, params, group, gather=gather, compile=True)
+
+    expected, metrics = step_on(ps.LocalAxis(), loss_fn, whole, [rows(4)])
+    for new, others in axis.map(program)(range(2)):
+        assert_same((new, others.grad_norm), (expected, metrics.grad_norm))
+
+
+@pytest.mark.parametrize("gather", GATHERS)
+def test_sums_over_ranks_are_not_rounded_to_params(gather: Gather) -> None:
+    """257 is none of bfloat16's numbers, nor 2^24 + 1 one of float32's."""
+    axis = ThreadAxis(2)
+
+    def norm(slope: float, dtype: torch.dtype, accum_dtype: Any) -> float:
+        how: Any = {"normalize": "grads", "gather": gather, "accum_dtype": accum_dtype}
+        params = ps.shard(torch.zeros(1, dtype=dtype), axis)
+        group = [torch.tensor([slope])]
+        metrics = step_on(axis, lambda p, x: ps.unshard(p) * x, params, group, **how)[1]
+        return float(metrics.grad_norm * 2)
+
+    assert axis.map(norm)([256.0, 1.0], [torch.bfloat16] * 2, [None] * 2) == [257.0] * 2
+    args = [2.0**24, 1.0], [torch.float32] * 2, [torch.float64] * 2
+    assert axis.map(norm)(*args) == [2.0**24 + 1] * 2
+
+
+@pytest.mark.parametrize("sharded", [True, False])
+@pytest.mark.parametrize("gather", GATHERS)
+def test_sparse_gradients_and_reverse_modes_of_others(gather: Gather, sharded: bool) -> None:
+    """An embedding's, and torch.func's own."""
+    axis, whole = ThreadAxis(2), torch.arange(12.0).view(6, 2)
+
+    def program(rank: int, sparse: bool, how: Any) -> Any:
+        def loss_fn(w: Any, x: Tensor) -> Tensor:
+            found = torch.nn.functional.embedding(x, ps.unshard(w), sparse=sparse)
+            return found.square().sum(-1)
+
+        group = [torch.tensor([[0, 1, 1, 5], [2, 1, 3, 0]])[rank]]
+        given = ps.shard(whole, axis) if sharded else whole
+        return step_on(axis, loss_fn, given, group, gather=gather, **how)[0]
+
+    expected = whole - 0.5 * 2 * whole * torch.tensor([2, 3, 1, 1, 0, 1.0])[:, None] / 8
+    for sparse, how in [(True, {}), (False, {"grad_and_value": torch.func.grad_and_value})]:
+        for new in axis.map(program)(range(2), [sparse] * 2, [how] * 2):
+            assert torch.equal(new, expected)
+
+
+def test_the_state_of_others_in_pieces_and_whole_again() -> None:
+    """What ``from_torch`` keeps for a param is a node with tensors of the piece's shape, and counts."""
+    axis, whole = ThreadAxis(2), {"w": torch.arange(5.0), "b": torch.tensor(1.0)}
+    optimizer = ps.optim.from_torch(torch.optim.RMSprop, lr=0.1)
+
+    def update(params: Any) -> Any:
+        return optimizer.update(tree.map(torch.ones_like, params), optimizer.init(params), params)
+
+    def program(_: int) -> Any:
+        params = ps.shard(whole, axis)
+        assert params["b"] is not whole["b"]  # A donated step would write to it.
+        return ps.unshard(update(params))
+
+    for found in axis.map(program)(range(2)):
+        assert_same(found, update(whole))
+
+
+# Memory
 
 
 def test_one_layer_is_whole_at_a_time() -> None:
@@ -99,15 +299,13 @@ def test_one_layer_is_whole_at_a_time() -> None:
     of_layer = 8 * width * width
 
     def peak(layers: int) -> int:
-        axis = ps.testing.ThreadAxis(1)
+        axis = ThreadAxis(1)
 
         def program(_: int) -> int:
-            params = ps.shard(network(layers, width), axis)
-            optimizer = ps.optim.sgd(0.1)
-            step = ps.make_update_step(
-                of_pieces, optimizer, weight_fn=ones, axis=axis, gather="loss", donate=True
-            )
-            state, x = optimizer.init(params), torch.ones(1, width).double()
+            params, x = ps.shard(network(layers, width), axis), torch.ones(1, width).double()
+            how: Any = {"weight_fn": ones, "axis": axis, "gather": "loss", "donate": True}
+            step = ps.make_update_step(of_pieces, SGD, **how)
+            state = SGD.init(params)
             with LiveBytes() as live:
                 step(params, state, [x, x])
             return live.peak
@@ -120,7 +318,7 @@ def test_one_layer_is_whole_at_a_time() -> None:
 
 def test_state_is_a_piece() -> None:
     """1/n of params and moments, and at most a row more."""
-    axis = ps.testing.ThreadAxis(3)
+    axis = ThreadAxis(3)
 
     def program(rank: int) -> int:
         params = ps.shard({"w": torch.ones(7, 5), "b": torch.ones(6)}, axis)
@@ -134,7 +332,7 @@ def test_state_is_a_piece() -> None:
 @pytest.mark.parametrize("gather", GATHERS)
 def test_nothing_waits_for_the_garbage_collector(gather: Gather) -> None:
     """Whole tensors and sums are gone when the step has returned."""
-    axis = ps.testing.ThreadAxis(2)
+    axis = ThreadAxis(2)
     wholes: list[list[Any]] = [[], []]
 
     def loss_fn(params: Any, x: Tensor) -> Tensor:
@@ -142,12 +340,10 @@ def test_nothing_waits_for_the_garbage_collector(gather: Gather) -> None:
         wholes[axis.rank] += map(weakref.ref, layers)
         return of_whole(layers, x)
 
-    def program(rank: int) -> list[int]:
+    def program(rank: int) -> int:
         params = ps.shard(network(3), axis)
-        step = ps.make_update_step(loss_fn, ADAMW, weight_fn=ones, axis=axis, gather=gather)
-        state = ADAMW.init(params)
-        step(params, state, [rows(2)] * 2)
-        return [sum(each() is not None for each in wholes[rank])]
+        step_on(axis, loss_fn, params, [rows(2)] * 2, ADAMW, gather=gather)
+        return sum(each() is not None for each in wholes[rank])
 
     axis.map(program)(range(2))
     for each in wholes:
@@ -156,7 +352,7 @@ def test_nothing_waits_for_the_garbage_collector(gather: Gather) -> None:
     gc.disable()
     try:
         before = sum(type(each) is Tensor for each in gc.get_objects())
-        assert axis.map(program)(range(2)) == [[0], [0]]
+        assert axis.map(program)(range(2)) == [0, 0]
         assert sum(type(each) is Tensor for each in gc.get_objects()) == before
     finally:
         gc.enable()

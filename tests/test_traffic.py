@@ -13,28 +13,27 @@ import purestep as ps
 from proofs.ranks import Run
 from proofs.strategies import assert_same
 from purestep import tree
+from purestep.axis import Gather
+from purestep.testing import ThreadAxis
+from tests.layers import loss_of, network, of_whole, ones, rows
 from tests.torch_private import TorchDispatchMode
 from tests.uneven import SGD, Batch, batch, params, sound, step
 
 pytestmark = pytest.mark.timeout(120)
 
 
-class Traffic(TorchDispatchMode):
-    """The bytes that are handed to collectives."""
+class Collectives(TorchDispatchMode):
+    """The bytes that are handed to each collective, in order."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.bytes: dict[str, int] = {}
+        self.bytes: list[int] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace in ("c10d", "_c10d_functional") and "wait" not in func.__name__:
-            sent = sum(
-                leaf.numel() * leaf.element_size()
-                for leaf in tree.leaves_of(args[0])
-                if isinstance(leaf, Tensor)
-            )
-            name = func.__name__.split(".")[0]
-            self.bytes[name] = self.bytes.get(name, 0) + sent
+            assert func.__name__.startswith("allreduce_")
+            tensors = [leaf for leaf in tree.leaves_of(args[0]) if isinstance(leaf, Tensor)]
+            self.bytes.append(sum(leaf.numel() * leaf.element_size() for leaf in tensors))
         return func(*args, **(kwargs or {}))
 
 
@@ -47,64 +46,44 @@ MIXED = {
 """One leaf in float64, three of 52 numbers in float32."""
 
 
-def mixed_loss(params: Any, microbatch: Tensor) -> Tensor:
-    """Every leaf takes part."""
-    total = sum(leaf.double().sum() for leaf in params.values())
-    return microbatch * torch.as_tensor(total)
-
-
-def traffic(
-    axis: ps.Axis, microbatches: int, aux: bool, settings: dict[str, Any]
-) -> tuple[dict[str, int], dict[str, int], Any]:
-    """How many collectives a step calls by name, the bytes they are handed, and the new params."""
-    from torch.distributed.tensor.debug import CommDebugMode  # takes a second to import
+def bytes_of_a_step(axis: ps.Axis, microbatches: int, aux: bool, normalize: Any) -> Any:
+    """The bytes of each collective of a step, and the new params."""
 
     def loss(params: Any, microbatch: Tensor) -> ps.LossTerms:
-        losses = mixed_loss(params, microbatch)
-        return ps.LossTerms(losses, aux={"n": torch.tensor(1), "m": torch.tensor(2)} if aux else ())
+        total = sum(leaf.double().sum() for leaf in params.values())
+        numbers = {"n": torch.tensor(1), "m": torch.tensor(2)} if aux else ()
+        return ps.LossTerms(microbatch * total, aux=numbers)
 
     optimizer = ps.optim.sgd(0.5)
-    run = ps.make_update_step(loss, optimizer, weight_fn=torch.ones_like, axis=axis, **settings)
-    state = optimizer.init(MIXED)
-    group = [torch.ones(2).double()] * microbatches
-    with CommDebugMode() as calls:
-        new_params, _, _ = run(MIXED, state, group)
-    with Traffic() as sent:
-        run(MIXED, state, group)
-    counts = {str(op).split(".")[-1]: n for op, n in calls.get_comm_counts().items()}
-    return counts, sent.bytes, new_params
-
-
-SMALL, LARGE = 52 * 4, 5 * 8
-"""Bytes of the gradients in each dtype."""
-
-MESSAGES = 2 * 16 * 8
-"""Bytes of the messages before the backward passes and after."""
+    run = ps.make_update_step(
+        loss, optimizer, weight_fn=torch.ones_like, axis=axis, normalize=normalize
+    )
+    with Collectives() as sent:
+        new, _, _ = run(MIXED, optimizer.init(MIXED), [torch.ones(2).double()] * microbatches)
+    return sorted(sent.bytes), new
 
 
 @pytest.mark.parametrize("normalize", ["loss", "grads"])
-@pytest.mark.parametrize(("bucket_bytes", "buckets"), [(8, 4), (88, 3), (1 << 20, 2)])
-def test_traffic_of_a_step(processes: Run, bucket_bytes: int, buckets: int, normalize: str) -> None:
+@pytest.mark.parametrize(
+    ("bucket_bytes", "buckets"),
+    [(8, [4, 40, 84, 120]), (88, [40, 88, 120]), (1 << 20, [40, 208])],
+)
+def test_traffic_of_a_step(
+    processes: Run, bucket_bytes: int, buckets: list[int], normalize: str
+) -> None:
     """Two short messages and each gradient once, however many microbatches a rank has."""
+    message = 16 * 8
     for numbers in ([1] * 4, [4] * 4, [16] * 4, [4, 0, 16, 1]):
-        results = processes(
-            traffic, numbers, [False] * 4, [{"normalize": normalize}] * 4,
-            bucket_bytes=bucket_bytes,
-        )  # fmt: skip
-        for counts, sent, new_params in results:
-            assert counts == {"allreduce_": 2 + buckets}
-            assert sent == {"allreduce_": MESSAGES + SMALL + LARGE}
-            assert_same(new_params, results[0][2])
+        args = numbers, [False] * 4, [normalize] * 4
+        results = processes(bytes_of_a_step, *args, bucket_bytes=bucket_bytes)
+        for sent, new in results:
+            assert sent == sorted([*buckets, message, message])
+            assert_same(new, results[0][1])
+    for sent, _ in processes(bytes_of_a_step, [1, 4, 16, 2], [True] * 4, [normalize] * 4):
+        assert sent == sorted([40, 208, message, message, 2 * 8]), "aux is one collective more"
 
 
-def test_aux_travels_in_one_collective_more(processes: Run) -> None:
-    """Two integers."""
-    for counts, sent, _ in processes(traffic, [1, 4, 16, 2], [True] * 4, [{}] * 4):
-        assert counts == {"allreduce_": 2 + 2 + 1}
-        assert sent == {"allreduce_": MESSAGES + SMALL + LARGE + 2 * 8}
-
-
-def meets_in_its_loss(axis: ps.Axis, rank: int, everywhere: bool) -> Any:
+def step_that_meets(axis: ps.Axis, rank: int, everywhere: bool) -> Any:
     """Ranks sum over the axis inside of the loss; on some of them a leaf is not used."""
 
     def loss(params: Any, microbatch: Batch) -> Tensor:
@@ -122,25 +101,50 @@ def meets_in_its_loss(axis: ps.Axis, rank: int, everywhere: bool) -> Any:
 def test_a_loss_that_meets_over_the_same_axis(ranks: Run, bucket_bytes: int) -> None:
     """Its collectives are never taken for those of the gradients."""
     used, unused = (
-        ranks(meets_in_its_loss, range(4), [everywhere] * 4, bucket_bytes=bucket_bytes)
+        ranks(step_that_meets, range(4), [everywhere] * 4, bucket_bytes=bucket_bytes)
         for everywhere in (True, False)
     )
     for result in unused:
         assert_same(result, used[0])
 
 
-class _Noticed(torch.autograd.Function):
+class _InBackward(torch.autograd.Function):
     """The identity, which calls a function during the backward pass."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, notice: Callable[[], None]) -> Tensor:
-        ctx.notice = notice
+    def forward(ctx: Any, x: Tensor, act: Callable[[], Any]) -> Tensor:
+        ctx.act = act
         return x.clone()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        ctx.notice()
+        ctx.act()
         return grad, None
+
+
+def in_backward(x: Tensor, act: Callable[[], Any]) -> Tensor:
+    """The tensor, whose backward pass calls a function."""
+    result: Tensor = _InBackward.apply(x, act)
+    return result
+
+
+def step_that_meets_late(axis: ps.Axis, rank: int) -> str:
+    """The loss meets when a bucket has left on all ranks but the first, which does not use its leaf."""
+
+    def loss(params: Any, microbatch: Batch) -> Tensor:
+        meet = in_backward(params["b"], lambda: ps.psum(torch.ones(3).double(), axis))
+        late = microbatch["x"] @ params["w"] if rank else 0
+        return microbatch["y"] * meet + late
+
+    with pytest.raises(ValueError, match="disagree on the buckets that have left") as info:
+        step(axis, {**sound(rank), "loss_fn": loss, "microbatches": [batch(4)]})
+    return str(info.value)
+
+
+def test_buckets_that_crossed_a_collective_of_the_loss_are_refused(ranks: Run) -> None:
+    """One rank sums a vector of the loss's, where the others sum a bucket of its shape."""
+    for text in ranks(step_that_meets_late, range(4), bucket_bytes=8):
+        assert "before a collective inside the loss (add 0 * w.sum() to it)" in text
 
 
 LEAVES = 6
@@ -160,7 +164,7 @@ def launched_by_then(axis: Any, meets: bool) -> list[int]:
         launched.clear()
         scores = microbatch["y"]
         for leaf in params.values():
-            noticed = _Noticed.apply(leaf, lambda: launched.append(axis.meetings - before))
+            noticed = in_backward(leaf, lambda: launched.append(axis.meetings - before))
             scores = scores * noticed.sum()
         if meets:
             ps.psum(scores.detach(), axis)
@@ -177,3 +181,86 @@ def test_buckets_leave_during_the_backward_pass(ranks: Run, meets: bool) -> None
     """Each leaves as soon as it is complete, unless the loss communicates over the same axis."""
     expected = [0] * LEAVES if meets else list(range(LEAVES))
     assert ranks(launched_by_then, [meets] * 4, bucket_bytes=24) == [expected] * 4
+
+
+class Log(ThreadAxis):
+    """Two ranks that write down their collectives of more than 1000 elements."""
+
+    def __init__(self, bucket_bytes: int = 1 << 19) -> None:
+        super().__init__(2, bucket_bytes=bucket_bytes)
+        self.large: list[list[tuple[str, int]]] = [[], []]
+
+    def note(self, law: str, x: Tensor) -> None:
+        if x.numel() > 1000:
+            self.large[self.rank].append((law, x.numel()))
+
+    def meet(self, law: str, x: Tensor) -> Tensor:
+        self.note(law, x)
+        return super().meet(law, x)
+
+    def launch(self, x: Tensor, law: str = "psum") -> Any:
+        self.note(law, x)
+        return super().launch(x, law)
+
+    def count(self, law: str) -> int:
+        """How often this rank has called a law."""
+        return [name for name, _ in self.large[self.rank]].count(law)
+
+
+def test_the_first_bucket_is_small_and_the_last_leaf_leaves_first() -> None:
+    """A leaf is in one bucket, however large."""
+    axis, size = Log(bucket_bytes=25 << 20), 1 << 18
+    theta = [torch.zeros(n) for n in (2 * size, size, 2000, size - 2000)]
+    sgd = ps.optim.sgd(0.1)
+
+    def program(rank: int) -> None:
+        how: Any = {"weight_fn": torch.ones_like, "axis": axis}
+        step = ps.make_update_step(lambda p, x: sum(leaf.sum() for leaf in p) * x, sgd, **how)
+        step(theta, sgd.init(theta), [torch.ones(1)])
+
+    axis.map(program)(range(2))
+    assert axis.large == [[("psum", size), ("psum", 3 * size)]] * 2
+
+
+@pytest.mark.parametrize("microbatches", [1, 4])
+@pytest.mark.parametrize("gather", ["step", "microbatch", "loss"])
+def test_sharded_params_are_gathered_and_scattered(gather: Gather, microbatches: int) -> None:
+    """Each layer once a step, or a microbatch; or by the loss, which gathers it twice."""
+    axis, sgd = Log(), ps.optim.sgd(0.1)
+
+    def program(rank: int) -> tuple[int, int]:
+        params = ps.shard(network(3, 256), axis)
+        loss_fn = loss_of(gather)
+        step = ps.make_update_step(
+            lambda p, x: loss_fn(p, x.repeat(1, 16)), sgd, weight_fn=ones, axis=axis, gather=gather
+        )
+        step(params, sgd.init(params), [rows(2)] * microbatches)
+        return axis.count("all_gather"), axis.count("psum_scatter")
+
+    times = 1 if gather == "step" else microbatches
+    gathers = 6 if gather == "loss" else 3
+    assert axis.map(program)(range(2)) == [(gathers * times, 3 * times)] * 2
+    assert axis.large[0] == axis.large[1]
+
+
+@pytest.mark.parametrize(("gather", "expected"), [("step", [0, 2]), ("microbatch", [2, 5])])
+def test_layers_are_scattered_while_the_backward_pass_runs(
+    gather: Gather, expected: list[int]
+) -> None:
+    """When it comes to the first layer, the others are on their way; in each microbatch, or the last."""
+    axis, sgd = Log(), ps.optim.sgd(0.1)
+
+    def program(rank: int) -> list[int]:
+        scattered: list[int] = []
+
+        def loss_fn(layers: Any, x: Tensor) -> Tensor:
+            x = torch.relu(x.repeat(1, 16) @ layers[0])
+            x = in_backward(x, lambda: scattered.append(axis.count("psum_scatter")))
+            return of_whole(layers[1:], x)
+
+        params = ps.shard(network(3, 256), axis)
+        step = ps.make_update_step(loss_fn, sgd, weight_fn=ones, axis=axis, gather=gather)
+        step(params, sgd.init(params), [rows(2)] * 2)
+        return scattered
+
+    assert axis.map(program)(range(2)) == [expected] * 2
