@@ -1,8 +1,8 @@
-"""Leaves that are spread over an axis: pieces, and what is computed of all of them."""
+"""Leaves in pieces: what is refused, what others do with them, and figures that T12 does not say."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,119 +11,52 @@ from torch import Tensor
 
 import purestep as ps
 from purestep import tree
-from tests.pieces import SIZE, drawn
+from purestep.testing import ThreadAxis
 
-SHAPES = [((6, 2), 0), ((5, 2), 0), ((2, 7), 1), ((7, 3), -1), ((2,), 0), ((1, 3), 0), ((0, 2), 0)]
-
-
-def on_vmap(fn: Callable[..., Any], axis: Any, *same: Any) -> list[Any]:
-    """What each rank of a ``VmapAxis`` gives."""
-    results = axis.map(fn, in_dims=None)(*same)
-    return [tree.map(lambda leaf, rank=rank: leaf[rank], results) for rank in range(axis.size)]
+SIZE = 3
 
 
-def on_threads(fn: Callable[..., Any], axis: Any, *same: Any) -> list[Any]:
-    """What each thread gives."""
-    results: list[Any] = axis.map(fn)(*[[each] * axis.size for each in same])
-    return results
+def noise(*shape: int) -> Tensor:
+    """Numbers that are the same every time."""
+    generator = torch.Generator().manual_seed(sum(shape))
+    return torch.randn(shape, dtype=torch.float64, generator=generator)
 
 
-WORLDS: list[Any] = [
-    pytest.param(ps.VmapAxis, on_vmap, id="vmap"),
-    pytest.param(ps.testing.ThreadAxis, on_threads, id="threads"),
-]
+def ones(x: Tensor) -> Tensor:
+    """Every row is a token."""
+    return torch.ones(len(x))
 
 
-@pytest.mark.parametrize(("shape", "dim"), SHAPES)
-@pytest.mark.parametrize(("make", "run"), WORLDS)
-def test_pieces_are_chunks(make: Any, run: Any, shape: tuple[int, ...], dim: int) -> None:
-    """Those of ``torch.chunk``, with nothing after the last; for ranks of one program filled up with zeros."""
-    axis, whole = make(SIZE), drawn(*shape)
-    chunks = whole.chunk(SIZE, dim) if whole.numel() else ()
-    for rank, node in enumerate(run(lambda x: ps.shard(x, axis, dim), axis, whole)):
-        expected = chunks[rank] if rank < len(chunks) else whole.narrow(dim, 0, 0)
-        held = expected.shape[dim]
-        assert torch.equal(node.piece.narrow(dim, 0, held), expected)
-        assert node.shape == shape
-        rest = node.piece.narrow(dim, held, node.piece.shape[dim] - held)
-        assert not rest.any()
-        assert make is ps.VmapAxis or not rest.numel()
+def assert_close(actual: Any, expected: Any) -> None:
+    """Trees of one structure whose leaves are close."""
+    torch.testing.assert_close(tree.leaves_of(actual), tree.leaves_of(expected))
 
 
-@pytest.mark.parametrize(("shape", "dim"), SHAPES)
-@pytest.mark.parametrize(
-    ("make", "run"), [*WORLDS, pytest.param(lambda _: ps.LocalAxis(), None, id="local")]
-)
-def test_gathered_again(make: Any, run: Any, shape: tuple[int, ...], dim: int) -> None:
-    """``unshard(shard(x))`` is x, beside scalars and leaves that are not spread; and so is its tangent."""
-    axis, whole = make(SIZE), drawn(*shape)
-    given = {"w": whole, "scale": torch.tensor(2.0)}
-
-    def back(given: Any) -> Any:
-        pieces = ps.shard(given, axis, dim)
-        assert isinstance(pieces["scale"], Tensor)
-        return ps.unshard({**pieces, "other": given["w"]})
-
-    results = [back(given)] if run is None else run(back, axis, given)
-    for result in results:
-        assert torch.equal(result["w"], whole)
-        assert torch.equal(result["scale"], given["scale"])
-        assert torch.equal(result["other"], whole)
+def on_all(axis: ps.VmapAxis, fn: Any, *args: Any) -> Any:
+    """What all simulated ranks return alike, of arguments that all have."""
+    return axis.map(fn, in_dims=None, out_dims=None)(*args)
 
 
-@pytest.mark.parametrize(("shape", "dim"), SHAPES)
-@pytest.mark.parametrize(("make", "run"), WORLDS)
-def test_transposes(make: Any, run: Any, shape: tuple[int, ...], dim: int) -> None:
-    """The gradient of what each rank computes of the whole comes back summed: to pieces, and to the whole."""
-    axis, whole, factors = make(SIZE), drawn(*shape), drawn(SIZE, *shape)
-
-    def mine(whole: Tensor) -> Tensor:
-        return whole * factors.index_select(0, axis.index.reshape(1)).squeeze(0)
-
-    def grads(x: Tensor) -> Any:
-        node = ps.shard(x, axis, dim)
-
-        def of_piece(piece: Tensor) -> Tensor:
-            return mine(ps.unshard(ps.Shard(piece, axis, shape, dim)).square()).sum()
-
-        by_piece = torch.func.grad(of_piece)(node.piece)
-        by_whole = torch.func.grad(
-            lambda x: mine(ps.unshard(ps.shard(x, axis, dim)).square()).sum()
-        )
-        return ps.unshard(ps.Shard(by_piece, axis, shape, dim)), by_whole(x)
-
-    expected = 2 * whole * factors.sum(0)
-    for by_piece, by_whole in run(grads, axis, whole):
-        torch.testing.assert_close(by_piece, expected)
-        torch.testing.assert_close(by_whole, expected)
-
-
-@pytest.mark.parametrize(("shape", "dim"), SHAPES)
-def test_transforms(shape: tuple[int, ...], dim: int) -> None:
-    """Tangents, ensembles and compilers pass through."""
-    axis, stack = ps.VmapAxis(SIZE), drawn(4, *shape)
+def test_transforms() -> None:
+    """Tangents, gradients and ensembles pass through."""
+    axis, stack = ps.VmapAxis(SIZE), noise(4, 2, 7)
 
     def squares(x: Tensor) -> Tensor:
-        def rank(x: Tensor) -> Tensor:
-            pieces = tree.map(torch.square, ps.shard({"w": x}, axis, dim))
-            whole: Tensor = ps.unshard(pieces)["w"]
-            return whole
+        def rank(x: Tensor) -> Any:
+            return ps.unshard(tree.map(torch.square, ps.shard({"w": x}, axis, 1)))["w"]
 
-        result: Tensor = axis.map(rank, in_dims=None, out_dims=None)(x)
-        return result
+        return on_all(axis, rank, x)
 
     assert torch.equal(torch.vmap(squares)(stack), stack.square())
     jvp: Any = torch.func.jvp
-    value, tangent = jvp(squares, (stack[0],), (stack[1],))
-    assert torch.equal(value, stack[0].square())
-    torch.testing.assert_close(tangent, 2 * stack[0] * stack[1])
-    slope = torch.func.grad(lambda x: squares(x).sum())(stack[0])
-    torch.testing.assert_close(slope, 2 * stack[0])
+    tangent = 2 * stack[0] * stack[1]
+    assert_close(jvp(squares, (stack[0],), (stack[1],)), (stack[0].square(), tangent))
+    assert_close(torch.func.grad(lambda x: squares(x).sum())(stack[0]), 2 * stack[0])
 
 
 def test_compiled() -> None:
     """One graph of cutting, gathering, and a norm over pieces, which come out as nodes."""
-    axis, whole = ps.VmapAxis(SIZE), drawn(5, 2)
+    axis, whole = ps.VmapAxis(SIZE), noise(5, 2)
 
     def program(x: Tensor) -> Any:
         def rank(x: Tensor) -> Any:
@@ -132,61 +65,46 @@ def test_compiled() -> None:
 
         return axis.map(rank, in_dims=None, out_dims=(0, None, None, None))(x)
 
-    expected = program(whole)
     found = torch.compile(program, fullgraph=True, backend="aot_eager")(whole)
     assert isinstance(found[0]["w"], ps.Shard)
-    for one, other in zip(tree.leaves_of(found), tree.leaves_of(expected), strict=True):
-        torch.testing.assert_close(one, other)
+    assert_close(found, program(whole))
 
 
-@pytest.mark.parametrize("garbage", [7.0, torch.inf, torch.nan])
-@pytest.mark.parametrize(("shape", "dim"), SHAPES)
-def test_what_a_piece_is_filled_up_with_is_never_read(
-    shape: tuple[int, ...], dim: int, garbage: float
-) -> None:
-    """Not by a norm, a finite check, a gather or a loss."""
-    axis, whole = ps.VmapAxis(SIZE), drawn(*shape)
+def test_a_zero_tree_has_a_zero_norm_with_a_zero_gradient() -> None:
+    axis = ps.VmapAxis(SIZE)
 
     def rank(x: Tensor) -> Any:
-        node, ones = ps.shard(x, axis, dim), ps.shard(torch.ones(shape), axis, dim)
-        dirty = ps.Shard(torch.where(ones.piece > 0, node.piece, garbage), axis, shape, dim)
-        evaluate = ps.make_eval_step(lambda w, m: w.sum() * m, weight_fn=torch.ones_like)
-        loss = evaluate(dirty, [torch.ones(1, dtype=torch.float64)]).loss
-        summed = ps.psum(loss, axis)
-        return tree.global_norm(dirty), tree.all_finite(dirty), ps.unshard(dirty), summed
+        leaves, structure = tree.flatten({"a": ps.shard(x, axis), "b": torch.zeros(2)})
+        return torch.func.grad_and_value(
+            lambda leaves: tree.global_norm(tree.unflatten(structure, leaves))
+        )(leaves)
 
-    norm, finite, gathered, loss = axis.map(rank, in_dims=None, out_dims=None)(whole)
-    torch.testing.assert_close(norm, whole.norm())
-    assert finite
-    assert torch.equal(gathered, whole)
-    torch.testing.assert_close(loss, whole.sum())
+    slopes, norms = axis.map(rank, in_dims=None)(torch.zeros(4))
+    assert not norms.any()
+    assert not any(slope.any() for slope in slopes)
 
 
-@pytest.mark.parametrize(("make", "run"), WORLDS)
-def test_one_rank_alone_has_what_is_not_finite(make: Any, run: Any) -> None:
-    """Every rank is told so, and of a zero tree every rank gets a zero norm with a zero gradient."""
-    axis = make(SIZE)
-    whole = torch.tensor([1.0, 2.0, torch.inf])
-
-    def rank(x: Tensor) -> Any:
-        nodes = {"a": ps.shard(x, axis), "b": torch.ones(2)}
-        zero = tree.map(torch.zeros_like, nodes)
-        leaves, structure = tree.flatten(zero)
-        slopes = torch.func.grad(lambda leaves: tree.global_norm(tree.unflatten(structure, leaves)))
-        return tree.all_finite(nodes), tree.global_norm(zero), slopes(leaves)
-
-    for finite, norm, slopes in run(rank, axis, whole):
-        assert not finite
-        assert norm == 0
-        assert not any(slope.any() for slope in slopes)
+@pytest.mark.parametrize(
+    ("dtype", "expected"), [(torch.float64, torch.float64), (torch.bfloat16, torch.float32)]
+)
+def test_a_norm_has_the_dtype_of_sums(dtype: torch.dtype, expected: torch.dtype) -> None:
+    node = ps.Shard(torch.full((4,), 300, dtype=dtype), ps.LocalAxis(), (4,))
+    assert tree.global_norm(node).dtype == expected
+    assert tree.global_norm(node) == 600
 
 
-def test_the_norms_dtype_is_that_of_the_leaves() -> None:
-    axis = ps.LocalAxis()
-    for dtype, expected in [(torch.float64, torch.float64), (torch.bfloat16, torch.float32)]:
-        node = ps.Shard(torch.full((4,), 300, dtype=dtype), axis, (4,))
-        assert tree.global_norm(node).dtype == expected
-        assert tree.global_norm(node) == 600
+def test_a_norm_costs_one_number() -> None:
+    """However many leaves are sharded over an axis."""
+    calls: list[tuple[str, int]] = []
+
+    class Counting(ps.LocalAxis):
+        def apply(self, law: str, x: Tensor) -> Tensor:
+            calls.append((law, x.numel()))
+            return super().apply(law, x)
+
+    params = ps.shard({"w": noise(5, 2), "v": noise(3), "b": torch.ones(())}, Counting())
+    tree.global_norm(params)
+    assert calls == [("psum", 1)]
 
 
 def test_states_are_trees_of_nodes() -> None:
@@ -195,18 +113,218 @@ def test_states_are_trees_of_nodes() -> None:
     params = {"w": ps.Shard(torch.ones(2), axis, (2,), dim=-1)}
     assert params["w"].shape == (2,)
     assert params["w"].dim == 0
-    state = ps.optim.adamw(0.1).init(params)
-    assert isinstance(state.mu["w"], ps.Shard)
+    assert isinstance(ps.optim.adamw(0.1).init(params).mu["w"], ps.Shard)
     assert list(ps.state_dict(params)) == ["tree['w'].piece"]
-    other = {"w": ps.Shard(torch.ones(2), axis, (4,))}
     with pytest.raises(ValueError, match="differ in structure"):
-        tree.map(torch.add, params, other)
-
-
-def test_a_piece_of_another_shape_is_not_the_whole() -> None:
-    """``unshard`` refuses it; what else an optimizer keeps for a param stays as it is."""
-    axis = ps.LocalAxis()
-    with pytest.raises(ValueError, match=r"shape \(4, 3\), but this rank's piece.*take ps.shard"):
-        ps.unshard({"w": ps.Shard(torch.ones(4, 3), axis, (4, 6))})
+        tree.map(torch.add, params, {"w": ps.Shard(torch.ones(2), axis, (4,))})
     count = torch.tensor(3)
-    assert ps.unshard(ps.Shard(count, axis, (4, 6))) is count
+    assert ps.unshard(ps.Shard(count, axis, (4, 6))) is count, "what an optimizer keeps beside"
+
+
+# Steps
+
+
+def network(p: Any, x: Tensor, tp: ps.Axis = ps.LocalAxis()) -> Tensor:
+    """The activation of what a piece is filled up with is not 0."""
+    output: Tensor = ps.psum(torch.sigmoid(x @ p["up"]) @ p["down"], tp) + p["bias"]
+    return output.square()
+
+
+NETWORK = {"up": noise(2, 5), "down": noise(5), "bias": noise(1)[0]}
+CLIPPED = ps.optim.chain(ps.optim.clip_by_global_norm(0.1), ps.optim.adamw(0.1, weight_decay=0.1))
+
+
+def two_steps(loss_fn: Any, params: Any, batch: Tensor, optimizer: Any, **how: Any) -> Any:
+    """The whole state after two steps, and the last norm."""
+    opt_state = optimizer.init(params)
+    step = ps.make_update_step(loss_fn, optimizer, weight_fn=ones, **how)
+    for _ in range(2):
+        params, opt_state, metrics = step(params, opt_state, [batch])
+    return ps.unshard((params, opt_state)), metrics.grad_norm
+
+
+def test_pieces_that_are_filled_up_keep_the_step_of_the_whole_layer() -> None:
+    dp, tp, batch = ps.VmapAxis(2), ps.VmapAxis(3), noise(4, 2)
+
+    def rank(batch: Tensor) -> Any:
+        pieces = {"up": ps.shard(NETWORK["up"], tp, 1), "down": ps.shard(NETWORK["down"], tp)}
+        loss_fn = partial(network, tp=tp)
+        return two_steps(loss_fn, {**NETWORK, **pieces}, batch, CLIPPED, axis=dp)
+
+    on_columns = tp.map(rank, in_dims=None, out_dims=None)
+    found = dp.map(on_columns, out_dims=None)(batch.view(2, 2, 2))
+    assert_close(found, two_steps(network, NETWORK, batch, CLIPPED))
+
+
+def test_donated_pieces_are_reused() -> None:
+    """In float32, over the step's own axis."""
+    axis, batch = ThreadAxis(2), noise(4, 2).float()
+    optimizer, whole = ps.optim.sgd(0.1, momentum=0.5), tree.map(Tensor.float, NETWORK)
+
+    def rank(batch: Tensor) -> Any:
+        params = ps.shard(whole, axis, -1)
+        before = [leaf.data_ptr() for leaf in tree.leaves_of(params)]
+        how: Any = {"weight_fn": ones, "axis": axis, "donate": True}
+        new, *_ = ps.make_update_step(network, optimizer, **how)(
+            params, optimizer.init(params), [batch]
+        )
+        assert [leaf.data_ptr() for leaf in tree.leaves_of(new)] == before
+        return ps.unshard(new)
+
+    step = ps.make_update_step(network, optimizer, weight_fn=ones)
+    expected, *_ = step(whole, optimizer.init(whole), [batch])
+    for found in axis.map(rank)(batch.split(2)):
+        assert_close(found, expected)
+
+
+def test_a_compiled_step_clips_pieces() -> None:
+    """With ``compile=True`` an optimizer without kernels is one graph, the norm included."""
+    optimizer = ps.optim.chain(ps.optim.clip_by_global_norm(0.1), ps.optim.descend(0.1))
+    params = ps.shard({"w": noise(2)}, ps.LocalAxis())
+
+    def step(**how: Any) -> Any:
+        return two_steps(lambda p, x: (x @ p["w"]).square(), params, noise(4, 2), optimizer, **how)
+
+    assert_close(step(compile=True), step())
+
+
+def test_derivatives_of_a_step_on_pieces() -> None:
+    """By the whole params, through gather and scatter: those of the step on whole tensors."""
+    axis, whole, batch = ps.VmapAxis(2), noise(3), noise(4)
+    optimizer = ps.optim.chain(ps.optim.clip_by_global_norm(0.5), ps.optim.sgd(0.1))
+
+    def after(axis: Any, w: Tensor, x: Tensor, sharded: bool) -> Tensor:
+        params = ps.shard(w, axis) if sharded else w
+        step = ps.make_update_step(
+            lambda w, x: (w.square().sum() * x - 1).square(), optimizer,
+            weight_fn=torch.ones_like, axis=axis,
+        )  # fmt: skip
+        return ps.unshard(step(params, optimizer.init(params), [x])[0])
+
+    def on_ranks(w: Tensor) -> Tensor:
+        rank = axis.map(partial(after, axis, sharded=True), in_dims=(None, 0), out_dims=None)
+        return rank(w, batch.view(2, 2))
+
+    expected = torch.func.jacrev(lambda w: after(ps.LocalAxis(), w, batch, False))(whole)
+    assert_close(torch.func.jacrev(on_ranks)(whole), expected)
+    assert_close(torch.func.jacfwd(on_ranks)(whole), expected)
+    assert_close(torch.vmap(on_ranks)(whole[None])[0], on_ranks(whole))
+
+
+def test_accumulate_and_evaluation_of_pieces() -> None:
+    """A loss takes the pieces that ``make_eval_step`` hands it, or gathers a ``Shard``."""
+    axis, data = ps.VmapAxis(SIZE), torch.ones(2, dtype=torch.float64)
+    how: Any = {"weight_fn": torch.ones_like}
+
+    def rank(w: Tensor) -> Any:
+        w = ps.shard(w, axis)
+        metrics = ps.make_eval_step(lambda w, x: ps.psum(w.sum(), axis) * x, **how)(w, [data])
+        sums = ps.accumulate(lambda w, x: ps.unshard(w).sum() * x, w, [data], **how)
+        return metrics.loss, ps.unshard(sums.grads)
+
+    loss, grads = on_all(axis, rank, noise(5))
+    assert_close(loss, noise(5).sum())
+    assert torch.equal(grads, torch.full((5,), 2.0 * SIZE, dtype=torch.float64))
+
+
+def test_partition_clips_its_own_pieces() -> None:
+    """A part of the tree keeps the axes of its leaves."""
+    axis, sgd = ps.VmapAxis(SIZE), ps.optim.sgd(1.0)
+    clipped = ps.optim.chain(ps.optim.clip_by_global_norm(1.0), sgd)
+    labels = {"a": "clipped", "b": "plain"}
+    optimizer = ps.optim.partition(labels, {"clipped": clipped, "plain": sgd})
+    whole = {"a": noise(5), "b": noise(4)}
+
+    def rank(whole: Any) -> Any:
+        zeros = tree.map(torch.zeros_like, ps.shard(whole, axis))
+        return ps.unshard(optimizer.update(ps.shard(whole, axis), optimizer.init(zeros), zeros)[0])
+
+    expected = {"a": -whole["a"] / whole["a"].norm(), "b": -whole["b"]}
+    assert_close(on_all(axis, rank, whole), expected)
+
+
+def test_pieces_over_all_ranks_beside_a_single_replica() -> None:
+    """Sharded over one dimension of the step's axis, while the other has size 1."""
+    world, sgd = ThreadAxis(2), ps.optim.sgd(0.5)
+    step = ps.make_update_step(lambda w, x: x @ w, sgd, weight_fn=ones, axis=world)
+
+    def rank(_: int) -> Any:
+        w = ps.shard(torch.zeros(3), world.split(1, 2)[1])
+        new, _, metrics = step(w, sgd.init(w), [torch.ones(2, 3)])
+        return ps.unshard(new), metrics.grad_norm
+
+    for found in world.map(rank)(range(2)):
+        assert_close(found, (torch.full((3,), -0.5), torch.ones(3).norm()))
+
+
+# What is refused
+
+
+def step_once(axis: Any, w: Any) -> Any:
+    """A step with this param."""
+    sgd = ps.optim.sgd(0.1)
+    step = ps.make_update_step(
+        lambda p, x: p["w"].sum() * x, sgd, weight_fn=torch.ones_like, axis=axis
+    )
+    return step({"w": w}, sgd.init({"w": w}), [torch.ones(2)])
+
+
+TP = ps.VmapAxis(2)
+TWO = torch.ones(2)
+
+
+@pytest.mark.parametrize(
+    ("act", "message"),
+    [
+        (lambda: ps.Shard(TWO, TP, (2,), dim=1), r"shape=\(2,\), dim=1.*no such dimension"),
+        (lambda: ps.Shard(torch.ones(()), TP, ()), "a scalar is not cut"),
+        (
+            lambda: tree.global_norm(ps.Shard(ps.Shard(TWO, TP, (2,)), ps.VmapAxis(3), (2,))),
+            r"over VmapAxis\(3\) and over VmapAxis\(2\)",
+        ),
+        (
+            lambda: ps.unshard(ps.Shard(torch.ones(4, 3), ps.LocalAxis(), (4, 6))),
+            r"shape \(4, 3\), but this rank's piece.*take ps.shard",
+        ),
+        (
+            lambda: TP.map(lambda w: step_once(ps.LocalAxis(), ps.Shard(w, TP, (4,))))(
+                torch.ones(2, 3)
+            ),
+            r"params\['w'\]\.piece has shape \(3,\).*has shape \(2,\)",
+        ),
+        (
+            lambda: ps.optim.from_torch(torch.optim.Muon, lr=0.1).init(
+                ps.Shard(torch.ones(2, 2), TP, (4, 2))
+            ),
+            "Muon may look at all of a parameter",
+        ),
+    ],
+    ids=["dim", "scalar", "nested", "no piece", "another piece", "Muon"],
+)
+def test_refused(act: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        act()
+
+
+def test_the_name_of_an_axis_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"axis='tp'.*must have an axis object"):
+        ps.Shard(TWO, "tp", (2,))
+
+
+def test_pieces_over_more_than_the_steps_axis_are_refused() -> None:
+    world = ThreadAxis(4)
+    rows, _ = world.split(2, 2)
+    message = r"params\['w'\]\.piece is sharded over .*some of whose ranks"
+    with pytest.raises(ValueError, match=message):
+        world.map(lambda w: step_once(rows, ps.Shard(w, world, (4,))))([torch.ones(1)] * 4)
+
+
+def test_ranks_that_disagree_on_what_is_sharded() -> None:
+    """Pieces of different lengths are alike, pieces of different tensors are not."""
+    axis = ThreadAxis(2)
+    message = (
+        r"disagree on params.*rank 0 with params\['w'\]\.piece: torch.float64, of shape \(4,\) in "
+        r"pieces.*\(5,\)"
+    )
+    with pytest.raises(ValueError, match=message):
+        axis.map(lambda size: step_once(axis, ps.shard(noise(size), axis)))([4, 5])
