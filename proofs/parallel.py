@@ -12,10 +12,9 @@ import torch
 from torch import Tensor
 
 import purestep as ps
-from proofs.models import FEATURES, HIDDEN, integers
+from proofs.models import FEATURES, integers
 from proofs.strategies import Batch, weights_of
 from proofs.worlds import Grid
-from purestep import tree
 
 MakeStep = Callable[..., Any]
 
@@ -70,13 +69,3 @@ def tensor_parallel_step(make_update_step: MakeStep, grid: Grid, **how: Any) -> 
 def context_piece(batch: Batch, place: int, places: int) -> Batch:
     """A rank's piece of every sequence."""
     return {key: value.chunk(places, 1)[place] for key, value in batch.items()}
-
-
-def tensor_piece(state: Any, place: int, places: int) -> Any:
-    """A rank's piece of the hidden layer, and of what the optimizer keeps for it."""
-
-    def piece(leaf: Tensor) -> Tensor:
-        sharded = leaf.ndim > 0 and leaf.shape[-1] == HIDDEN
-        return leaf.chunk(places, -1)[place].clone() if sharded else leaf.clone()
-
-    return tree.map(piece, state)

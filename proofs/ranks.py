@@ -1,9 +1,9 @@
-"""Programs for ranks that differ, and what is claimed of them; on threads and on processes alike."""
+"""Steps of ranks that run programs of their own, and what is claimed of them; on threads and on processes alike."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -18,7 +18,6 @@ from proofs.strategies import (
     Batch,
     Case,
     assert_same,
-    capture,
     cases,
     cut,
     integer_batch,
@@ -35,39 +34,21 @@ from purestep.testing.strategies import Cut
 Run = Callable[..., list[Any]]
 """``run(ranks, program, *args)``, on threads or on processes."""
 
-SETTINGS: list[dict[str, Any]] = [
-    {},
-    {"normalize": "grads"},
-    {"on_nonfinite": "skip"},
-    {"donate": True},
-]
+SETTINGS: dict[str, list[Any]] = {
+    "normalize": ["loss", "grads"],
+    "on_nonfinite": ["propagate", "skip"],
+    "donate": [False, True],
+    "accum_dtype": [None, torch.float64],
+    "grad_and_value": [ps.grad_and_value, torch.func.grad_and_value],
+}
+"""Keyword arguments of ``make_update_step`` that make no difference."""
+
+GATHERS = ["step", "microbatch", "loss", "loss, recomputed"]
 
 
-def loss_with_aux(
-    params: Any, batch: Batch, loss_fn: Callable[..., Tensor] = models.integer_loss
-) -> ps.LossTerms:
-    """A loss that also counts, in whole numbers and in others."""
-    losses = loss_fn(params, batch)
-    counts = batch["w"] > 0
-    aux = {"zero": (counts & (losses == 0)).sum(), "sum": [torch.where(counts, losses, 0).sum()]}
-    return ps.LossTerms(losses, aux=aux)
-
-
-def one_step(
-    make_update_step: Callable[..., Any],
-    axis: Any,
-    params: Any,
-    opt_state: Any,
-    microbatches: list[Batch],
-    recipe: str,
-    settings: dict[str, Any],
-    loss_fn: Callable[..., Any] = loss_with_aux,
-) -> Any:
-    """One step of a rank, on the microbatches that it holds."""
-    step = make_update_step(
-        loss_fn, OPTIMIZERS[recipe], weight_fn=weights_of, axis=axis, **settings
-    )
-    return step(params, opt_state, microbatches)
+def settings_of_steps() -> st.SearchStrategy[dict[str, Any]]:
+    """Any of them together."""
+    return st.fixed_dictionaries({name: st.sampled_from(each) for name, each in SETTINGS.items()})
 
 
 ShareCase = tuple[Case, list[Cut], int, dict[str, Any]]
@@ -82,7 +63,80 @@ def share_cases(draw: st.DrawFn) -> ShareCase:
         repeated = hidden["weight"][:1].repeat(models.FEATURES, 1)
         case = replace(case, params={**case.params, "hidden": {**hidden, "weight": repeated}})
     bucket_bytes = draw(st.sampled_from([8, 40, 1 << 20]))
-    return case, draw(shares(case.rows)), bucket_bytes, draw(st.sampled_from(SETTINGS))
+    return case, draw(shares(case.rows)), bucket_bytes, draw(settings_of_steps())
+
+
+def loss_with_aux(
+    params: Any, batch: Batch, loss_fn: Callable[..., Tensor] = models.integer_loss
+) -> ps.LossTerms:
+    """A loss that also counts, in whole numbers and in others."""
+    losses = loss_fn(params, batch)
+    counts = batch["w"] > 0
+    aux = {"zero": (counts & (losses == 0)).sum(), "sum": [torch.where(counts, losses, 0).sum()]}
+    return ps.LossTerms(losses, aux=aux)
+
+
+@dataclass(frozen=True)
+class Program:
+    """A step and an evaluation of a rank, on the microbatches that it holds.
+
+    ``gather``: of params and state in pieces over its axis, or over one dimension of it.
+    """
+
+    make_update_step: Callable[..., Any]
+    make_eval_step: Callable[..., Any]
+    shard: Callable[..., Any]
+    unshard: Callable[..., Any]
+    loss_fn: Callable[..., Any]
+    recipe: str
+    settings: dict[str, Any]
+    gather: str = ""
+
+    def __call__(self, axis: Any, params: Any, opt_state: Any, microbatches: list[Batch]) -> Any:
+        """The whole state, and the metrics."""
+        inner, own = (axis.second, axis.both) if isinstance(axis, Grid) else (axis, axis)
+        how: dict[str, Any] = {"weight_fn": weights_of, "axis": own}
+        loss_fn = self.loss_fn
+        if self.gather:
+            params, opt_state = self.shard((params, opt_state), inner)
+            how["gather"], *recomputed = self.gather.split(", ")
+            if how["gather"] == "loss":
+                loss_fn = lambda p, m: self.loss_fn(self.unshard(p), m)  # noqa: E731
+                loss_fn = ps.remat(loss_fn) if recomputed else loss_fn
+        evaluation = self.make_eval_step(loss_fn, **how)(params, microbatches)
+        step = self.make_update_step(loss_fn, OPTIMIZERS[self.recipe], **how, **self.settings)
+        *new, metrics = step(params, opt_state, microbatches)
+        return *self.unshard(tuple(new)), metrics, evaluation
+
+
+def program_of(
+    system: System, case: Case, loss_fn: Any, settings: dict[str, Any], gather: str = ""
+) -> Program:
+    """That of this system."""
+    makers = system.make_update_step, system.make_eval_step, system.shard, system.unshard
+    return Program(*makers, loss_fn, case.recipe, settings, gather)
+
+
+def alone(
+    system: System,
+    case: Case,
+    groups: Sequence[list[Batch]],
+    loss_fn: Callable[..., Tensor] = models.integer_loss,
+    *,
+    aux: bool = True,
+) -> Any:
+    """The state of the one big batch, and the metrics of one rank that holds it all."""
+    state, _, _ = spec(loss_fn, case.optimizer.update, case.params, case.opt_state, case.batch)
+    loss = partial(loss_with_aux, loss_fn=loss_fn) if aux else loss_fn
+    found = program_of(system, case, loss, {})(ps.LocalAxis(), *copied(case), [case.batch])
+    held = torch.tensor(sum(bool(part["w"].sum() > 0) for group in groups for part in group))
+    return *state, *(metrics._replace(num_microbatches=held) for metrics in found[2:])
+
+
+def copied(case: Case) -> tuple[Any, Any]:
+    """A copy of the state, to be given away."""
+    copy: tuple[Any, Any] = tree.map(torch.clone, (case.params, case.opt_state))
+    return copy
 
 
 def check_ranks(
@@ -94,45 +148,42 @@ def check_ranks(
     settings: dict[str, Any],
     program: Callable[..., Any] | None = None,
     *,
+    gather: str = "",
     grid: bool = False,
+    columns: int = 1,
     loss_fn: Callable[..., Tensor] = models.integer_loss,
 ) -> list[Any]:
     """Every rank has the state of the one big batch, and the metrics of one rank that holds it all.
 
-    The program is ``one_step`` of the loss, or one that has this loss in a form of its own.
+    A ``program`` for a grid whose ``columns`` hold the same tokens has the loss in another form.
     """
-    state, _, _ = spec(loss_fn, case.optimizer.update, case.params, case.opt_state, case.batch)
     # Ranks without any microbatch cannot return an aux like that of the others.
-    has_aux = all(groups)
-    step = partial(
-        one_step, loss_fn=partial(loss_with_aux, loss_fn=loss_fn) if has_aux else loss_fn
-    )
-    alone = step(
-        system.make_update_step, ps.LocalAxis(), *_own(case), [case.batch], case.recipe, {}
-    )[2]
-    size = len(groups)
-    generator, donate = case.generator, "donate" in settings
-    states = [in_any_order(_own(case), generator, overlapping=not donate) for _ in groups]
-    results = run(
-        Ranks(size, bucket_bytes, grid),
-        partial(program or step, system.make_update_step),
-        [params for params, _ in states],
-        [opt_state for _, opt_state in states],
-        groups,
-        [case.recipe] * size,
-        [settings] * size,
-    )
-    held = sum(bool(part["w"].sum() > 0) for group in groups for part in group)
-    for *actual, metrics in results:
-        assert_same(tuple(actual), state)
-        assert_same(metrics, alone._replace(num_microbatches=torch.tensor(held)), "metrics")
+    aux = program is None and all(groups)
+    expected = alone(system, case, groups, loss_fn, aux=aux)
+    if gather.startswith("loss"):
+        groups = evened(groups, case)
+    if program is None:
+        loss = partial(loss_with_aux, loss_fn=loss_fn) if aux else loss_fn
+        program = program_of(system, case, loss, settings, gather)
+    else:
+        groups = [group for group in groups for _ in range(columns)]
+    size, generator, donate = len(groups), case.generator, settings["donate"]
+    states = [in_any_order(copied(case), generator, overlapping=not donate) for _ in groups]
+    ranks = Ranks(size, bucket_bytes, grid)
+    results = run(ranks, program, *zip(*states, strict=True), groups)
+    for result, state in zip(results, states, strict=True):
+        assert_same(result, expected[: len(result)])
+        if not (gather or grid or donate):
+            strides = [torch.empty_like(leaf).stride() for leaf in tree.leaves_of(state)]
+            assert [leaf.stride() for leaf in tree.leaves_of(result[:2])] == strides
     return results
 
 
-def _own(case: Case) -> tuple[Any, Any]:
-    """A copy of the state, to be given away."""
-    copied: tuple[Any, Any] = tree.map(torch.clone, (case.params, case.opt_state))
-    return copied
+def evened(groups: Sequence[list[Batch]], case: Case) -> list[list[Batch]]:
+    """As many microbatches on each rank, with weights of zero where there were none."""
+    ignored = {**case.batch, "w": torch.zeros_like(case.batch["w"])}
+    most = max(map(len, groups))
+    return [[*group, *[ignored] * (most - len(group))] for group in groups]
 
 
 def in_any_order(state: Any, generator: torch.Generator, overlapping: bool) -> Any:
@@ -177,99 +228,78 @@ def padded(case: Case, share: list[Cut], seed: int) -> list[list[Batch]]:
     return groups
 
 
-def parallel_step(
-    make_program: Callable[..., Any],
-    make_update_step: Callable[..., Any],
-    grid: Grid,
-    params: Any,
-    opt_state: Any,
-    microbatches: list[Batch],
-    recipe: str,
+# On a grid of two rows
+
+
+def in_two(share: list[Cut]) -> list[Cut]:
+    """The same microbatches on two ranks."""
+    first, *others = share
+    return [first, [part for rank in others for part in rank]]
+
+
+def context_parallel_step(
+    make_program: Any, make_update_step: Any, recipe: str, settings: Any, grid: Grid, *rank: Any
 ) -> Any:
-    """One step of a rank of a grid, by one of the programs of ``parallel``."""
-    step = make_program(make_update_step, grid, optimizer=_optimizer(recipe))
-    return step(params, opt_state, microbatches)
+    """One step of a rank that holds a part of each sequence."""
+    step = make_program(make_update_step, grid, optimizer=OPTIMIZERS[recipe], **settings)
+    return step(*rank)
 
 
-def _optimizer(recipe: str) -> ps.optim.Optimizer:
-    return capture() if recipe == "capture" else OPTIMIZERS[recipe]
-
-
-GridCase = tuple[Case, list[Cut], int]
-
-
-@st.composite
-def grid_cases(draw: st.DrawFn) -> GridCase:
-    """A case whose sequences have an even length, cut over two rows of a grid, and the size of buckets."""
-    case = draw(cases(fractional=False, optimizers=["sgd", "momentum", "adamw"]))
-    batch = {key: torch.cat([value, value], 1) for key, value in case.batch.items()}
-    case = Case(case.params, batch, case.recipe, case.opt_state, case.seed)
-    rows = list(range(case.rows))
-    edge = draw(st.integers(0, case.rows))
-    share = [[rows[:edge]], [rows[edge:]]]
-    return case, share, draw(st.sampled_from([8, 40, 1 << 20]))
-
-
-def check_context_parallel(run: Run, system: System, drawn: GridCase) -> None:
+def check_context_parallel(run: Run, system: System, drawn: ShareCase) -> None:
     """Sequences split over the grid's second dimension: the step of the whole sequences."""
-    case, share, bucket_bytes = drawn
+    case, share, bucket_bytes, settings = drawn
     params = parallel.attention_params(case.generator)
     opt_state = some_opt_state(case.recipe, params, case.generator)
-    (state, _, loss) = spec(
-        parallel.attention_loss, case.optimizer.update, params, opt_state, case.batch
-    )
+    batch = {key: torch.cat([value, value], 1) for key, value in case.batch.items()}
+    case = replace(case, params=params, opt_state=opt_state, batch=batch)
+    state, _, loss = spec(parallel.attention_loss, case.optimizer.update, params, opt_state, batch)
     groups = [
-        [parallel.context_piece(part, place, 2) for part in cut(case.batch, rows)]
-        for rows in share
+        [parallel.context_piece(part, place, 2) for part in cut(batch, rows)]
+        for rows in in_two(share)
         for place in range(2)
     ]
-    results = _on_grid(
-        run,
-        system,
-        system.context_parallel_step,
-        [params] * 4,
-        [opt_state] * 4,
-        groups,
-        case,
-        bucket_bytes,
-    )
-    for *actual, metrics in results:
-        assert_same(tuple(actual), state)
-        assert metrics.num_tokens == case.batch["w"].sum()
-        assert_same(metrics.loss, loss, "loss")
+    makers = system.context_parallel_step, system.make_update_step
+    program = partial(context_parallel_step, *makers, case.recipe, settings)
+    states = zip(*(copied(case) for _ in groups), strict=True)
+    for *new, metrics in run(Ranks(4, bucket_bytes, grid=True), program, *states, groups):
+        assert_same((*new, metrics.loss), (*state, loss))
+        assert metrics.num_tokens == batch["w"].sum()
 
 
-def check_tensor_parallel(run: Run, system: System, drawn: GridCase) -> None:
-    """The hidden layer split over the grid's second dimension: the pieces of the whole layer's step."""
-    case, share, bucket_bytes = drawn
-    state, _, loss = spec(
-        models.integer_loss, case.optimizer.update, case.params, case.opt_state, case.batch
-    )
-    groups = [cut(case.batch, rows) for rows in share for _ in range(2)]
-    pieces = [
-        parallel.tensor_piece((case.params, case.opt_state), rank % 2, 2) for rank in range(4)
-    ]
-    results = _on_grid(
-        run, system, system.tensor_parallel_step,
-        [piece[0] for piece in pieces], [piece[1] for piece in pieces], groups, case, bucket_bytes,
-    )  # fmt: skip
-    for rank, (*actual, metrics) in enumerate(results):
-        assert_same(tuple(actual), parallel.tensor_piece(state, rank % 2, 2))
-        assert metrics.num_tokens == case.batch["w"].sum()
-        assert_same(metrics.loss, loss, "loss")
+def tensor_parallel_step(
+    make_program: Any, make_update_step: Any, shard: Any, unshard: Any, recipe: str, settings: Any,
+    grid: Grid, params: Any, opt_state: Any, microbatches: list[Batch],
+) -> Any:  # fmt: skip
+    """One step of a rank of a grid, with a layer, and what the optimizer keeps for it, in pieces."""
+
+    def piece(leaf: Tensor) -> Any:
+        wide = leaf.ndim > 0 and leaf.shape[-1] == models.HIDDEN
+        return shard(leaf, grid.second, -1) if wide else leaf.clone()
+
+    step = make_program(make_update_step, grid, optimizer=OPTIMIZERS[recipe], **settings)
+    *new, metrics = step(*tree.map(piece, (params, opt_state)), microbatches)
+    return *unshard(tuple(new)), metrics
 
 
-def _on_grid(
-    run: Run,
-    system: System,
-    program: Callable[..., Any],
-    params: list[Any],
-    opt_states: list[Any],
-    groups: list[list[Batch]],
-    case: Case,
-    bucket_bytes: int,
-) -> list[Any]:
-    make = partial(parallel_step, program, system.make_update_step)
-    return run(
-        Ranks(4, bucket_bytes, grid=True), make, params, opt_states, groups, [case.recipe] * 4
-    )
+def tensor_parallel(system: System, case: Case, settings: dict[str, Any]) -> Callable[..., Any]:
+    """That of this system."""
+    makers = system.tensor_parallel_step, system.make_update_step, system.shard, system.unshard
+    return partial(tensor_parallel_step, *makers, case.recipe, settings)
+
+
+def check_tensor_parallel(run: Run, system: System, drawn: ShareCase, columns: int) -> None:
+    """Layers spread over the grid's second dimension: norms are those of the whole."""
+    case, share, bucket_bytes, settings = drawn
+    groups = [cut(case.batch, rows) for rows in in_two(share)]
+    program = tensor_parallel(system, case, settings)
+    how: Any = {"grid": True, "columns": columns}
+    check_ranks(run, system, case, groups, bucket_bytes, settings, program, **how)
+
+
+def check_pieces(run: Run, system: System, drawn: ShareCase, gather: str, *, grid: int = 0) -> None:
+    """Params and state spread over the ranks that split the tokens, or over one dimension of them."""
+    case, share, bucket_bytes, settings = drawn
+    share = share + [[]] * (-len(share) % grid if grid else 0)
+    groups = [cut(case.batch, rank) for rank in share]
+    how: Any = {"gather": gather, "grid": grid > 0}
+    check_ranks(run, system, case, groups, bucket_bytes, settings, **how)

@@ -9,6 +9,7 @@ are empty, some shorter than others. Norms, clipping and skips are those of the 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -17,78 +18,117 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import purestep as ps
-from proofs.ranks import one_step
-from proofs.sharded import (
-    HeldCase,
-    ShardCase,
-    check_sharded,
-    check_sharded_on_one_program,
-    check_sharded_params,
-    gathered_by,
-    held_cases,
-    infinite_cases,
-    infinite_step,
-    shard_cases,
-    sharded_params_step,
-    sharding,
-    simulated,
+from proofs import models
+from proofs.ranks import (
+    GATHERS,
+    ShareCase,
+    alone,
+    check_pieces,
+    check_tensor_parallel,
+    in_two,
+    program_of,
+    share_cases,
+    tensor_parallel,
 )
-from proofs.strategies import Batch, assert_same, simulate
+from proofs.strategies import OPTIMIZERS, assert_same, cut, simulate
 from proofs.theorem import System, theorem
-from proofs.worlds import Ranks, on_threads
+from proofs.worlds import Grid, Ranks, on_threads
+
+PiecesCase = tuple[ShareCase, str]
+LayersCase = tuple[ShareCase, int]
 
 
-@theorem("T12", shard_cases())
-def separate_pieces(system: System, drawn: ShardCase) -> None:
-    """Ranks that run programs of their own: the state and all metrics, to the bit."""
-    check_sharded(on_threads, system, drawn)
+def pieces_cases() -> st.SearchStrategy[PiecesCase]:
+    """Ranks that hold what they hold, or nothing; and where the gather stands."""
+    return st.tuples(share_cases(), st.sampled_from(GATHERS))
 
 
-@theorem("T12", shard_cases())
-def simulated_pieces(system: System, drawn: ShardCase) -> None:
-    """Ranks of one program."""
-    check_sharded_on_one_program(system, drawn)
+def layers_cases(*columns: int) -> st.SearchStrategy[LayersCase]:
+    """A layer of four in three columns leaves one of them empty."""
+    return st.tuples(share_cases(), st.sampled_from(columns))
 
 
-@theorem("T12", held_cases())
-def separate_params(system: System, drawn: HeldCase) -> None:
+def simulated(axis: ps.VmapAxis, fn: Callable[..., Any], **dims: Any) -> Callable[..., Any]:
+    """``axis.map``, for which it is a failure of the claim that ranks differ."""
+
+    def run(*args: Any) -> Any:
+        try:
+            return axis.map(fn, **dims)(*args)
+        except ValueError as error:
+            raise AssertionError("the ranks end up in different states") from error
+
+    return run
+
+
+@theorem("T12", layers_cases(1, 2, 3))
+def separate_layers(system: System, drawn: LayersCase) -> None:
+    """Layers spread beside the ranks that split the tokens: the state and all metrics, to the bit."""
+    check_tensor_parallel(on_threads, system, *drawn)
+
+
+@theorem("T12", layers_cases(1, 2, 3))
+def simulated_layers(system: System, drawn: LayersCase) -> None:
+    """Where a batch of uneven pieces, which are filled up, runs through one program."""
+    (case, share, _, settings), columns = drawn
+    rows, columns_ = ps.VmapAxis(2), ps.VmapAxis(columns)
+    program = partial(tensor_parallel(system, case, settings), Grid(rows, columns_, rows))
+    on_columns = columns_.map(program, in_dims=None, out_dims=None)
+    on_grid = simulated(rows, on_columns, in_dims=(None, None, 0), out_dims=None)
+    found = on_grid(case.params, case.opt_state, simulate(case, in_two(share)))
+    groups = [cut(case.batch, rank) for rank in share]
+    assert_same(found, alone(system, case, groups, aux=False)[: len(found)])
+
+
+@theorem("T12", pieces_cases())
+def separate_params(system: System, drawn: PiecesCase) -> None:
     """Params and state spread over the step's own axis, whose ranks hold what they hold: uneven, or nothing."""
-    check_sharded_params(on_threads, system, drawn)
+    check_pieces(on_threads, system, *drawn)
 
 
-@theorem("T12", held_cases())
-def replicated_pieces(system: System, drawn: HeldCase) -> None:
+@theorem("T12", pieces_cases())
+def replicated_pieces(system: System, drawn: PiecesCase) -> None:
     """Spread over one of two dimensions of the step's axis: each piece is held twice."""
-    check_sharded_params(on_threads, system, drawn, grid=True)
+    check_pieces(on_threads, system, *drawn, grid=2)
 
 
-@theorem("T12", held_cases())
-def simulated_params(system: System, drawn: HeldCase) -> None:
+@theorem("T12", pieces_cases())
+def simulated_params(system: System, drawn: PiecesCase) -> None:
     """Where a batch of uneven pieces runs through one program."""
-    case, share, _, settings, gather = drawn
+    (case, share, _, settings), gather = drawn
     axis = ps.VmapAxis(len(share))
-    gathering = gathered_by(system, gather)
-
-    def rank(params: Any, opt_state: Any, group: list[Batch]) -> Any:
-        how = gathering, system.make_update_step, axis
-        return sharded_params_step(*how, params, opt_state, group, case.recipe, settings)
-
+    program = program_of(system, case, models.integer_loss, settings, gather)
+    rank = partial(program, axis)
     on_ranks = simulated(axis, rank, in_dims=(None, None, 0), out_dims=None)
-    *actual, metrics = on_ranks(case.params, case.opt_state, simulate(case, share))
-    *state, expected = one_step(
-        system.make_update_step, ps.LocalAxis(), case.params, case.opt_state,
-        [case.batch], case.recipe, {},
-    )  # fmt: skip
-    assert_same(actual, state)
-    for name in ("loss", "num_tokens", "grad_norm", "applied"):
-        assert_same(getattr(metrics, name), getattr(expected, name), name)
+    found = on_ranks(case.params, case.opt_state, simulate(case, share))
+    groups = [cut(case.batch, rank) for rank in share]
+    assert_same(found, alone(system, case, groups, aux=False))
 
 
-@theorem("T12", infinite_cases())
+def skipped_step(system: System, axis: Any, place: int, recipe: str) -> Any:
+    """A step that one element of the gradient forbids, which one rank holds: the state before and after it."""
+
+    def loss_fn(params: Any, x: Tensor) -> Tensor:
+        here: Tensor = (params["w"] * system.shard(x, axis).piece).sum() + params["b"]
+        return ps.psum(here[None], axis)
+
+    x = torch.ones(models.HIDDEN, dtype=torch.float64)
+    x[place] = torch.inf
+    whole = {"w": torch.ones_like(x), "b": x[:1].new_ones(())}
+    params = {"w": system.shard(whole["w"], axis), "b": whole["b"].clone()}
+    optimizer, how = OPTIMIZERS[recipe], {"weight_fn": lambda x: torch.ones(1)}
+    step = system.make_update_step(loss_fn, optimizer, on_nonfinite="skip", **how)
+    *new, metrics = step(params, optimizer.init(params), [x])
+    return system.unshard(tuple(new)), (whole, optimizer.init(whole)), metrics.applied
+
+
+@theorem(
+    "T12",
+    st.tuples(st.sampled_from([2, 3]), st.integers(0, 3), st.sampled_from([*OPTIMIZERS])),
+)
 def skipped_pieces(system: System, drawn: tuple[int, int, str]) -> None:
     """A gradient that is not finite on one rank alone is skipped by all of them."""
     size, *how = drawn
-    program = partial(infinite_step, sharding(system), system.make_update_step)
+    program = partial(skipped_step, system)
     for new, old, applied in on_threads(Ranks(size, 40), program, *[[each] * size for each in how]):
         assert not applied, "one rank has gone on"
         assert_same(new, old)
@@ -107,19 +147,19 @@ def tensors(draw: st.DrawFn) -> tuple[Tensor, int, int]:
 def pieces_of_one_tensor(system: System, drawn: tuple[Tensor, int, int]) -> None:
     """Pieces are ``torch.chunk``'s, norm and clip are those of the whole, and together they are the whole; on all kinds of axes."""
     whole, dim, size = drawn
+    params = {"w": whole, "scale": whole.sum()}
+    clip = system.optim.clip_by_global_norm(1.0)
 
     def program(axis: Any) -> Any:
-        pieces = system.shard({"w": whole, "scale": whole.sum()}, axis, dim)
-        clipped, _ = system.optim.clip_by_global_norm(1.0).update(pieces, (), None)
+        pieces = system.shard(params, axis, dim - whole.ndim)
+        clipped, _ = clip.update(pieces, (), None)
         seen = system.unshard((pieces, clipped)), system.tree.global_norm(pieces)
         return pieces["w"].piece, seen
 
     norm = torch.linalg.vector_norm(torch.cat([whole.flatten(), whole.sum()[None]]))
-    tensors_ = {"w": whole, "scale": whole.sum()}
-    clipped, _ = system.optim.clip_by_global_norm(1.0).update(tensors_, (), None)
-    expected = (tensors_, clipped), norm
+    expected = (params, clip.update(params, (), None)[0]), norm
     chunks = [*whole.chunk(size, dim), *[whole.narrow(dim, 0, 0)] * size]
-    separate = on_threads(Ranks(size, 40), program)
+    separate = on_threads(Ranks(size, 40), program) if size > 1 else [program(ps.LocalAxis())]
     for chunk, (piece, seen) in zip(chunks, separate, strict=False):
         assert torch.equal(piece, chunk) or not whole.numel()
         assert_same(seen, expected)
@@ -127,30 +167,32 @@ def pieces_of_one_tensor(system: System, drawn: tuple[Tensor, int, int]) -> None
     on_ranks = simulated(axis, lambda _: program(axis), out_dims=(0, None))
     filled, seen = on_ranks(torch.arange(size))
     assert_same(seen, expected)
-    for one, (piece, _) in zip(filled, separate, strict=True):
+    for one, (piece, _) in zip(filled, separate, strict=False):
         assert torch.equal(one.narrow(dim, 0, piece.shape[dim]), piece)
         assert one.norm() == piece.norm()
 
 
 @theorem("T12", tensors())
 def summed_cotangents(system: System, drawn: tuple[Tensor, int, int]) -> None:
-    """What each rank computes of the gathered whole adds up in the gradient of the pieces."""
+    """What each rank computes of the gathered whole adds up: in the gradient of the pieces, and of the whole."""
     whole, dim, size = drawn
 
     def program(axis: Any, factor: Tensor) -> Any:
-        node = system.shard(whole, axis, dim)
-
         def of_piece(piece: Tensor) -> Tensor:
             gathered = system.unshard(ps.Shard(piece, axis, tuple(whole.shape), dim))
             return (factor * gathered.square()).sum()
 
-        slope = torch.func.grad(of_piece)(node.piece)
-        return system.unshard(ps.Shard(slope, axis, tuple(whole.shape), dim))
+        def of_whole(whole: Tensor) -> Tensor:
+            return of_piece(system.shard(whole, axis, dim).piece)
+
+        slope = torch.func.grad(of_piece)(system.shard(whole, axis, dim).piece)
+        by_piece = system.unshard(ps.Shard(slope, axis, tuple(whole.shape), dim))
+        return by_piece, torch.func.grad(of_whole)(whole)
 
     factors = torch.arange(1, size + 1, dtype=torch.float64)
-    expected = 2 * factors.sum() * whole
-    for slope in on_threads(Ranks(size, 40), program, factors.unbind()):
-        assert_same(slope, expected)
+    expected = (2 * factors.sum() * whole,) * 2
+    for slopes in on_threads(Ranks(size, 40), program, factors.unbind()):
+        assert_same(slopes, expected)
     axis = ps.VmapAxis(size)
     assert_same(simulated(axis, partial(program, axis), out_dims=None)(factors), expected)
 
@@ -174,8 +216,8 @@ def filled_up(system: System, drawn: tuple[tuple[Tensor, int, int], float]) -> N
     assert_same(seen, (norm, torch.tensor(True), whole, whole.sum()))
 
 
-test_separate_pieces = separate_pieces.test()
-test_simulated_pieces = simulated_pieces.test()
+test_separate_layers = separate_layers.test()
+test_simulated_layers = simulated_layers.test()
 test_separate_params = separate_params.test()
 test_replicated_pieces = replicated_pieces.test()
 test_simulated_params = simulated_params.test()
