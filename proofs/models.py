@@ -48,6 +48,13 @@ def integer_loss(params: Params, batch: Batch) -> Tensor:
     return (hidden @ params["out"][0] + params["shifts"].sum() - batch["y"]).square()
 
 
+def linear_loss(params: Params, batch: Batch) -> Tensor:
+    """Something linear in all parameters, whose gradients are exact in half precision too."""
+    hidden = params["hidden"]
+    constant = torch.stack(hidden["biases"]).sum() + params["out"][0].sum() - params["shifts"].sum()
+    return (batch["x"] @ hidden["weight"]).sum(-1) + constant + batch["y"]
+
+
 def transformer_params(generator: torch.Generator, dtype: torch.dtype = torch.float64) -> Params:
     """One block: attention, layer norms, feed-forward; the embedding is the output layer too."""
 

@@ -8,10 +8,12 @@ gradient of sequence m. Nothing is tuned.
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, Literal, NamedTuple
 
 import torch
 from hypothesis import settings, strategies as st
@@ -21,6 +23,7 @@ import purestep as ps
 from proofs import models
 from purestep import testing, tree
 from purestep.testing.bounds import gamma
+from purestep.testing.specification import spec
 from purestep.testing.strategies import Cut, cuts, taken
 
 settings.register_profile(
@@ -58,6 +61,8 @@ RECIPES: dict[str, Callable[[Any], ps.optim.Optimizer]] = {
     "ema": lambda optim: optim.ema(optim.sgd(0.5, momentum=0.5), 0.75),
 }
 """Optimizers, of whatever ``purestep.optim`` a system has."""
+EXACT = ["sgd", "momentum", "decayed", "scheduled", "master", "ema"]
+"""Those of which no operation rounds in narrower dtypes either, so that kernels may fuse them."""
 OPTIMIZERS = {name: make(ps.optim) for name, make in RECIPES.items()}
 
 
@@ -81,8 +86,14 @@ class Case:
         """The optimizer of that name."""
         return OPTIMIZERS[self.recipe]
 
+    @property
+    def loss_fn(self) -> Callable[[Any, Batch], Tensor]:
+        """A loss of which nothing rounds in the dtype of the params."""
+        half = self.batch["x"].dtype.itemsize < 4
+        return models.linear_loss if half else models.integer_loss
+
     def __repr__(self) -> str:
-        return f"Case(seed={self.seed}, w={self.batch['w'].tolist()}, opt_state={self.opt_state})"
+        return f"Case(seed={self.seed}, w={self.batch['w']}, opt_state={self.opt_state})"
 
     @property
     def rows(self) -> int:
@@ -95,25 +106,44 @@ class Case:
         return torch.Generator().manual_seed(self.seed + 1)
 
 
+WEIGHTS = (torch.bool, torch.uint8, torch.int32, torch.int64, torch.bfloat16, torch.float64)
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
 @st.composite
 def cases(
-    draw: st.DrawFn, *, fractional: bool = True, optimizers: Sequence[str] = tuple(OPTIMIZERS)
+    draw: st.DrawFn,
+    *,
+    fractional: bool = True,
+    optimizers: Sequence[str] = tuple(OPTIMIZERS),
+    dtypes: Sequence[torch.dtype] = (torch.float64,),
 ) -> Case:
     """Integer data and parameters; weights of which many are 0, and whose sum is a power of two."""
     seed = draw(st.integers(0, 2**20))
     generator = torch.Generator().manual_seed(seed)
     rows, length = draw(st.integers(1, 6)), draw(st.integers(1, 4))
-    weights = torch.tensor(draw(testing.weights(rows, length)))
-    if fractional and draw(st.booleans()):
-        weights = weights.to(torch.float64) / draw(st.sampled_from([1, 16, 256]))
-    params = laid_out(models.integer_params(generator), draw(st.sampled_from(LAYOUTS)))
-    recipe = draw(st.sampled_from(optimizers))
+    kinds = [kind for kind in WEIGHTS if fractional or not kind.is_floating_point]
+    kind, dtype = draw(st.sampled_from(kinds)), draw(st.sampled_from(dtypes))
+    drawn = testing.weights(rows, length, "mask" if kind == torch.bool else "whole")
+    weights = torch.tensor(draw(drawn)).to(kind)
+    if kind == torch.float64:
+        weights = weights / draw(st.sampled_from([1, 16, 256]))
+    params = models.integer_params(generator)
+    if draw(st.booleans()):
+        params["unused"] = models.integers((3,), generator)
+    params = laid_out(params, draw(st.sampled_from(LAYOUTS)))
+    params, batch = tree.map(
+        lambda leaf: leaf.to(dtype) if leaf.dtype == torch.float64 else leaf,
+        (params, integer_batch(torch.zeros_like(weights, dtype=torch.bool), generator)),
+    )
+    exact = dtype == torch.float64
+    recipe = draw(st.sampled_from([name for name in optimizers if exact or name in EXACT]))
     opt_state = some_opt_state(recipe, params, generator)
     # Trees are the same whatever the order of their keys, and need not have it in common.
     params, opt_state = (
         turned_around(each) if draw(st.booleans()) else each for each in (params, opt_state)
     )
-    return Case(params, integer_batch(weights, generator), recipe, opt_state, seed)
+    return Case(params, {**batch, "w": weights}, recipe, opt_state, seed)
 
 
 def turned_around(given: Any) -> Any:
@@ -174,7 +204,7 @@ def cut(batch: Batch, microbatches: Cut) -> list[Batch]:
 
 @st.composite
 def assignments(draw: st.DrawFn, rows: int) -> list[Cut]:
-    """Any assignment of rows to ranks, and any cut on each: uneven ranks and ranks without data included."""
+    """Any assignment of rows to ranks, and any cut on each: uneven ranks, and ranks without data."""
     shares = draw(testing.ranks(range(rows)))
     return [[[own[i] for i in part] for part in draw(cuts(len(own), 3))] for own in shares]
 
@@ -186,22 +216,207 @@ def shares(draw: st.DrawFn, rows: int) -> list[Cut]:
     return [[part for part in rank if part or kept] for rank in draw(assignments(rows))]
 
 
-def simulate(case: Case, assignment: list[Cut]) -> list[Batch]:
-    """Microbatches with a leading dimension of ranks: shorter ones padded with sequences of weight 0."""
-    count = max(len(microbatches) for microbatches in assignment)
-    parts = [[*microbatches, *([[]] * (count - len(microbatches)))] for microbatches in assignment]
+@st.composite
+def groups_of(
+    draw: st.DrawFn, case: Case, *, ranks: int = 4, shuffled: bool = True, padded: bool = True
+) -> list[list[Batch]]:
+    """The microbatches of each rank: any cut of the case, in any order, and padded anywhere.
+
+    Some of them are empty, some ranks have none, and those of one token may be scalars.
+    """
+    order = draw(st.permutations(range(case.rows))) if shuffled else range(case.rows)
+    scalars, kept = draw(st.booleans()), draw(st.booleans())
+    groups: list[list[Batch]] = []
+    for own in draw(testing.ranks(order, ranks)):
+        groups.append([])
+        for part in draw(cuts(len(own))):
+            microbatch = taken(case.batch, [own[i] for i in part])
+            if padded and draw(st.booleans()):
+                rows, columns = draw(st.integers(0, 2)), draw(st.integers(0, 2))
+                microbatch = with_noise(case, microbatch, rows, columns)
+                groups[-1] += [ignored_like(case, microbatch)] * draw(st.integers(0, 1))
+            if scalars and microbatch["w"].numel() == 1:
+                microbatch = {key: leaf[0, 0] for key, leaf in microbatch.items()}
+            groups[-1] += [microbatch] if kept or part else []
+    return groups
+
+
+def with_noise(case: Case, microbatch: Batch, rows: int, columns: int) -> Batch:
+    """The microbatch with ignored rows and columns, in which anything stands."""
+    size, length = microbatch["w"].shape
+    larger = ignored_like(case, taken(case.batch, [0] * (size + rows)), length + columns)
+    for key, leaf in microbatch.items():
+        larger[key][:size, :length] = leaf
+    return larger
+
+
+def ignored_like(case: Case, microbatch: Batch, length: int = 0) -> Batch:
+    """A microbatch without tokens, in which anything stands."""
+    size = (len(microbatch["w"]), length or microbatch["w"].shape[1])
+    noise = integer_batch(microbatch["w"].new_zeros(size), case.generator)
+    return {key: leaf.to(microbatch[key].dtype) for key, leaf in noise.items()}
+
+
+class How(NamedTuple):
+    """How a step is taken: on which kind of ranks, on pieces or not, and with which settings."""
+
+    axis: Literal["one", "simulated", "threads"]
+    pieces: bool
+    bucket_bytes: int
+    settings: dict[str, Any]
+
+
+@st.composite
+def settings_of_steps(draw: st.DrawFn, **fixed: Any) -> dict[str, Any]:
+    """Keyword arguments of ``make_update_step`` that make no difference; some may be fixed."""
+    choices: dict[str, list[Any]] = {
+        "normalize": ["loss", "grads"],
+        "on_nonfinite": ["propagate", "skip"],
+        "donate": [False, True],
+        "accum_dtype": [None, torch.float64],
+        "grad_and_value": [ps.grad_and_value, torch.func.grad_and_value],
+    }
+    drawn = {name: draw(st.sampled_from(values)) for name, values in choices.items()}
+    return {**drawn, **fixed}
+
+
+@st.composite
+def hows(
+    draw: st.DrawFn,
+    *,
+    axes: Sequence[str] = ("one", "simulated", "threads"),
+    pieces: bool = True,
+    **fixed: Any,
+) -> How:
+    """Any way to take a step: the whole space from which the theorems draw."""
+    axis: Any = draw(st.sampled_from(axes))
+    settings = draw(settings_of_steps(**fixed))
+    spread = pieces and axis == "threads" and draw(st.booleans())
+    if spread:
+        settings["gather"] = draw(st.sampled_from(["step", "microbatch", "loss"]))
+    return How(axis, spread, draw(st.sampled_from([8, 40, 1 << 20])), settings)
+
+
+def step_of(
+    system: Any,
+    how: How,
+    state: Any,
+    groups: list[list[Batch]],
+    loss_fn: Callable[..., Any],
+    optimizer: ps.optim.Optimizer,
+    weight_fn: Any = weights_of,
+) -> Any:
+    """``(params, opt_state, metrics)`` of one step in this way, on which all ranks agree."""
+    own = tree.map(torch.clone, state) if how.settings.get("donate") else state
+    make = partial(system.make_update_step, optimizer=optimizer, weight_fn=weight_fn)
+    if how.axis == "one":
+        return make(loss_fn, **how.settings)(*own, [part for group in groups for part in group])
+    # The host waits for a device where threads meet.
+    if how.axis == "simulated" or tree.leaves_of(state)[0].device.type != "cpu":
+        axis = ps.VmapAxis(len(groups))
+        simulated = axis.map(make(loss_fn, axis=axis, **how.settings), (None, None, 0), None)
+        try:
+            return simulated(*own, side_by_side(groups))
+        except ValueError as error:
+            if "differ" not in str(error):
+                raise
+            raise AssertionError("the ranks end up in different states") from error
+
+    world = ps.testing.ThreadAxis(len(groups), bucket_bytes=how.bucket_bytes)
+    gathering = how.settings.get("gather") == "loss"
+    step = make(
+        (lambda params, batch: loss_fn(ps.unshard(params), batch)) if gathering else loss_fn,
+        axis=world,
+        **how.settings,
+    )
+
+    def rank(group: list[Batch]) -> Any:
+        params, opt_state = tree.map(torch.clone, own)
+        mine = laid_out(params, LAYOUTS[world.rank % 3]), opt_state
+        if not how.pieces:
+            return step(*mine, group)
+        *new, metrics = step(*ps.shard(mine, world), group)
+        return *ps.unshard(tuple(new)), metrics
+
+    if gathering:
+        empty = {key: leaf.new_zeros((1, *leaf.shape[1:])) for key, leaf in _any(groups).items()}
+        most = max(map(len, groups))
+        groups = [[*group, *[empty] * (most - len(group))] for group in groups]
+    results = world.map(rank)(groups)
+    for other in results[1:]:
+        assert_same(other, results[0], "the state and metrics of a rank")
+    return results[0]
+
+
+def _any(groups: list[list[Batch]]) -> Batch:
+    return next(part for group in groups for part in group)
+
+
+def check_step(
+    system: Any,
+    how: How,
+    case: Case,
+    groups: list[list[Batch]],
+    loss_fn: Callable[..., Any] | None = None,
+    plain: Callable[..., Any] | None = None,
+) -> Any:
+    """The state is that of ``spec`` on the one big batch, to the bit, and so are the metrics.
+
+    ``loss_fn`` computes what ``plain`` does.
+    """
+    state = case.params, case.opt_state
+    loss_fn = loss_fn or case.loss_fn
+
+    def update(grads: Any, opt_state: Any, params: Any) -> Any:
+        return case.optimizer.update(summed_in(how, grads), opt_state, params)
+
+    expected, grads, loss = spec(plain or loss_fn, update, *state, case.batch)
+    *actual, metrics = step_of(system, how, state, groups, loss_fn, case.optimizer)
+    assert_same(tuple(actual), expected)
+    assert metrics.loss == loss, f"loss: {metrics.loss} is not {loss}"
+    assert metrics.num_tokens == case.batch["w"].sum()
+    held = sum(bool(part["w"].any()) for group in groups for part in group)
+    assert metrics.num_microbatches == held
+    assert metrics.applied
+    squares = torch.stack([leaf.double().square().sum() for leaf in tree.leaves_of(grads)])
+    roundings = gamma(4 * squares.numel() + 64, metrics.grad_norm.dtype)
+    assert (metrics.grad_norm - squares.sum().sqrt()).abs() <= roundings * metrics.grad_norm
+    return *actual, metrics
+
+
+def summed_in(how: How, grads: Any) -> Any:
+    """Gradients in the dtype in which a step sums them."""
+    asked = how.settings.get("accum_dtype")
+    return tree.map(lambda g: g.to(asked or tree.accumulation_dtype(g.dtype)), grads)
+
+
+def side_by_side(groups: Sequence[Sequence[Batch]]) -> list[Batch]:
+    """Microbatches with a leading dimension of ranks, smaller ones filled up with zeros."""
     return [
-        stack([padded(case, rank[k], max(len(other[k]) for other in parts)) for rank in parts])
-        for k in range(count)
+        {
+            key: torch.stack(
+                [filled(part.get(key), [p[key] for p in parts if p]) for part in parts]
+            )
+            for key in next(part for part in parts if part)
+        }
+        for parts in itertools.zip_longest(*groups, fillvalue={})
     ]
 
 
-def padded(case: Case, rows: list[int], size: int) -> Batch:
-    """These rows of the batch, and as many other rows at weight 0 as fill it up to ``size``."""
-    filled = rows + [0] * (size - len(rows))
-    batch = {key: value[filled].clone() for key, value in case.batch.items()}
-    batch["w"][len(rows) :] = 0
-    return batch
+def filled(leaf: Tensor | None, others: list[Tensor]) -> Tensor:
+    """Zeros in the shape of the largest of these leaves, with this leaf in their corner."""
+    most = max(other.ndim for other in others)
+    shapes = [(1,) * (most - other.ndim) + other.shape for other in others]
+    zeros = others[0].new_zeros([max(sizes) for sizes in zip(*shapes, strict=True)])
+    if leaf is not None:
+        corner = (0,) * (most - leaf.ndim) + tuple(slice(size) for size in leaf.shape)
+        zeros[corner] = leaf
+    return zeros
+
+
+def simulate(case: Case, assignment: list[Cut]) -> list[Batch]:
+    """``side_by_side`` of an assignment to ranks."""
+    return side_by_side([cut(case.batch, rank) for rank in assignment])
 
 
 def stack(batches: Sequence[Batch]) -> Batch:

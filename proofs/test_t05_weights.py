@@ -49,7 +49,7 @@ def repetition(system: System, drawn: tuple[Case, list[Batch], float]) -> None:
     """Weight k, and the token k times at weight 1: the same state and metrics, to the bit."""
     case, microbatches, _ = drawn
     step = system.make_update_step(models.integer_loss, case.optimizer, weight_fn=weights_of)
-    times = case.batch["w"].flatten()
+    times = case.batch["w"].flatten().long()
     repeated = {
         key: value.flatten(0, 1).repeat_interleave(times, dim=0).unsqueeze(1)
         for key, value in case.batch.items()
