@@ -39,7 +39,6 @@ RECIPES: dict[str, Any] = {
     "master": lambda rate: ps.optim.master_weights(ps.optim.sgd(rate, 0.9)),
     "ema": lambda rate: ps.optim.ema(ps.optim.sgd(rate, 0.9), 0.9),
 }
-SHAPES = [(), (7,), (64,), (33, 5), (128, 3), (1003,)]
 WAYS = ["update", "update_"]
 
 

@@ -1,4 +1,4 @@
-"""The mean of the params that an optimizer keeps: by hand, through steps that are donated, skipped or without tokens."""
+"""``ema``: the mean of the params by hand, in steps that are donated, skipped or have no tokens."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 import purestep as ps
-from purestep import tree
+from proofs.test_t08_optimizers import buffers
 
 OPTIMIZER = ps.optim.ema(ps.optim.sgd(1.0), 0.75)
 
 
-def start(dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
-    return {"w": torch.tensor([0.0, 8.0], dtype=dtype), "b": torch.tensor(16.0, dtype=dtype)}
+def start() -> dict[str, Tensor]:
+    return {"w": torch.tensor([0.0, 8.0]), "b": torch.tensor(16.0)}
 
 
 def loss_fn(params: dict[str, Tensor], x: Tensor) -> Tensor:
@@ -27,59 +27,34 @@ def lists(params: Any) -> Any:
     return params["w"].tolist(), params["b"].tolist()
 
 
-HOW: list[dict[str, Any]] = [
-    {"donate": donate, "normalize": normalize, "compile": compile}
-    for donate in (False, True)
-    for normalize, compile in (("loss", False), ("grads", False), ("loss", True))
-]
-
-
-@pytest.mark.parametrize("how", HOW, ids=str)
-def test_by_hand(how: dict[str, Any]) -> None:
-    """Moved where the params are, and by nothing else."""
-    step = ps.make_update_step(
-        loss_fn, OPTIMIZER, weight_fn=lambda x: x != 0, on_nonfinite="skip", **how
-    )
-    params, state = start(), OPTIMIZER.init(start())
-    assert lists(state.average) == lists(params)
-
-    params, state, metrics = step(params, state, [torch.tensor([-4.0])])
-    assert metrics.applied
-    assert lists(params) == ([4.0, 12.0], 20.0)
-    assert lists(state.average) == ([1.0, 9.0], 17.0)
-
-    for group in ([torch.tensor([float("inf")])], [torch.tensor([0.0])], []):
-        params, state, metrics = step(params, state, group)
-        assert not metrics.applied
-        assert lists(params) == ([4.0, 12.0], 20.0)
-        assert lists(state.average) == ([1.0, 9.0], 17.0)
-
-    params, state, _ = step(params, state, [torch.tensor([-8.0, -8.0]), torch.tensor([-8.0])])
-    assert lists(params) == ([12.0, 20.0], 28.0)
-    assert lists(state.average) == ([3.75, 11.75], 19.75)
-
-
+@pytest.mark.parametrize("normalize", ["loss", "grads"])
 @pytest.mark.parametrize("donate", [False, True])
-def test_the_mean_lies_in_memory_of_its_own(donate: bool) -> None:
-    """From init on. Donated, it stays where it is."""
+def test_the_mean_by_hand(donate: bool, normalize: Any) -> None:
+    """It moves where the params do, and then alone; it lies in other memory, and stays there."""
+    step = ps.make_update_step(
+        loss_fn, OPTIMIZER, weight_fn=lambda x: x != 0, on_nonfinite="skip",
+        donate=donate, normalize=normalize,
+    )  # fmt: skip
     params = start()
-    state = OPTIMIZER.init(params)
-    step = ps.make_update_step(loss_fn, OPTIMIZER, weight_fn=torch.ones_like, donate=donate)
-    places = [leaf.data_ptr() for leaf in tree.leaves_of(state.average)]
-    given = state
-    for _ in range(2):
-        params, state, _ = step(params, state, [torch.ones(2)])
-        mine, theirs = (
-            {leaf.data_ptr() for leaf in tree.leaves_of(each)} for each in (state.average, params)
-        )
-        assert not mine & theirs
-    assert ([leaf.data_ptr() for leaf in tree.leaves_of(state.average)] == places) == donate
-    if not donate:
-        assert lists(given.average) == lists(start())
+    first = state = OPTIMIZER.init(params)
+    assert lists(state.average) == lists(params)
+    places = buffers(state.average)
+    for group, wanted, mean in (
+        ([torch.tensor([-4.0])], ([4.0, 12.0], 20.0), ([1.0, 9.0], 17.0)),
+        ([torch.tensor([float("inf")])], ([4.0, 12.0], 20.0), ([1.0, 9.0], 17.0)),
+        ([torch.tensor([0.0])], ([4.0, 12.0], 20.0), ([1.0, 9.0], 17.0)),
+        ([], ([4.0, 12.0], 20.0), ([1.0, 9.0], 17.0)),
+        ([torch.tensor([-8.0, -8.0])], ([12.0, 20.0], 28.0), ([3.75, 11.75], 19.75)),
+    ):
+        params, state, _ = step(params, state, group)
+        assert (lists(params), lists(state.average)) == (wanted, mean)
+        assert not {*buffers(state.average)} & {*buffers(params)}
+    assert (buffers(state.average) == places) == donate
+    assert donate or lists(first.average) == lists(start())
 
 
-def test_half_precision_is_averaged_wide() -> None:
-    """256 + (258 - 256) / 4 is no number of bfloat16; inside of ``master_weights``, nor is 256 + (257.25 - 256) / 4."""
+def test_half_precision_is_averaged_in_float32() -> None:
+    """256 + (258 - 256) / 4 is no bfloat16; in ``master_weights``, nor is 256 + 1.25 / 4."""
     theta, sgd = torch.tensor(256.0, dtype=torch.bfloat16), ps.optim.sgd(1.0)
     rounded = ps.optim.ema(sgd, 0.75)
     _, state = rounded.update(torch.tensor(-2.0), rounded.init(theta), theta)
@@ -98,13 +73,11 @@ def test_a_decay_for_each_of_an_ensemble() -> None:
     assert torch.vmap(averaged)(torch.tensor([0.0, 0.5, 1.0])).tolist() == [4.0, 2.0, 0.0]
 
 
-def test_refuses() -> None:
+def test_ema_refuses() -> None:
     with pytest.raises(TypeError, match="ema wraps an Optimizer, got Transform"):
         ps.optim.ema(ps.optim.momentum(0.9), 0.9)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"decay=1\.1 must be from 0 to 1"):
         ps.optim.ema(ps.optim.sgd(1.0), 1.1)
     other = OPTIMIZER.init({"w": torch.ones(3)})
-    with pytest.raises(
-        ValueError, match=r"opt_state was not made by optimizer\.init of these params"
-    ):
+    with pytest.raises(ValueError, match=r"opt_state was not made by optimizer\.init of these"):
         OPTIMIZER.update(start(), other, start())
