@@ -58,79 +58,35 @@ def make_update_step(
     donate: bool = False,
     compile: bool | Compiler = False,
 ) -> UpdateStep[ParamsT, StateT]:
-    """A pure function ``update_step(params, opt_state, microbatches)``.
+    """A pure function ``update_step(params, opt_state, microbatches)``: one optimizer step.
 
-    It returns ``(params, opt_state, metrics)`` after one optimizer step on a group of microbatches,
-    whose tokens may be spread over the ranks of an axis. How the group was cut (into which
-    microbatches, over which ranks, with what padding, in what order) does not matter: only its
-    tokens do. No tokens at all is the identity, to the bit.
+    It returns ``(params, opt_state, metrics)``. The result does not depend on how the tokens are cut
+    into microbatches, ranks and padding. Without any tokens it is the identity, to the bit.
 
     Args:
         loss_fn: ``loss_fn(params, microbatch)`` gives one loss per token, or ``LossTerms``.
-        optimizer: a ``ps.optim.Optimizer``.
-        weight_fn: ``weight_fn(microbatch)`` gives each token's weight, in the losses' shape; the
-            default counts ``microbatch["labels"] != -100``. A step asks it once for each
-            microbatch. None: the loss returns ``LossTerms(weights=)``.
-        axis: where the tokens are spread. Only dimensions that split tokens: no tensor-parallel
-            ones.
-        normalize: "loss" counts N first and seeds the backward pass with weights / N. "grads"
-            counts N along the way, and divides the summed gradients once.
+        optimizer: a ``ps.optim.Optimizer``; ``opt_state`` comes from ``optimizer.init(params)``.
+        weight_fn: ``weight_fn(microbatch)`` gives each token's weight; the default is
+            ``labels != -100``. None: the loss returns ``LossTerms(weights=)``.
+        axis: where the tokens are spread: dimensions that split tokens, no tensor-parallel ones.
+        normalize: "loss" seeds the backward pass with weights / N; "grads" divides the sums once.
         grad_and_value: any function with the signature of ``torch.func.grad_and_value``.
-        accum_dtype: the dtype in which gradients are summed and reduced; None: float32 for
-            half-precision params, else the params' own.
-        gather: where params that are sharded over the step's axis are gathered: once a "step", once
-            a "microbatch", or by the "loss", which calls ``ps.unshard``. A rank that fails with the
-            last two cannot tell the others, and should end.
-        on_nonfinite: the effect of an infinite or NaN gradient: "propagate", or "skip" the step, on
-            every rank alike, with params, moments and step counter as they were.
-        donate: whether ``params`` and ``opt_state`` are given away: their buffers hold the results,
-            and the old values must not be used again. Each leaf needs memory that no other leaf and
-            no microbatch shares. Ignored where the step is recorded.
-        compile: whether ``torch.compile`` makes one graph of a microbatch's forward, backward and
-            sums, once for any number of them; or a compiler that takes ``fullgraph=True``, such as
-            ``functools.partial(torch.compile, mode="max-autotune")``. The first update calls the
-            loss once eagerly, too. Ignored under a transform.
-            For all of a small network's step in one graph, wrap it in ``ps.compile``.
-
-    Returns:
-        ``update_step``. ``params`` is a tree of floating point tensors (``None`` is an empty
-        subtree; keep integers in the microbatch, or close over them), ``opt_state`` comes from
-        ``optimizer.init(params)``, and ``microbatches`` is a sequence of microbatches of any
-        shapes. ``StepMetrics`` are detached: differentiate the new parameters instead.
-
-    **Pieces.** A loss sees the whole tensor of a ``Shard`` over the step's axis, and the piece of
-    one over another axis. ``grad_norm``, clipping and ``on_nonfinite`` are about whole tensors.
-
-    **What is recorded.** Autograd records a step where params, state, a microbatch or a learning
-    rate require grad, or under a transform. Then the new parameters require grad, and the graph
-    grows from step to step. Otherwise the loss's closure is constant: its ``.grad`` is not written.
-    To differentiate by it, put it into the microbatch, or use ``torch.func``.
-
-    **What a loss may do.** Its tensors live for one microbatch: hooks on them, or a ``.backward()``
-    inside, act there and never on the sums. Hooks by ``register_post_accumulate_grad_hook`` are the
-    exception: they see the sum. The loss may differentiate by its own inputs, with
-    ``torch.autograd.grad(..., create_graph=True)`` or ``torch.func``. It may neither write to
-    params nor be independent of them. Activation checkpoints take ``use_reentrant=False``, and
-    inside of a module ``ps.from_module``.
-
-    A weight of zero takes a token's loss away and sends exactly zero back to it. Where the loss of
-    such a token has no finite derivative, zero times that is NaN: mend it inside ``loss_fn``, with
-    ``torch.where`` on its inputs.
+        accum_dtype: the dtype of the sums; None: float32 for half precision, else the params' own.
+        gather: sharded params are gathered once a "step", once a "microbatch", or by the "loss".
+        on_nonfinite: "propagate" an infinite or NaN gradient, or "skip" the step on every rank.
+        donate: reuse the buffers of ``params`` and ``opt_state``, which you must not use again.
+        compile: make one graph of a microbatch by ``torch.compile``, or by a compiler like it.
 
     >>> import torch
     >>> from purestep.optim import sgd
     >>> def loss_fn(w, microbatch):
     ...     return (w * microbatch["x"] - microbatch["y"]) ** 2
-    >>> def weight_fn(microbatch):
-    ...     return torch.ones_like(microbatch["x"])
-    >>> update_step = make_update_step(loss_fn, sgd(0.1), weight_fn=weight_fn)
-    >>> w = torch.tensor(0.0)
-    >>> opt_state = sgd(0.1).init(w)
-    >>> x, y = torch.tensor([1.0, 2.0, 3.0]), torch.tensor([2.0, 4.0, 6.0])
+    >>> update_step = make_update_step(loss_fn, sgd(0.1), weight_fn=lambda m: m["x"] > 0)
+    >>> w, x, y = torch.tensor(0.0), torch.tensor([1.0, 2.0, 3.0]), torch.tensor([2.0, 4.0, 6.0])
     >>> one = [{"x": x, "y": y}]
     >>> two = [{"x": x[:1], "y": y[:1]}, {"x": x[1:], "y": y[1:]}]
-    >>> update_step(w, opt_state, one)[0], update_step(w, opt_state, two)[0]
-    (tensor(1.8667), tensor(1.8667))
+    >>> [update_step(w, sgd(0.1).init(w), group)[0] for group in (one, two)]
+    [tensor(1.8667), tensor(1.8667)]
     """
     checks.check_functions(loss_fn, weight_fn, axis)
     check_optimizer("optimizer must be a ps.optim.Optimizer", optimizer)
