@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import parametrizations, parametrize
+from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
 import purestep as ps
@@ -21,12 +21,29 @@ D = 6
 Params = dict[str, Tensor]
 
 
+class Of(nn.Module):
+    """A module of these parts, which runs a function of itself and its inputs."""
+
+    def __init__(self, run: Callable[..., Any], **parts: Any) -> None:
+        super().__init__()
+        self.run = run
+        for name, part in parts.items():
+            setattr(self, name, part)
+
+    def forward(self, *inputs: Any) -> Any:
+        return self.run(self, *inputs)
+
+
+def linear(train: bool = True) -> Any:
+    return nn.Linear(D, D).requires_grad_(train)
+
+
 class SelfReferring(nn.Module):
     """Holds its parts, its methods and itself in all places where Python lets it."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.a = nn.Linear(D, D)
+        self.a = linear()
         self.method = self.helper
         self.partial = functools.partial(self.helper, times=3)
         self.listed, self.nested = [self.a], {"a": (self.a.weight, [self.a.bias])}
@@ -43,24 +60,12 @@ class SelfReferring(nn.Module):
         return called + x @ weight + bias + me.a(x)
 
 
-class Collections(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.w = nn.ParameterList([nn.Parameter(torch.randn(D, D)) for _ in range(3)])
-        self.v = nn.ParameterDict({"x": nn.Parameter(torch.randn(D))})
-
-    def forward(self, x: Tensor) -> Tensor:
-        for w in self.w:
-            x = (x @ w).tanh()
-        return x * self.v["x"]
-
-
 class Forwarding(nn.Module):
     """Finds in a part what it lacks itself, as wrappers of libraries do."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.inner = nn.Linear(D, D)
+        self.inner = linear()
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -72,82 +77,45 @@ class Forwarding(nn.Module):
         return self.inner(x) @ self.weight
 
 
-class Tied(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.a = nn.Linear(D, D)
-        self.b, self.c = self.a, nn.Linear(D, D)
-        self.c.weight = self.a.weight
-        self.both = nn.Sequential(self.a, nn.Tanh(), self.a)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.b(self.both(self.c(x)))
-
-
-def doubled(module: nn.Module, given: Any, got: Any) -> Any:
-    return tuple(2 * each for each in given)
+def tied() -> nn.Module:
+    a, c = linear(), linear()
+    c.weight = a.weight
+    return Of(lambda m, x: m.b(m.both(m.c(x))), a=a, b=a, c=c, both=nn.Sequential(a, nn.Tanh(), a))
 
 
 class Hooked(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.a, self.b = nn.Linear(D, D), nn.Linear(D, D)
+        self.a, self.b = linear(), linear()
         self.a.register_forward_hook(self.more)
         self.b.register_forward_pre_hook(lambda m, inputs: (inputs[0] * m.weight.sum(),))
-        self.b.register_full_backward_hook(doubled)
+        self.b.register_full_backward_hook(lambda m, given, got: tuple(2 * each for each in given))
 
     def more(self, module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
-        made: Tensor = output * 2 + self.b(output)
-        return made
+        return output * 2 + self.b(output)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.a(x)
 
 
-class Symmetric(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x.triu() + x.triu(1).T
-
-
-def parametrized() -> nn.Module:
-    symmetric = nn.Linear(D, D)
-    parametrize.register_parametrization(symmetric, "weight", Symmetric())
-    return nn.Sequential(
-        symmetric,
-        parametrizations.weight_norm(nn.Linear(D, D)),
-        parametrizations.orthogonal(nn.Linear(D, D)),
-    )
-
-
 def weight_normed() -> nn.Module:
     with warnings.catch_warnings(action="ignore", category=FutureWarning):
-        module: nn.Module = nn.utils.weight_norm(nn.Linear(D, D))
-    return module
+        return nn.utils.weight_norm(linear())
 
 
-class Recurrent(nn.Module):
-    def __init__(
-        self, kind: Callable[..., nn.RNNBase], frozen: bool = False, **settings: Any
-    ) -> None:
-        super().__init__()
-        self.r = kind(D, D, num_layers=2, batch_first=True, **settings)
-        self.r.weight_hh_l0.requires_grad_(not frozen)
-
-    def forward(self, x: Tensor) -> Tensor:
-        output: Tensor = self.r(x[:, None])[0][:, 0]
-        return output
+def recurrent() -> nn.Module:
+    lstm = nn.LSTM(D, D, num_layers=2, batch_first=True, bidirectional=True, proj_size=2)
+    lstm.weight_hh_l0.requires_grad_(False)
+    return Of(lambda m, x: m.r(x[:, None])[0][:, 0], r=lstm)
 
 
-class Attention(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.m = nn.MultiheadAttention(D, 2, batch_first=True)
-        self.t = nn.TransformerEncoderLayer(D, 2, 12, dropout=0.0, batch_first=True)
-
-    def forward(self, x: Tensor) -> Tensor:
+def attention() -> nn.Module:
+    def run(m: Any, x: Tensor) -> Tensor:
         x = x[:, None].repeat(1, 3, 1)
-        output: Tensor = self.t(self.m(x, x, x)[0])[:, 0]
-        return output
+        return m.t(m.m(x, x, x)[0])[:, 0]
+
+    encoder = nn.TransformerEncoderLayer(D, 2, 12, dropout=0.0, batch_first=True)
+    return Of(run, m=nn.MultiheadAttention(D, 2, batch_first=True), t=encoder)
 
 
 class Keeping(nn.Module):
@@ -157,7 +125,7 @@ class Keeping(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.a, self.calls, self.seen = nn.Linear(D, D), 0, {"last": 0}
+        self.a, self.calls, self.seen = linear(), 0, {"last": 0}
         self.log: list[Tensor] = []
         self.register_buffer("count", torch.zeros(()))
 
@@ -171,27 +139,20 @@ class Keeping(nn.Module):
         return self.a(x)
 
 
-class Patched(nn.Module):
+def patched() -> nn.Module:
     """Its parts' ``forward`` is replaced, as libraries do that move weights about."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        parts: list[Any] = [nn.Linear(D, D), nn.Linear(D, D)]
-        self.a, self.b = a, b = parts
-        a.forward = functools.partial(lambda old, x, *, times=2: old(x) * times, a.forward)
-        b.old_forward = b.forward
-        b.forward = functools.update_wrapper(
-            functools.partial(lambda module, x: module.old_forward(x) * 3, b), b.forward
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.b(self.a(x))
+    a, b = linear(), linear()
+    a.forward = functools.partial(lambda old, x, *, times=2: old(x) * times, a.forward)
+    b.old_forward = b.forward
+    run = functools.partial(lambda module, x: module.old_forward(x) * 3, b)
+    b.forward = functools.update_wrapper(run, b.forward)
+    return nn.Sequential(a, b)
 
 
 class Helper:
     """An object of another class that leads to a module."""
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: Any) -> None:
         self.module = module
 
 
@@ -211,7 +172,7 @@ class Helped(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.a = nn.Linear(D, D)
+        self.a = linear()
         self.helper, self.pair = Helper(self.a), Pair(self.a, self)
         self.two, self.queue = Two([self.a], 2), collections.deque([self.a, self.a.weight])
         self.empty = nn.Parameter(torch.ones(0))
@@ -227,43 +188,57 @@ class Helped(nn.Module):
         return x * self.doubled(self.two.other) + torch.cat([self.empty, x.new_zeros(0)]).sum()
 
 
-class Checkpointed(nn.Module):
-    def __init__(self, reentrant: bool = False, kept: bool = False) -> None:
-        super().__init__()
-        self.a, self.b, self.frozen = nn.Linear(D, D), nn.Linear(D, D), nn.Linear(D, D)
-        self.frozen.requires_grad_(False)
-        self.run: Any = functools.partial(checkpoint, use_reentrant=reentrant)
-        if kept:
-            self.run = lambda function, *args: function(*args)
+def checkpointed(how: Callable[..., Any] = lambda run, x: run(x)) -> nn.Module:
+    def run(m: Any, x: Tensor) -> Tensor:
+        return m.how(lambda h: m.frozen(m.b(h).tanh()).tanh(), m.a(x))
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.run(lambda h: self.frozen(self.b(h).tanh()).tanh(), self.a(x))
+    return Of(run, a=linear(), b=linear(), frozen=linear(train=False), how=how)
+
+
+def again(run: Callable[..., Any], x: Tensor) -> Any:
+    return checkpoint(run, x, use_reentrant=False)
+
+
+def listed(m: Any, x: Tensor) -> Tensor:
+    for w in m.w:
+        x = (x @ w).tanh()
+    return x * m.v["x"]
 
 
 MODULES: dict[str, Callable[[], nn.Module]] = {
     "self-referring": SelfReferring,
-    "collections": Collections,
+    "collections": lambda: Of(
+        listed,
+        w=nn.ParameterList([torch.randn(D, D) for _ in range(3)]),
+        v=nn.ParameterDict({"x": torch.randn(D)}),
+    ),
     "forwarding": Forwarding,
-    "tied": Tied,
+    "tied": tied,
     "hooked": Hooked,
-    "parametrized": parametrized,
+    "parametrized": lambda: nn.Sequential(
+        parametrizations.weight_norm(linear()), parametrizations.orthogonal(linear())
+    ),
     "weight_norm": weight_normed,
-    "LSTM": lambda: Recurrent(nn.LSTM, frozen=True, bidirectional=True, proj_size=2),
-    "GRU": lambda: Recurrent(nn.GRU),
-    "RNN": lambda: Recurrent(nn.RNN),
-    "attention": Attention,
+    "LSTM": recurrent,
+    "attention": attention,
     "keeping": Keeping,
-    "patched": Patched,
+    "patched": patched,
     "helped": Helped,
-    "traced": lambda: torch.fx.symbolic_trace(nn.Sequential(nn.Linear(D, D), nn.Tanh())),
-    "checkpointed": Checkpointed,
-    "batch norm, evaluated": lambda: nn.Sequential(nn.Linear(D, D), nn.BatchNorm1d(D).eval()),
+    "traced": lambda: torch.fx.symbolic_trace(nn.Sequential(linear(), nn.Tanh())),
+    "checkpointed": lambda: checkpointed(again),
+    "kept": checkpointed,
+    "batch norm, evaluated": lambda: nn.Sequential(linear(), nn.BatchNorm1d(D).eval()),
 }
 
 
 def made(name: str) -> Any:
     torch.manual_seed(0)
     return MODULES[name]().double()
+
+
+def normed() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(linear(), nn.BatchNorm1d(D)).double()
 
 
 def data(rows: int = 4, seed: int = 1) -> Tensor:
@@ -287,11 +262,7 @@ def grads(apply: ps.modules.Apply, params: Params, x: Tensor) -> Params:
 
 def backward(module: nn.Module, x: Tensor) -> Params:
     losses(module(x)).backward(torch.ones(len(x), dtype=x.dtype))
-    return {
-        name: p.grad
-        for name, p in module.named_parameters()
-        if p.requires_grad and p.grad is not None
-    }
+    return {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
 
 
 def assert_equal(one: Params, other: Params) -> None:
@@ -308,14 +279,12 @@ def close(one: Params, other: Params) -> bool:
     )
 
 
-def train(apply: Any, params: Params, whole: bool = False, **settings: Any) -> Params:
+def train(apply: Any, params: Params, **settings: Any) -> Params:
     """The params after three steps."""
     optimizer = ps.optim.adamw(1e-2)
     step = ps.make_update_step(
         lambda p, x: losses(apply(p, x)), optimizer, weight_fn=ones, **settings
     )
-    if whole:
-        step = ps.compile(step, fullgraph=True)
     new: Params = {name: p.clone() for name, p in params.items()}
     state = optimizer.init(new)
     for seed in range(3):
@@ -323,14 +292,5 @@ def train(apply: Any, params: Params, whole: bool = False, **settings: Any) -> P
     return new
 
 
-class Broken(Checkpointed):
-    """No compiler makes one graph of it."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        torch.compiler.disable(lambda: None)()
-        return super().forward(x)
-
-
-def normed() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(D, D), nn.BatchNorm1d(D)).double()
+TRACED = functools.partial(ps.compile, backend="aot_eager")
+"""A compiler that traces as all do, forward and backward, and takes a tenth of the time."""
