@@ -141,6 +141,16 @@ def model(
     return made
 
 
+def with_dropout(own: Any, rate: float = 0.5) -> Any:
+    """The model, which now drops."""
+    for module in own.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = rate
+        if hasattr(module, "attention_dropout"):
+            module.attention_dropout = rate
+    return own
+
+
 def examples(family: str) -> list[Example]:
     """Texts of uneven length, as the family trains on them."""
     generator = torch.Generator().manual_seed(1)

@@ -175,8 +175,7 @@ class Apply:
             values, kind = [*map(_as_parameter, values)], (bool(carried), type(key), *kwargs)
             if kind not in self._known:
                 # The first of a kind is looked at, and refused before it does any harm.
-                kept = {n: each for n, each in self._constants.items() if n not in carried}
-                kept |= zip(names, values, strict=True)
+                kept = {**self._constants, **dict(zip(names, values, strict=True))}
                 inputs = tree.leaves_of((args, kwargs))
                 looked_at = watch.watched(kept, self._trained, inputs, key is not None)
         held = {**self._constants, **carried}
