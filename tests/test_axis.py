@@ -14,10 +14,11 @@ import torch.distributed as dist
 
 import purestep as ps
 from purestep import tree
+from purestep.testing import ThreadAxis
 from tests.uneven import sound, step
 
 LAWS: list[Any] = [ps.psum, ps.pmean, ps.pvary, ps.all_gather, ps.psum_scatter]
-SIMULATED = [ps.VmapAxis, ps.testing.ThreadAxis]
+SIMULATED = [ps.VmapAxis, ThreadAxis]
 
 
 @pytest.mark.parametrize("make", SIMULATED)
@@ -37,6 +38,12 @@ def test_size(make: Any, size: Any) -> None:
         make(size)
 
 
+@pytest.mark.parametrize("bucket_bytes", [0, -8, 8.0, None])
+def test_bucket_bytes(bucket_bytes: Any) -> None:
+    with pytest.raises(ValueError, match=rf"bucket_bytes={bucket_bytes} must be a whole number"):
+        ThreadAxis(2, bucket_bytes=bucket_bytes)
+
+
 def test_an_error_inside_leaves_the_axis_usable() -> None:
     axis = ps.VmapAxis(2)
 
@@ -50,31 +57,17 @@ def test_an_error_inside_leaves_the_axis_usable() -> None:
     assert axis.map(lambda x: ps.psum(x, axis), out_dims=None)(torch.ones(2)) == 2
 
 
-def test_out_dims_none_must_be_the_same_everywhere() -> None:
-    axis = ps.VmapAxis(3)
-    with pytest.raises(ValueError, match="not the same on all 3 ranks: psum it"):
-        axis.map(lambda x: x, out_dims=None)(torch.arange(3))
-
-
-def test_dims_that_do_not_fit() -> None:
-    axis = ps.VmapAxis(3)
-    with pytest.raises(ValueError, match=r"in_dims=\(\{'b': 0\},\) does not fit .*'a'"):
-        axis.map(lambda x: x, in_dims=({"b": 0},))({"a": torch.arange(3)})
-    with pytest.raises(ValueError, match="out_dims="):
-        axis.map(lambda x: x, out_dims=(0, 0))(torch.arange(3))
-
-
-def test_trees_with_dims_of_their_own() -> None:
-    axis = ps.VmapAxis(2)
-    batch = {"x": torch.arange(6).view(3, 2), "shared": torch.tensor(10)}
-    mapped = axis.map(
-        lambda batch: {"sum": ps.psum(batch["x"], axis), "mine": batch["x"] + batch["shared"]},
-        in_dims=({"x": 1, "shared": None},),
-        out_dims={"sum": None, "mine": 1},
-    )
-    result = mapped(batch)
-    assert torch.equal(result["sum"], batch["x"].sum(1))
-    assert torch.equal(result["mine"], batch["x"] + 10)
+@pytest.mark.parametrize(
+    ("x", "dims", "message"),
+    [
+        (torch.arange(3), {"out_dims": None}, "not the same on all 3 ranks: psum it"),
+        ({"a": torch.arange(3)}, {"in_dims": ({"b": 0},)}, r"in_dims=.* does not fit .*'a'"),
+        (torch.arange(3), {"out_dims": (0, 0)}, "out_dims="),
+    ],
+)
+def test_dims_that_do_not_fit(x: Any, dims: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        ps.VmapAxis(3).map(lambda x: x, **dims)(x)
 
 
 register: Any = optree.dataclasses.dataclass
@@ -88,25 +81,36 @@ class Pair:
     b: Any
 
 
-def test_dims_in_classes_of_ones_own() -> None:
-    axis, make = ps.VmapAxis(2), cast("Any", Pair)
-    mapped = axis.map(
-        lambda pair: make(ps.psum(pair.a, axis), pair.a + pair.b),
-        in_dims=(make(1, None),),
-        out_dims=make(None, 1),
-    )
+@pytest.mark.parametrize("make", [cast("Any", Pair), lambda a, b: {"a": a, "b": b}])
+def test_dims_are_trees(make: Any) -> None:
+    axis = ps.VmapAxis(2)
+
+    def program(pair: Any) -> Any:
+        a, b = tree.leaves_of(pair)
+        return make(ps.psum(a, axis), a + b)
+
     x, y = torch.arange(6).view(3, 2), torch.tensor(10)
-    result = mapped(make(x, y))
-    assert torch.equal(result.a, x.sum(1))
-    assert torch.equal(result.b, x + 10)
+    result = axis.map(program, in_dims=(make(1, None),), out_dims=make(None, 1))(make(x, y))
+    total, each = tree.leaves_of(result)
+    assert torch.equal(total, x.sum(1))
+    assert torch.equal(each, x + 10)
 
 
 @pytest.mark.parametrize(
-    "axis",
-    ["dp", ("dp", "cp"), cast("Any", dist.ProcessGroup)(0, 1)],
-    ids=lambda x: type(x).__name__,
+    ("axis", "message"),
+    [
+        *(
+            (axis, r'as in ps\.MeshAxis\(mesh, "dp"\)')
+            for axis in ("dp", ("dp", "cp"), cast("Any", dist.ProcessGroup)(0, 1))
+        ),
+        *(
+            (axis, r"axis must be an axis object, got .*: take ps\.LocalAxis")
+            for axis in (None, 4, ps.VmapAxis, ())
+        ),
+    ],
+    ids=str,
 )
-def test_the_name_of_a_mesh_or_of_its_dimension_is_no_axis(axis: Any) -> None:
+def test_what_is_no_axis(axis: Any, message: str) -> None:
     x, optimizer = torch.ones(2), ps.optim.sgd(0.1)
     attempts: list[Callable[[], Any]] = [
         lambda: ps.make_update_step(lambda p, m: p * m, optimizer, axis=axis),
@@ -114,17 +118,8 @@ def test_the_name_of_a_mesh_or_of_its_dimension_is_no_axis(axis: Any) -> None:
         *(partial(law, x, axis) for law in LAWS),
     ]
     for attempt in attempts:
-        with pytest.raises(TypeError, match=r'as in ps\.MeshAxis\(mesh, "dp"\)'):
+        with pytest.raises(TypeError, match=message):
             attempt()
-
-
-@pytest.mark.parametrize("axis", [None, 4, ps.VmapAxis, ()], ids=str)
-def test_what_is_no_axis_at_all(axis: Any) -> None:
-    for law in LAWS:
-        with pytest.raises(
-            TypeError, match=r"axis must be an axis object, got .*: take ps\.LocalAxis"
-        ):
-            law(torch.ones(2), axis)
 
 
 @pytest.mark.parametrize(("tiled", "wanted"), [(False, "exactly 2"), (True, "a multiple of 2")])

@@ -13,9 +13,12 @@ from torch import Tensor
 import purestep as ps
 from proofs.strategies import assert_same
 from proofs.worlds import Ranks, on_threads
+from purestep.testing import ThreadAxis
 from tests.uneven import SGD, Batch, alone, batch, cut, sound, step
 
 pytestmark = pytest.mark.timeout(60)
+
+X = torch.ones(2)
 
 
 def test_what_is_launched_is_handed_over_at_once() -> None:
@@ -36,163 +39,141 @@ def test_what_is_launched_is_handed_over_at_once() -> None:
         assert sums == [[6.0] * 2, [60.0] * 2, [600.0] * 2]
 
 
-def errors_of(axis: ps.testing.ThreadAxis, *programs: Callable[[], Any]) -> list[str]:
-    """What ranks hear that run these programs and cannot meet."""
+def test_what_comes_out_is_each_ranks_own() -> None:
+    """To write into, say."""
+    axis = ThreadAxis(3)
+    for law, total in ((ps.psum, 3), (ps.all_gather, 1)):
+        results = axis.map(lambda rank, law=law: law(X, axis).add_(rank))(range(3))
+        assert [float(result.flatten()[0]) for result in results] == [total, total + 1, total + 2]
 
-    def caught(program: Callable[[], Any]) -> str:
+
+def errors_of(axis: ThreadAxis, *programs: Callable[[], Any]) -> list[str]:
+    """What ranks raise that run these programs and cannot meet."""
+
+    def error_of(program: Callable[[], Any]) -> str:
         try:
             program()
         except ps.RankError as error:
             return str(error)
         return "nothing"
 
-    return axis.map(caught)(programs)
+    return axis.map(error_of)(programs)
 
 
-def test_a_skipped_collective_is_an_error() -> None:
-    axis = ps.testing.ThreadAxis(3)
-    x = torch.ones(2)
-    heard = errors_of(axis, lambda: ps.psum(x, axis), lambda: None, lambda: ps.psum(x, axis))
-    assert heard[1] == "nothing"
-    for rank in (0, 2):
-        assert heard[rank].startswith("these ranks cannot meet: ")
-        assert f"rank {rank} calls psum of torch.float32 (2,) over ThreadAxis(3)" in heard[rank]
-        assert "rank 1 has returned" in heard[rank]
+def test_a_skipped_collective_or_step_is_an_error() -> None:
+    axis = ThreadAxis(3)
+    for call, name in (
+        (lambda: ps.psum(X, axis), "psum of torch.float32 (2,)"),
+        (lambda: step(axis, sound(0)), "psum of torch.float64 (16,)"),
+    ):
+        errors = errors_of(axis, call, lambda: None, call)
+        assert errors[1] == "nothing"
+        for rank in (0, 2):
+            assert errors[rank].startswith("these ranks cannot meet: ")
+            assert f"rank {rank} calls {name} over ThreadAxis(3)" in errors[rank]
+            assert "rank 1 has returned" in errors[rank]
 
 
 def test_an_error_does_not_wait_for_those_who_still_compute() -> None:
-    axis, told = ps.testing.ThreadAxis(3), threading.Event()
+    axis, raised = ThreadAxis(3), threading.Event()
 
     def program(rank: int) -> bool:
         if rank == 0:
             with pytest.raises(ps.RankError, match="rank 1 has returned; rank 2 still computes"):
-                ps.psum(torch.ones(2), axis)
-            told.set()
-        return rank == 1 or told.wait(timeout=10)
+                ps.psum(X, axis)
+            raised.set()
+        return rank == 1 or raised.wait(timeout=10)
 
     assert all(axis.map(program)(range(3)))
 
 
-def test_what_comes_out_is_each_ranks_own() -> None:
-    """To write into, say."""
-    axis = ps.testing.ThreadAxis(3)
-    for law, total in ((ps.psum, 3), (ps.all_gather, 1)):
-        results = axis.map(lambda rank, law=law: law(torch.ones(2), axis).add_(rank))(range(3))
-        assert [float(result.flatten()[0]) for result in results] == [total, total + 1, total + 2]
-
-
-def test_a_skipped_step_is_an_error() -> None:
-    axis = ps.testing.ThreadAxis(2)
-    heard = errors_of(axis, lambda: step(axis, sound(0)), lambda: None)
-    assert "rank 0 calls psum of torch.float64 (16,) over ThreadAxis(2)" in heard[0]
-    assert "rank 1 has returned" in heard[0]
-
-
 @pytest.mark.parametrize(
-    ("calls", "named"),
+    ("law", "x", "calls"),
     [
-        ([(ps.psum, torch.ones(2)), (ps.all_gather, torch.ones(2))], ["psum of", "all_gather of"]),
-        ([(ps.psum, torch.ones(2)), (ps.psum, torch.ones(3))], ["(2,)", "(3,)"]),
-        (
-            [(ps.psum, torch.ones(2)), (ps.psum, torch.ones(2).double())],
-            ["torch.float32", "torch.float64"],
-        ),
+        (ps.all_gather, X, ["psum of", "all_gather of"]),
+        (ps.psum, torch.ones(3), ["(2,)", "(3,)"]),
+        (ps.psum, X.double(), ["torch.float32", "torch.float64"]),
     ],
     ids=["law", "shape", "dtype"],
 )
-def test_collectives_that_do_not_match(calls: Any, named: list[str]) -> None:
-    axis = ps.testing.ThreadAxis(2)
-    heard = errors_of(axis, *(lambda law=law, x=x: law(x, axis) for law, x in calls))
-    assert heard[0] == heard[1]
-    first, second = heard[0].removeprefix("these ranks cannot meet: ").split("; ")
-    assert first.startswith("rank 0 calls")
-    assert second.startswith("rank 1 calls")
-    assert named[0] in first
-    assert named[1] in second
+def test_collectives_that_do_not_match(law: Any, x: Tensor, calls: list[str]) -> None:
+    axis = ThreadAxis(2)
+    one, other = errors_of(axis, lambda: ps.psum(X, axis), lambda: law(x, axis))
+    assert one == other
+    parts = one.removeprefix("these ranks cannot meet: ").split("; ")
+    for rank, (part, call) in enumerate(zip(parts, calls, strict=True)):
+        assert part.startswith(f"rank {rank} calls")
+        assert call in part
 
 
 def test_a_ring_of_waiting_ranks_is_an_error() -> None:
     """Along two axes: each waits for the next, and no two of them are in the same group."""
-    world = ps.testing.ThreadAxis(4)
+    world = ThreadAxis(4)
     first, second = world.split(2, 2)
     axes = [first, second, second, first]
-    heard = errors_of(world, *(lambda axis=axis: ps.psum(torch.ones(1), axis) for axis in axes))
-    assert len(set(heard)) == 1
+    errors = errors_of(world, *(lambda axis=axis: ps.psum(X, axis) for axis in axes))
+    assert len(set(errors)) == 1
     for rank, axis in enumerate(axes):
-        assert f"rank {rank} calls psum of torch.float32 (1,) over {axis!r}" in heard[0]
+        assert f"rank {rank} calls psum of torch.float32 (2,) over {axis!r}" in errors[0]
 
 
-def test_an_exception_comes_out_as_it_is_with_its_rank() -> None:
-    axis, mine, heard = ps.testing.ThreadAxis(3), KeyError("mine"), []
+@pytest.mark.parametrize("mine", [KeyError("mine"), None])
+def test_an_exception_comes_out_as_it_is_with_its_rank(mine: Exception | None) -> None:
+    """That of a rank that misses another only where there is nothing else; and the axis goes on."""
+    axis, errors = ThreadAxis(3), []
 
     def program(rank: int) -> None:
         if rank == 1:
-            raise mine
+            if mine is not None:
+                raise mine
+            return
         try:
-            ps.psum(torch.ones(2), axis)
+            ps.psum(X, axis)
         except ps.RankError as error:
-            heard.append(str(error))
+            errors.append(error)
             raise
 
-    with pytest.raises(KeyError) as info:
-        axis.map(program)(range(3))
-    assert info.value is mine
-    assert mine.__notes__ == ["raised by rank 1 of 3"]
-    assert len(heard) == 2
-    assert all("rank 1 has raised KeyError: 'mine'" in text for text in heard)
+    for _ in range(2):
+        with pytest.raises((KeyError, ps.RankError)) as info:
+            axis.map(program)(range(3))
+        assert info.value is mine if mine else info.value in errors
+        assert info.value.__notes__[-1] == f"raised by rank {1 if mine else 0} of 3"
+        end = "rank 1 has raised KeyError: 'mine'" if mine else "rank 1 has returned"
+        assert all(end in str(error) for error in errors)
+        assert axis.map(lambda x: ps.psum(x, axis))(torch.arange(3)) == [3, 3, 3]
+    assert len(errors) == 4
 
 
-def test_ranks_that_only_miss_each_other_raise_rank_error() -> None:
-    axis = ps.testing.ThreadAxis(2)
-    with pytest.raises(ps.RankError, match="rank 0 has returned") as info:
-        axis.map(lambda rank: rank and ps.psum(torch.ones(2), axis))(range(2))
-    assert info.value.__notes__ == ["raised by rank 1 of 2"]
+AXIS = ThreadAxis(2)
 
 
-def test_usable_again_after_an_error() -> None:
-    axis = ps.testing.ThreadAxis(2)
-    for _ in range(3):
-        with pytest.raises(ps.RankError):
-            axis.map(lambda rank: rank and ps.psum(torch.ones(2), axis))(range(2))
-        assert axis.map(lambda x: ps.psum(x, axis))([torch.tensor(1), torch.tensor(2)]) == [3, 3]
-
-
-@pytest.mark.parametrize("bucket_bytes", [0, -8, 8.0, None])
-def test_bucket_bytes(bucket_bytes: Any) -> None:
-    with pytest.raises(ValueError, match=rf"bucket_bytes={bucket_bytes} must be a whole number"):
-        ps.testing.ThreadAxis(2, bucket_bytes=bucket_bytes)
-
-
-@pytest.mark.parametrize("sizes", [(), (3,), (2, 3), (4, 0)])
-def test_split_must_multiply_to_the_size(sizes: tuple[int, ...]) -> None:
-    with pytest.raises(
-        ValueError, match=r"ThreadAxis\(4\)\.split\(.*: the sizes must multiply to 4"
-    ):
-        ps.testing.ThreadAxis(4).split(*sizes)
-
-
-def test_map_takes_an_entry_for_each_rank() -> None:
-    axis = ps.testing.ThreadAxis(2)
-    with pytest.raises(
-        ValueError, match=r"argument 1 has 3 entries, but ThreadAxis\(2\) takes one for each rank"
-    ):
-        axis.map(lambda a, b: a)([1, 2], [1, 2, 3])
-
-
-def test_map_where_no_thread_can_follow() -> None:
-    axis = ps.testing.ThreadAxis(2)
-    first, _ = ps.testing.ThreadAxis(4).split(2, 2)
-    with pytest.raises(RuntimeError, match="transform inside fn"):
-        torch.func.grad(lambda w: sum(axis.map(lambda x: w * x)([1.0, 2.0])))(torch.tensor(3.0))
-    with pytest.raises(RuntimeError, match="no other map"):
-        axis.map(lambda x: axis.map(lambda y: y)([x, x]))([1, 2])
-    with pytest.raises(ValueError, match="map over the axis that was split"):
-        first.map(lambda x: x)([1, 2])
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        *(
+            (lambda sizes=sizes: ThreadAxis(4).split(*sizes), r"\(4\)\.split\(.* multiply to 4")
+            for sizes in [(), (3,), (2, 3), (4, 0)]
+        ),
+        (
+            lambda: AXIS.map(lambda a, b: a)([1, 2], [1, 2, 3]),
+            r"argument 1 has 3 entries, but ThreadAxis\(2\) takes one for each rank",
+        ),
+        (
+            lambda: torch.func.grad(lambda w: sum(AXIS.map(lambda x: w * x)([1.0, 2.0])))(X[0]),
+            "transform inside fn",
+        ),
+        (lambda: AXIS.map(lambda x: AXIS.map(lambda y: y)([x, x]))([1, 2]), "no other map"),
+        (lambda: AXIS.split(2, 1)[0].map(lambda x: x)([1, 2]), "map over the axis that was split"),
+    ],
+)
+def test_refused(call: Callable[[], Any], message: str) -> None:
+    with pytest.raises((ValueError, RuntimeError), match=message):
+        call()
 
 
 def test_one_axis_in_many_threads() -> None:
     """Each ``map`` is a world of its own; so are the parts of an axis that was split."""
-    axis = ps.testing.ThreadAxis(4)
+    axis = ThreadAxis(4)
     rows, columns = axis.split(2, 2)
     begin = threading.Barrier(3)
 
@@ -217,25 +198,26 @@ def test_one_axis_in_many_threads() -> None:
 
 
 def test_a_world_inside_of_a_rank() -> None:
-    outer, inner = ps.testing.ThreadAxis(2), ps.testing.ThreadAxis(2)
+    outer, inner = ThreadAxis(2), ThreadAxis(2)
 
     def program(x: Tensor) -> Tensor:
-        parts: list[Tensor] = inner.map(lambda y: ps.psum(y, inner))([x, x + 1])
-        total: Tensor = ps.psum(parts[0], outer)
-        return total
+        parts = inner.map(lambda y: ps.psum(y, inner))([x, x + 1])
+        return ps.psum(parts[0], outer)
 
     assert outer.map(program)([torch.tensor(1), torch.tensor(10)]) == [24, 24]
 
 
 def test_replicas_along_another_axis_are_not_counted() -> None:
-    world = ps.testing.ThreadAxis(4)
+    world = ThreadAxis(4)
     dp, tp = world.split(2, 2)
-    places = world.map(lambda: (dp.rank, tp.rank, int(dp.index), int(tp.index)))()
-    assert places == [(0, 0, 0, 0), (0, 1, 0, 1), (1, 0, 1, 0), (1, 1, 1, 1)]
     assert (dp.size, tp.size) == (2, 2)
     groups = cut(batch(), [[3, 2], [8, 1, 1, 1]])
-    results = world.map(lambda: step(dp, {**sound(0), "microbatches": groups[dp.rank]}))()
-    for result in results:
+
+    def program(rank: int) -> Any:
+        assert (dp.rank, tp.rank, int(dp.index), int(tp.index)) == (*divmod(rank, 2),) * 2
+        return step(dp, {**sound(0), "microbatches": groups[dp.rank]})
+
+    for result in world.map(program)(range(4)):
         assert_same(result, alone())
 
 
@@ -243,13 +225,11 @@ def test_thirty_runs_are_one() -> None:
     """With numbers that round: in which order threads arrive does not matter."""
     numbers = torch.randn(16, 4, generator=torch.Generator().manual_seed(0))
     groups = cut({"x": numbers[:, :3], "y": numbers[:, 3]})
+    state = {"b": torch.tensor(0.1), "w": torch.tensor([0.2, 0.3, 0.4])}
 
     def program(axis: ps.Axis, group: list[Batch]) -> Any:
-        state = {"b": torch.tensor(0.1), "w": torch.tensor([0.2, 0.3, 0.4])}
-        return step(
-            axis,
-            {**sound(0), "params": state, "opt_state": SGD.init(state), "microbatches": group},
-        )
+        own = {"params": state, "opt_state": SGD.init(state), "microbatches": group}
+        return step(axis, {**sound(0), **own})
 
     first, *runs = (on_threads(Ranks(4, 8), program, groups) for _ in range(30))
     for run in [first, *runs]:
