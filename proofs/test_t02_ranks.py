@@ -32,7 +32,6 @@ from proofs.strategies import (
 from proofs.theorem import System, theorem
 from proofs.worlds import on_threads
 from purestep import tree
-from purestep.axis.local import OneProgram
 from purestep.testing.specification import spec
 from purestep.testing.strategies import cuts
 
@@ -65,21 +64,17 @@ def on_ranks(
 
 @theorem("T2", rank_cases())
 def rank_invariance(system: System, drawn: tuple[Case, int, list[Batch]]) -> None:
-    """The state, the loss and the count are those of the one big batch, to the bit."""
+    """The state, the loss, the norm and the count are those of the one big batch, to the bit."""
     case, size, group = drawn
     state, _, loss = spec(
         models.integer_loss, case.optimizer.update, case.params, case.opt_state, case.batch
     )
-    *actual, metrics = on_ranks(
-        system, size, case.params, case.opt_state, group,
-        models.integer_loss, case.optimizer, weight_fn=weights_of,
-    )  # fmt: skip
-    assert_same(tuple(actual), state)
-    assert_same(metrics.loss, loss, "loss")
-    assert metrics.num_tokens == case.batch["w"].sum()
-    one = system.make_update_step(models.integer_loss, case.optimizer, weight_fn=weights_of)
-    alone = one(case.params, case.opt_state, [case.batch])[-1]
+    how, weights = (models.integer_loss, case.optimizer), {"weight_fn": weights_of}
+    *new, metrics = on_ranks(system, size, case.params, case.opt_state, group, *how, **weights)
+    *_, alone = system.make_update_step(*how, **weights)(case.params, case.opt_state, [case.batch])
+    assert_same((*new, metrics.loss), (*state, loss))
     assert_same(metrics.grad_norm, alone.grad_norm, "grad_norm")
+    assert metrics.num_tokens == case.batch["w"].sum()
 
 
 @theorem("T2", rank_cases())
@@ -91,19 +86,15 @@ def rank_terms(system: System, drawn: tuple[Case, int, list[Batch]]) -> None:
         losses = models.integer_loss(params, batch)
         return ps.LossTerms(losses, microbatch=losses.sum(), aux={"sum": losses.sum()})
 
-    step = system.make_update_step(loss_fn, capture(), weight_fn=weights_of)
-    flat = [
-        {key: value[rank] for key, value in part.items()} for part in group for rank in range(size)
-    ]
-    zeros = tree.zeros_like(case.params)
-    _, grads, metrics = on_ranks(
-        system, size, case.params, zeros, group, loss_fn, capture(), weight_fn=weights_of
-    )
-    _, expected, expected_metrics = step(case.params, zeros, flat)
+    how, weights = (loss_fn, capture()), {"weight_fn": weights_of}
+    flat = [tree.map(lambda x, r=rank: x[r], part) for part in group for rank in range(size)]
+    state = case.params, tree.zeros_like(case.params)
+    _, grads, metrics = on_ranks(system, size, *state, group, *how, **weights)
+    _, expected, alone = system.make_update_step(*how, **weights)(*state, flat)
     assert metrics.num_microbatches == sum(bool(part["w"].sum() > 0) for part in flat)
-    assert_same(metrics.aux, expected_metrics.aux, "aux")
+    assert_same(metrics.aux, alone.aux, "aux")
     if int(metrics.num_microbatches).bit_count() == 1:
-        assert_same((grads, metrics.loss), (expected, expected_metrics.loss), "(grads, loss)")
+        assert_same((grads, metrics.loss), (expected, alone.loss), "(grads, loss)")
 
 
 @st.composite
@@ -134,13 +125,8 @@ def ranks_within_bound(system: System, drawn: tuple[RealCase, int, list[Batch]])
     case.assert_loss_within_bound(metrics.loss)
 
 
-class CountingAxis:
-    """One rank that counts the calls of each collective: an axis as a user would write it."""
-
-    size = 1
-    index = torch.tensor(0)
-    own_programs = False
-    members: frozenset[int] = frozenset()
+class CountingAxis(ps.LocalAxis):
+    """One rank that counts the calls of each collective, with their sizes."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[str, int]] = []
@@ -149,15 +135,11 @@ class CountingAxis:
         """The law, counted with its size."""
         if law != "pvary":
             self.calls.append((law, x.numel()))
-        return ps.LocalAxis().apply(law, x)
+        return super().apply(law, x)
 
     def apply_tree(self, law: str, x: Any) -> Any:
         """The law of each leaf."""
         return tree.map(lambda leaf: self.apply(law, leaf), x)
-
-    def session(self, gather: Any, settings: Any) -> OneProgram:
-        """A session that sums by ``psum``."""
-        return OneProgram(self, gather)
 
 
 @theorem("T2", st.tuples(cases(), st.integers(1, 8)))
