@@ -270,36 +270,40 @@ def tensor_parallel_step(
     make_program: Any, make_update_step: Any, shard: Any, unshard: Any, recipe: str, settings: Any,
     grid: Grid, params: Any, opt_state: Any, microbatches: list[Batch],
 ) -> Any:  # fmt: skip
-    """One step of a rank of a grid, with a layer, and what the optimizer keeps for it, in pieces."""
+    """One step of a rank of a grid, with a layer in pieces over the columns; with ``gather`` the rest over the rows."""
 
     def piece(leaf: Tensor) -> Any:
-        wide = leaf.ndim > 0 and leaf.shape[-1] == models.HIDDEN
-        return shard(leaf, grid.second, -1) if wide else leaf.clone()
+        if leaf.ndim and leaf.shape[-1] == models.HIDDEN:
+            return shard(leaf, grid.second, -1)
+        return shard(leaf, grid.first) if "gather" in settings else leaf.clone()
 
     step = make_program(make_update_step, grid, optimizer=OPTIMIZERS[recipe], **settings)
     *new, metrics = step(*tree.map(piece, (params, opt_state)), microbatches)
     return *unshard(tuple(new)), metrics
 
 
-def tensor_parallel(system: System, case: Case, settings: dict[str, Any]) -> Callable[..., Any]:
+def tensor_parallel(system: System, drawn: ShareCase, gather: str) -> Callable[..., Any]:
     """That of this system."""
+    case, _, _, settings = drawn
+    settings = {**settings, "gather": gather} if gather else settings
     makers = system.tensor_parallel_step, system.make_update_step, system.shard, system.unshard
     return partial(tensor_parallel_step, *makers, case.recipe, settings)
 
 
-def check_tensor_parallel(run: Run, system: System, drawn: ShareCase, columns: int) -> None:
+def check_tensor_parallel(
+    run: Run, system: System, drawn: ShareCase, gather: str, columns: int
+) -> None:
     """Layers spread over the grid's second dimension: norms are those of the whole."""
-    case, share, bucket_bytes, settings = drawn
+    case, share, *_ = drawn
     groups = [cut(case.batch, rows) for rows in in_two(share)]
-    program = tensor_parallel(system, case, settings)
+    program = tensor_parallel(system, drawn, gather)
     how: Any = {"grid": True, "columns": columns}
-    check_ranks(run, system, case, groups, bucket_bytes, settings, program, **how)
+    check_ranks(run, system, case, groups, *drawn[2:], program, **how)
 
 
 def check_pieces(run: Run, system: System, drawn: ShareCase, gather: str, *, grid: int = 0) -> None:
     """Params and state spread over the ranks that split the tokens, or over one dimension of them."""
-    case, share, bucket_bytes, settings = drawn
+    case, share, *_ = drawn
     share = share + [[]] * (-len(share) % grid if grid else 0)
     groups = [cut(case.batch, rank) for rank in share]
-    how: Any = {"gather": gather, "grid": grid > 0}
-    check_ranks(run, system, case, groups, bucket_bytes, settings, **how)
+    check_ranks(run, system, case, groups, *drawn[2:], gather=gather, grid=grid > 0)

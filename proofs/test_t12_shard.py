@@ -35,7 +35,7 @@ from proofs.theorem import System, theorem
 from proofs.worlds import Grid, Ranks, on_threads
 
 PiecesCase = tuple[ShareCase, str]
-LayersCase = tuple[ShareCase, int]
+LayersCase = tuple[ShareCase, str, int]
 
 
 def pieces_cases() -> st.SearchStrategy[PiecesCase]:
@@ -44,8 +44,9 @@ def pieces_cases() -> st.SearchStrategy[PiecesCase]:
 
 
 def layers_cases(*columns: int) -> st.SearchStrategy[LayersCase]:
-    """A layer of four in three columns leaves one of them empty."""
-    return st.tuples(share_cases(), st.sampled_from(columns))
+    """A layer of four in three columns leaves one of them empty; the rest may be spread over the rows."""
+    gathers = st.sampled_from(["", "step", "microbatch"])
+    return st.tuples(share_cases(), gathers, st.sampled_from(columns))
 
 
 def simulated(axis: ps.VmapAxis, fn: Callable[..., Any], **dims: Any) -> Callable[..., Any]:
@@ -69,10 +70,10 @@ def separate_layers(system: System, drawn: LayersCase) -> None:
 @theorem("T12", layers_cases(1, 2, 3))
 def simulated_layers(system: System, drawn: LayersCase) -> None:
     """Where a batch of uneven pieces, which are filled up, runs through one program."""
-    (case, share, _, settings), columns = drawn
-    rows, columns_ = ps.VmapAxis(2), ps.VmapAxis(columns)
-    program = partial(tensor_parallel(system, case, settings), Grid(rows, columns_, rows))
-    on_columns = columns_.map(program, in_dims=None, out_dims=None)
+    (case, share, *_), _, size = drawn
+    rows, columns = ps.VmapAxis(2), ps.VmapAxis(size)
+    program = partial(tensor_parallel(system, *drawn[:2]), Grid(rows, columns, rows))
+    on_columns = columns.map(program, in_dims=None, out_dims=None)
     on_grid = simulated(rows, on_columns, in_dims=(None, None, 0), out_dims=None)
     found = on_grid(case.params, case.opt_state, simulate(case, in_two(share)))
     groups = [cut(case.batch, rank) for rank in share]

@@ -14,10 +14,6 @@ from purestep import tree
 from tests.uneven import Batch, loss_fn
 
 
-class Killed(BaseException):
-    """No ``Exception``, as torch's ``CheckpointException`` is none."""
-
-
 def raising(
     function: Callable[..., Any], at: int, kind: type[BaseException] = ArithmeticError
 ) -> Callable[..., Any]:
@@ -83,28 +79,3 @@ class Unruly(Tensor):
         if func is Tensor.reshape:
             raise ArithmeticError("θ ≠ θ")
         return super().__torch_function__(func, types, args, kwargs)
-
-
-class Indescribable:
-    """Stands beside leaves, and cannot be printed."""
-
-    def __repr__(self) -> str:
-        raise KeyboardInterrupt("θ ≠ θ")
-
-    def __eq__(self, other: object) -> bool:
-        return self is other
-
-    __hash__ = None  # type: ignore[assignment]
-
-
-class Labelled:
-    """A container with something beside its leaf."""
-
-    def __init__(self, value: Any) -> None:
-        self.value = value
-
-
-register(
-    Labelled, lambda x: ((x.value,), Indescribable(), None), lambda _, x: Labelled(x[0]),
-    namespace=tree.NAMESPACE,
-)  # fmt: skip

@@ -21,7 +21,7 @@ from proofs.strategies import assert_same
 from purestep import tree
 from purestep.axis import Gather
 from purestep.testing import ThreadAxis
-from tests.layers import ADAMW, GATHERS, WIDTH, network, of_pieces, of_whole, ones, rows
+from tests.layers import ADAMW, GATHERS, network, of_pieces, of_whole, ones, rows
 from tests.memory import LiveBytes
 
 pytestmark = pytest.mark.timeout(60)
@@ -147,65 +147,33 @@ def test_pieces_that_fit_on_one_rank_alone(ranks: Run) -> None:
 # Losses of other people
 
 
-def experts(params: Any, batch: dict[str, Tensor]) -> ps.LossTerms:
-    """Each row goes to one of three experts, all of which are gathered; with a term."""
-    x, place, total = batch["x"], batch["expert"], torch.zeros(len(batch["x"])).double()
-    for number, expert in enumerate(ps.unshard(params["experts"])):
-        chosen = (place == number).nonzero()[:, 0]
+def experts(params: Any, batch: dict[str, Tensor]) -> Tensor:
+    """Each row goes to one of three experts, all of which are gathered."""
+    x, expert = batch["x"], batch["expert"]
+    total = torch.zeros(len(x)).double()
+    for number, w in enumerate(ps.unshard(params)):
+        chosen = (expert == number).nonzero()[:, 0]
         if len(chosen):
-            total = total.index_add(0, chosen, (x[chosen] @ expert).square().sum(-1))
-    router = ps.unshard(params["router"])
-    total = total + 0 * router.sum()  # The term of a microbatch without tokens is left out.
-    return ps.LossTerms(total, microbatch=router.square().sum())
-
-
-def expert_batch(*places: int, weight: int = 1) -> dict[str, Tensor]:
-    """A row for each of these experts."""
-    weights = torch.full((len(places),), weight)
-    return {"x": rows(len(places), sum(places)), "expert": torch.tensor(places), "w": weights}
+            total = total.index_add(0, chosen, (x[chosen] @ w).square().sum(-1))
+    return total
 
 
 @pytest.mark.parametrize("gather", GATHERS)
 def test_a_mixture_of_experts(gather: Gather) -> None:
     """Each rank's rows go to different experts; one rank has weights of zero."""
-    axis = ThreadAxis(3)
-    groups = [[expert_batch(0, 0)], [expert_batch(2, 1)], [expert_batch(1, weight=0)]]
-    whole = {"experts": network(3), "router": torch.arange(6.0).double()}
-    how: Any = {"weight_fn": lambda m: m["w"], "gather": gather}
+    axis, how = ThreadAxis(3), {"weight_fn": lambda m: m["w"], "gather": gather}
+    groups = [
+        [{"x": rows(2, seed), "expert": torch.tensor(places), "w": torch.full((2,), seed > 0)}]
+        for seed, places in enumerate([[1, 1], [0, 0], [2, 1]])
+    ]
 
     def program(group: Any) -> Any:
-        return step_on(axis, experts, ps.shard(whole, axis), group, **how)
+        return step_on(axis, experts, ps.shard(network(3), axis), group, **how)
 
-    expected, metrics = step_on(ps.LocalAxis(), experts, whole, [x for (x,) in groups], **how)
+    everything = [x for (x,) in groups]
+    expected, metrics = step_on(ps.LocalAxis(), experts, network(3), everything, **how)
     for new, others in axis.map(program)(groups):
         assert_same((new, others.loss), (expected, metrics.loss))
-
-
-@pytest.mark.parametrize("gather", GATHERS)
-def test_pieces_over_both_axes_of_a_mesh(gather: Gather) -> None:
-    """One leaf over the step's own axis, one over the other, one over none: the step of whole tensors."""
-    world = ThreadAxis(4)
-    dp, tp = world.split(2, 2)
-    whole = {"in": network(1)[0], "up": network(2)[1], "bias": torch.ones(WIDTH).double()}
-    optimizer = ps.optim.chain(ps.optim.clip_by_global_norm(8.0), SGD)
-
-    def plain(params: Any, x: Tensor) -> Tensor:
-        return ((x @ params["in"]) @ params["up"] + params["bias"]).square().sum(-1)
-
-    def loss_fn(params: Any, x: Tensor) -> Tensor:
-        # What each rank of tp computes of it enters a sum there.
-        first = ps.pvary(ps.unshard(params["in"]), tp)
-        mine = (x @ first).chunk(2, -1)[tp.rank] @ params["up"]
-        return (ps.psum(mine, tp) + params["bias"]).square().sum(-1)
-
-    def program(_: int) -> Any:
-        params = {**whole, "in": ps.shard(whole["in"], dp), "up": ps.shard(whole["up"], tp)}
-        group = [rows(4)[2 * dp.rank :][:2]]
-        return step_on(dp, loss_fn, params, group, optimizer, gather=gather)
-
-    expected, metrics = step_on(ps.LocalAxis(), plain, whole, [rows(4)], optimizer)
-    for new, others in world.map(program)(range(4)):
-        assert_same((new, others.grad_norm), (expected, metrics.grad_norm))
 
 
 # A compiler reads .grad, and hides the warning by filters that threads share.
@@ -314,19 +282,6 @@ def test_one_layer_is_whole_at_a_time() -> None:
         return int(found)
 
     assert more * of_layer <= peak(4 + more) - peak(4) < 1.05 * more * of_layer
-
-
-def test_state_is_a_piece() -> None:
-    """1/n of params and moments, and at most a row more."""
-    axis = ThreadAxis(3)
-
-    def program(rank: int) -> int:
-        params = ps.shard({"w": torch.ones(7, 5), "b": torch.ones(6)}, axis)
-        return sum(leaf.numel() for leaf in tree.leaves_of((params, ADAMW.init(params))))
-
-    whole = 7 * 5 + 6
-    for held in axis.map(program)(range(3)):
-        assert held <= 3 * (whole + 2 * 5) / 3 + 1  # params and two moments, and a step
 
 
 @pytest.mark.parametrize("gather", GATHERS)

@@ -2,161 +2,120 @@
 
 from __future__ import annotations
 
-from functools import cache
+from collections.abc import Callable
+from functools import cache, partial
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import purestep as ps
 from proofs.ranks import Run
+from proofs.strategies import assert_same
 from purestep import tree
 from purestep.testing.processes import World, values
 
 pytestmark = pytest.mark.timeout(120)
 
 
-@cache
-def mesh() -> DeviceMesh:
-    """All ranks along one dimension."""
-    return DeviceMesh("cpu", [0, 1, 2, 3], mesh_dim_names=("dp",))
+def pieces_as_dtensors(axis: ps.MeshAxis) -> None:
+    """Trees go to DTensors and back: with fewer rows than ranks, or along another dimension."""
+    for shape, dim in (((6, 2), 0), ((8,), 0), ((2, 5), 1), ((3, 2), 0)):
+        whole = torch.arange(float(torch.Size(shape).numel())).view(shape)
+        pieces = {"w": ps.shard(whole, axis, dim), "scale": torch.ones(())}
+        made = ps.to_dtensor(pieces)
+        w: Any = distribute_tensor(whole, axis.mesh, [Shard(dim)])
+        theirs = {"w": w, "scale": torch.ones(())}
+        assert made["w"].placements == theirs["w"].placements
+        assert torch.equal(made["w"].full_tensor(), whole)
+        for dtensors in (made, theirs):
+            assert_same(ps.from_dtensor(dtensors, axis), pieces)
+            assert_same(ps.unshard(ps.from_dtensor(dtensors, axis))["w"], whole)
+        back = ps.from_dtensor(made, axis)["w"].piece
+        assert back.data_ptr() == pieces["w"].piece.data_ptr(), "without a copy"
+    replicated = distribute_tensor(torch.ones(3), axis.mesh, [Replicate()])
+    assert type(ps.from_dtensor(replicated, axis)) is Tensor
+
+
+def test_pieces_are_those_of_dtensors(processes: Run) -> None:
+    """The last ranks of four hold less, or nothing."""
+    processes(pieces_as_dtensors)
 
 
 @cache
 def grid() -> DeviceMesh:
-    """The same, two by two."""
+    """Four ranks, two by two."""
     return DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=("dp", "cp"))
 
 
-def as_dtensors(axis: ps.MeshAxis) -> list[bool]:
-    """Trees go to DTensors and back: with fewer rows than ranks, or along another dimension."""
-    found = []
-    for shape, dim in (((6, 2), 0), ((8,), 0), ((2, 5), 1), ((3, 2), 0)):
-        whole = torch.arange(float(torch.Size(shape).numel())).view(shape)
-        given = {"w": ps.shard(whole, axis, dim), "scale": torch.ones(())}
-        made = ps.to_dtensor(given)
-        back = ps.from_dtensor(made, axis)
-        theirs = distribute_tensor(whole, axis.mesh, [Shard(dim)])
-        taken = ps.from_dtensor({"w": theirs, "scale": torch.ones(())}, axis)
-        found += [
-            made["w"].placements == theirs.placements and made["w"].shape == theirs.shape,
-            torch.equal(made["w"].full_tensor(), whole),
-            tree.flatten(back)[1] == tree.flatten(given)[1] == tree.flatten(taken)[1],
-            back["w"].piece.data_ptr() == given["w"].piece.data_ptr(),
-            torch.equal(taken["w"].piece, given["w"].piece),
-            torch.equal(ps.unshard(taken)["w"], whole),
-        ]
-    replicated = distribute_tensor(torch.ones(3), axis.mesh, [Replicate()])
-    return [*found, type(ps.from_dtensor(replicated, axis)) is Tensor]
+def refuse(act: Callable[[], Any], message: str) -> None:
+    """The call is refused with a message that holds these words."""
+    with pytest.raises((TypeError, ValueError)) as info:
+        act()
+    assert message in str(info.value)
 
 
-def test_pieces_are_those_of_dtensors(processes: Run) -> None:
-    """Without a copy there and back; the last ranks of four hold less, or nothing."""
-    for found in processes(as_dtensors):
-        assert all(found), found
-
-
-def on_a_part(rank: int) -> list[str]:
-    """With what DTensors on another mesh, and a Shard on none, are refused."""
-    told = []
+def refusals(rank: int) -> None:
+    """DTensors on another mesh, a Shard on none, and what is no axis of a mesh."""
     theirs = distribute_tensor(torch.ones(4, 4), grid(), [Shard(0), Shard(1)])
     part = theirs.redistribute(placements=[Shard(0), Replicate()])
-    for call in (
-        lambda: ps.from_dtensor({"w": theirs}, ps.MeshAxis(grid(), "dp")),
-        lambda: ps.from_dtensor(part, ps.MeshAxis(mesh(), "dp")),
-        lambda: ps.to_dtensor(ps.shard(torch.ones(2), ps.LocalAxis())),
-    ):
-        try:
-            call()
-        except (TypeError, ValueError) as error:
-            told.append(str(error))
-    same_axis = ps.MeshAxis(grid(), "cp") == ps.MeshAxis(grid(), "cp") != ps.MeshAxis(grid(), "dp")
-    return [*told, str(same_axis)]
+    dp, line = ps.MeshAxis(grid(), "dp"), DeviceMesh("cpu", [0, 1, 2, 3], mesh_dim_names=("dp",))
+    one_axis = "a Shard lies on one axis, here MeshAxis('dp'"
+    refuse(lambda: ps.from_dtensor({"w": theirs}, dp), one_axis)
+    refuse(lambda: ps.from_dtensor(part, ps.MeshAxis(line, "dp")), one_axis)
+    local = ps.shard(torch.ones(2), ps.LocalAxis())
+    refuse(lambda: ps.to_dtensor(local), "Shard over LocalAxis() cannot be a DTensor")
+    for dims in (("tp",), ("cp", "dp"), ("dp", "dp"), ()):
+        several = "must name one or several different dimensions of the mesh, in its order: "
+        message = f"MeshAxis(dims={dims}) {several}('dp', 'cp')"
+        refuse(partial(ps.MeshAxis, grid(), dims), message)
+    nameless = DeviceMesh("cpu", list(range(4)))
+    refuse(lambda: ps.MeshAxis(nameless, "dp"), 'mesh_dim_names=("dp",)')
+    refuse(lambda: ps.psum(torch.ones(2), grid()), 'ps.MeshAxis(mesh, "dp")')  # type: ignore[arg-type]
+    for size in (0, 8.0):
+        message = f"bucket_bytes={size} must be a whole number"
+        refuse(partial(ps.MeshAxis, grid(), "dp", bucket_bytes=size), message)  # type: ignore[arg-type]
 
 
-def test_other_dtensors_are_refused(world: World) -> None:
-    for two, part, local, same_axis in values(world.run(on_a_part)):
-        assert "a Shard lies on one axis, here MeshAxis('dp'" in two
-        assert "a Shard lies on one axis, here MeshAxis('dp'" in part
-        assert "Shard over LocalAxis() cannot be a DTensor" in local
-        assert same_axis == "True"
+def test_refused(world: World) -> None:
+    values(world.run(refusals))
 
 
-def construction(rank: int) -> dict[str, Any]:
-    """Axes over two dimensions and over one, and what is refused."""
-    refused = {}
-    for name, arguments, bucket_bytes in [
-        ("unknown", (grid(), "tp"), 1),
-        ("out of order", (grid(), ("cp", "dp")), 1),
-        ("twice", (grid(), ("dp", "dp")), 1),
-        ("none", (grid(), ()), 1),
-        ("nameless", (DeviceMesh("cpu", list(range(4))), "dp"), 1),
-        ("bucket_bytes", (grid(), "dp"), 0),
-        ("whole bytes", (grid(), "dp"), 8.0),
+def axes_of_a_grid(rank: int) -> None:
+    """Axes over two dimensions and over one."""
+    dp, cp = divmod(rank, 2)
+    for dims, shown, place, total in [
+        (("dp", "cp"), "'dp', 'cp', 4", rank, 1111),
+        ("dp", "'dp', 2", dp, 101 * 10**cp),
+        ("cp", "'cp', 2", cp, 11 * 100**dp),
+        (["cp"], "'cp', 2", cp, 11 * 100**dp),
     ]:
-        try:
-            ps.MeshAxis(*arguments, bucket_bytes=bucket_bytes)  # type: ignore[arg-type]
-        except ValueError as error:
-            refused[name] = str(error)
-    try:
-        ps.psum(torch.ones(2), grid())  # type: ignore[arg-type]
-    except TypeError as error:
-        refused["no axis"] = str(error)
-    axes = [ps.MeshAxis(grid(), dims) for dims in (("dp", "cp"), "dp", "cp", ["cp"])]
-    return {
-        "refused": refused,
-        "axes": [(repr(axis), axis.size, axis.rank, int(axis.index)) for axis in axes],
-        "order": ps.all_gather(torch.tensor(rank), axes[0]),
-        "sums": [ps.psum(torch.tensor(10**rank), axis) for axis in axes],
-    }
+        axis = ps.MeshAxis(grid(), dims)
+        assert repr(axis) == f"MeshAxis({shown} ranks)"
+        assert (axis.rank, int(axis.index)) == (place, place)
+        assert ps.psum(torch.tensor(10**rank), axis) == total
+        assert ps.all_gather(axis.index, axis).tolist() == list(range(axis.size))
+    assert ps.MeshAxis(grid(), "cp") == ps.MeshAxis(grid(), "cp") != ps.MeshAxis(grid(), "dp")
 
 
-def test_construction(world: World) -> None:
-    for rank, result in enumerate(values(world.run(construction))):
-        dp, cp = divmod(rank, 2)
-        assert result["axes"] == [
-            ("MeshAxis('dp', 'cp', 4 ranks)", 4, rank, rank),
-            ("MeshAxis('dp', 2 ranks)", 2, dp, dp),
-            ("MeshAxis('cp', 2 ranks)", 2, cp, cp),
-            ("MeshAxis('cp', 2 ranks)", 2, cp, cp),
-        ]
-        assert result["order"].tolist() == [0, 1, 2, 3]
-        assert result["sums"] == [1111, 101 * 10**cp, 11 * 100**dp, 11 * 100**dp]
-        refused = result["refused"]
-        for name, dims in {
-            "unknown": "('tp',)",
-            "out of order": "('cp', 'dp')",
-            "twice": "('dp', 'dp')",
-            "none": "()",
-        }.items():
-            assert refused.pop(name).startswith(
-                f"MeshAxis(dims={dims}) must name one or several different dimensions of the mesh, "
-                "in its order: ('dp', 'cp')"
-            )
-        assert 'mesh_dim_names=("dp",)' in refused.pop("nameless")
-        assert 'as in ps.MeshAxis(mesh, "dp")' in refused.pop("no axis")
-        assert refused.pop("bucket_bytes").startswith("bucket_bytes=0 must be a whole number")
-        assert refused.pop("whole bytes").startswith("bucket_bytes=8.0 must be a whole number")
-        assert not refused
+def test_axes_of_a_grid(world: World) -> None:
+    values(world.run(axes_of_a_grid))
 
 
-def summed_through_local_parts(rank: int) -> list[list[float]]:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+def sum_through_local_parts(rank: int) -> None:
+    """Distributed params that share the memory of their gradients."""
+    mesh = DeviceMesh("cpu", [0, 1, 2, 3])
     params = [distribute_tensor(torch.zeros(2), mesh, [Replicate()]) for _ in range(3)]
 
-    def loss_fn(p: list[Any], m: dict[str, Tensor]) -> Tensor:
-        stacked = torch.stack([leaf.to_local() for leaf in p])
-        return (m["x"] * stacked.sum(0)).sum(1)
+    def loss_fn(p: list[Any], x: Tensor) -> Tensor:
+        return (x * torch.stack([leaf.to_local() for leaf in p]).sum(0)).sum(1)
 
-    group = [{"x": torch.ones(1, 2)}] * 3
-    grads, *_ = ps.accumulate(loss_fn, params, group, weight_fn=lambda m: torch.ones(len(m["x"])))
-    return [grad.to_local().tolist() for grad in grads]
+    grads, *_ = ps.accumulate(loss_fn, params, [torch.ones(1, 2)] * 3, weight_fn=lambda x: x[:, 0])
+    assert [leaf.to_local().tolist() for leaf in tree.leaves_of(grads)] == [[3, 3]] * 3
 
 
 def test_distributed_params_that_share_the_memory_of_their_gradients(world: World) -> None:
-    for result in values(world.run(summed_through_local_parts)):
-        assert result == [[3, 3]] * 3
+    values(world.run(sum_through_local_parts))
