@@ -14,6 +14,7 @@ from torch import Tensor
 import purestep as ps
 from proofs import models, parallel
 from proofs.strategies import (
+    LAYOUTS,
     OPTIMIZERS,
     Batch,
     Case,
@@ -21,6 +22,8 @@ from proofs.strategies import (
     cases,
     cut,
     integer_batch,
+    laid_out,
+    settings_of_steps,
     shares,
     some_opt_state,
     weights_of,
@@ -34,36 +37,19 @@ from purestep.testing.strategies import Cut
 Run = Callable[..., list[Any]]
 """``run(ranks, program, *args)``, on threads or on processes."""
 
-SETTINGS: dict[str, list[Any]] = {
-    "normalize": ["loss", "grads"],
-    "on_nonfinite": ["propagate", "skip"],
-    "donate": [False, True],
-    "accum_dtype": [None, torch.float64],
-    "grad_and_value": [ps.grad_and_value, torch.func.grad_and_value],
-}
-"""Keyword arguments of ``make_update_step`` that make no difference."""
-
 GATHERS = ["step", "microbatch", "loss", "loss, recomputed"]
-
-
-def settings_of_steps() -> st.SearchStrategy[dict[str, Any]]:
-    """Any of them together."""
-    return st.fixed_dictionaries({name: st.sampled_from(each) for name, each in SETTINGS.items()})
-
+"""Where a gather may stand; a loss that is computed again gathers twice."""
 
 ShareCase = tuple[Case, list[Cut], int, dict[str, Any]]
 
 
 @st.composite
 def share_cases(draw: st.DrawFn) -> ShareCase:
-    """A case, what each rank holds of it, the size of buckets, and settings; the rows of a leaf may be the same."""
+    """A case, the rows of each rank's microbatches, in any order, the size of buckets, and settings."""
     case = draw(cases())
-    if draw(st.booleans()):
-        hidden = case.params["hidden"]
-        repeated = hidden["weight"][:1].repeat(models.FEATURES, 1)
-        case = replace(case, params={**case.params, "hidden": {**hidden, "weight": repeated}})
-    bucket_bytes = draw(st.sampled_from([8, 40, 1 << 20]))
-    return case, draw(shares(case.rows)), bucket_bytes, draw(settings_of_steps())
+    order = draw(st.permutations(range(case.rows)))
+    share = [[[order[row] for row in rows] for rows in rank] for rank in draw(shares(case.rows))]
+    return case, share, draw(st.sampled_from([8, 40, 1 << 20])), draw(settings_of_steps())
 
 
 def loss_with_aux(
@@ -167,13 +153,13 @@ def check_ranks(
         program = program_of(system, case, loss, settings, gather)
     else:
         groups = [group for group in groups for _ in range(columns)]
-    size, generator, donate = len(groups), case.generator, settings["donate"]
-    states = [in_any_order(copied(case), generator, overlapping=not donate) for _ in groups]
-    ranks = Ranks(size, bucket_bytes, grid)
+    layouts = [LAYOUTS[(case.seed + rank) % 3] for rank in range(len(groups))]
+    states = [laid_out(copied(case), layout) for layout in layouts]
+    ranks = Ranks(len(groups), bucket_bytes, grid)
     results = run(ranks, program, *zip(*states, strict=True), groups)
     for result, state in zip(results, states, strict=True):
         assert_same(result, expected[: len(result)])
-        if not (gather or grid or donate):
+        if not (gather or grid or settings["donate"]):
             strides = [torch.empty_like(leaf).stride() for leaf in tree.leaves_of(state)]
             assert [leaf.stride() for leaf in tree.leaves_of(result[:2])] == strides
     return results
@@ -184,24 +170,6 @@ def evened(groups: Sequence[list[Batch]], case: Case) -> list[list[Batch]]:
     ignored = {**case.batch, "w": torch.zeros_like(case.batch["w"])}
     most = max(map(len, groups))
     return [[*group, *[ignored] * (most - len(group))] for group in groups]
-
-
-def in_any_order(state: Any, generator: torch.Generator, overlapping: bool) -> Any:
-    """The same values, each leaf in some order in memory: transposed, in steps, or one row for all that are alike."""
-
-    def laid_out(leaf: Tensor) -> Tensor:
-        backwards = tuple(range(leaf.ndim)[::-1])
-        steps = tuple(slice(None, None, 2) for _ in leaf.shape)
-        ways = [
-            leaf,
-            leaf.permute(backwards).contiguous().permute(backwards),
-            leaf.new_zeros([2 * size for size in leaf.shape])[steps].copy_(leaf),
-        ]
-        if overlapping and leaf.ndim > 1 and torch.equal(leaf, leaf[:1].expand_as(leaf)):
-            ways.append(leaf[:1].expand_as(leaf))
-        return ways[int(torch.randint(len(ways), (), generator=generator))]
-
-    return tree.map(laid_out, state)
 
 
 def shuffled(case: Case, share: list[Cut], seed: int) -> list[list[Batch]]:

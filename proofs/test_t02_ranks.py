@@ -16,14 +16,19 @@ import purestep as ps
 from proofs import models
 from proofs.ranks import ShareCase, check_context_parallel, check_ranks, share_cases
 from proofs.strategies import (
+    DTYPES,
     Batch,
     Case,
+    How,
     RealCase,
     assert_same,
     assignments,
     capture,
     cases,
+    check_step,
     cut,
+    groups_of,
+    hows,
     real_cases,
     simulate,
     stack,
@@ -32,7 +37,6 @@ from proofs.strategies import (
 from proofs.theorem import System, theorem
 from proofs.worlds import on_threads
 from purestep import tree
-from purestep.testing.specification import spec
 from purestep.testing.strategies import cuts
 
 
@@ -62,19 +66,18 @@ def on_ranks(
         raise AssertionError("the ranks end up in different states") from error
 
 
-@theorem("T2", rank_cases())
-def rank_invariance(system: System, drawn: tuple[Case, int, list[Batch]]) -> None:
-    """The state, the loss, the norm and the count are those of the one big batch, to the bit."""
-    case, size, group = drawn
-    state, _, loss = spec(
-        models.integer_loss, case.optimizer.update, case.params, case.opt_state, case.batch
-    )
-    how, weights = (models.integer_loss, case.optimizer), {"weight_fn": weights_of}
-    *new, metrics = on_ranks(system, size, case.params, case.opt_state, group, *how, **weights)
-    *_, alone = system.make_update_step(*how, **weights)(case.params, case.opt_state, [case.batch])
-    assert_same((*new, metrics.loss), (*state, loss))
-    assert_same(metrics.grad_norm, alone.grad_norm, "grad_norm")
-    assert metrics.num_tokens == case.batch["w"].sum()
+@st.composite
+def group_cases(draw: st.DrawFn) -> tuple[Case, How, list[list[Batch]]]:
+    """A case in any dtype, on simulated ranks or threads, in pieces or not, and what each rank holds."""
+    case = draw(cases(dtypes=DTYPES))
+    return case, draw(hows(axes=("simulated", "threads"))), draw(groups_of(case))
+
+
+@theorem("T2", group_cases())
+def rank_invariance(system: System, drawn: tuple[Case, How, list[list[Batch]]]) -> None:
+    """The state, the loss, the norm and the counts are those of the one big batch, to the bit."""
+    case, how, groups = drawn
+    check_step(system, how, case, groups)
 
 
 @theorem("T2", rank_cases())
