@@ -135,13 +135,13 @@ def check_ranks(
     program: Callable[..., Any] | None = None,
     *,
     gather: str = "",
-    grid: bool = False,
+    rows: int = 0,
     columns: int = 1,
     loss_fn: Callable[..., Tensor] = models.integer_loss,
 ) -> list[Any]:
     """Every rank has the state of the one big batch, and the metrics of one rank that holds it all.
 
-    A ``program`` for a grid whose ``columns`` hold the same tokens has the loss in another form.
+    A ``program`` for a grid, whose ``columns`` hold the same tokens, has the loss in another form.
     """
     # Ranks without any microbatch cannot return an aux like that of the others.
     aux = program is None and all(groups)
@@ -155,11 +155,11 @@ def check_ranks(
         groups = [group for group in groups for _ in range(columns)]
     layouts = [LAYOUTS[(case.seed + rank) % 3] for rank in range(len(groups))]
     states = [laid_out(copied(case), layout) for layout in layouts]
-    ranks = Ranks(len(groups), bucket_bytes, grid)
+    ranks = Ranks(len(groups), bucket_bytes, rows)
     results = run(ranks, program, *zip(*states, strict=True), groups)
     for result, state in zip(results, states, strict=True):
         assert_same(result, expected[: len(result)])
-        if not (gather or grid or settings["donate"]):
+        if not (gather or rows or settings["donate"]):
             strides = [torch.empty_like(leaf).stride() for leaf in tree.leaves_of(state)]
             assert [leaf.stride() for leaf in tree.leaves_of(result[:2])] == strides
     return results
@@ -229,7 +229,7 @@ def check_context_parallel(run: Run, system: System, drawn: ShareCase) -> None:
     makers = system.context_parallel_step, system.make_update_step
     program = partial(context_parallel_step, *makers, case.recipe, settings)
     states = zip(*(copied(case) for _ in groups), strict=True)
-    for *new, metrics in run(Ranks(4, bucket_bytes, grid=True), program, *states, groups):
+    for *new, metrics in run(Ranks(4, bucket_bytes, rows=2), program, *states, groups):
         assert_same((*new, metrics.loss), (*state, loss))
         assert metrics.num_tokens == batch["w"].sum()
 
@@ -265,13 +265,18 @@ def check_tensor_parallel(
     case, share, *_ = drawn
     groups = [cut(case.batch, rows) for rows in in_two(share)]
     program = tensor_parallel(system, drawn, gather)
-    how: Any = {"grid": True, "columns": columns}
+    how: Any = {"rows": 2, "columns": columns}
     check_ranks(run, system, case, groups, *drawn[2:], program, **how)
 
 
-def check_pieces(run: Run, system: System, drawn: ShareCase, gather: str, *, grid: int = 0) -> None:
-    """Params and state spread over the ranks that split the tokens, or over one dimension of them."""
+def check_pieces(
+    run: Run, system: System, drawn: ShareCase, gather: str, rows: int, size: int = 0
+) -> None:
+    """Params and state spread over the ranks that split the tokens, or over the rows of a grid of them.
+
+    ``size``: of a grid, where it is fixed.
+    """
     case, share, *_ = drawn
-    share = share + [[]] * (-len(share) % grid if grid else 0)
+    share = share + [[]] * (-len(share) % (size or rows) if rows else 0)
     groups = [cut(case.batch, rank) for rank in share]
-    check_ranks(run, system, case, groups, *drawn[2:], gather=gather, grid=grid > 0)
+    check_ranks(run, system, case, groups, *drawn[2:], gather=gather, rows=rows)

@@ -5,12 +5,12 @@ The claims are those that the same files make of threads: state and metrics to t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
 import pytest
-from hypothesis import given, strategies as st
+from hypothesis import given
 from torch import Tensor
 
 from proofs.ranks import (
@@ -20,11 +20,9 @@ from proofs.ranks import (
     check_pieces,
     check_ranks,
     check_tensor_parallel,
-    padded,
     share_cases,
-    shuffled,
 )
-from proofs.strategies import Batch
+from proofs.strategies import Batch, cut
 from proofs.test_t11_collectives import LAWS, check_separate_ranks, ranks, ways
 from proofs.test_t12_shard import LayersCase, PiecesCase, layers_cases, pieces_cases
 from proofs.test_t15_random import integer_loss, keyed_case, module_loss
@@ -40,12 +38,11 @@ def run() -> Iterator[Run]:
         yield partial(on_processes, world)
 
 
-@pytest.mark.parametrize("groups_of", [shuffled, padded])
-@given(drawn=share_cases(), seed=st.integers(0, 99))
-def test_t02_t03_t04(run: Run, groups_of: Callable[..., Any], drawn: ShareCase, seed: int) -> None:
-    """Any share of the sequences, in any order, with ignored microbatches."""
-    case, share, bucket_bytes, settings = drawn
-    check_ranks(run, PURESTEP, case, groups_of(case, share, seed), bucket_bytes, settings)
+@given(drawn=share_cases())
+def test_t02_t03_t04(run: Run, drawn: ShareCase) -> None:
+    """Any share of the sequences, in any order, of which some are ignored."""
+    case, share, *_ = drawn
+    check_ranks(run, PURESTEP, case, [cut(case.batch, rank) for rank in share], *drawn[2:])
 
 
 @pytest.mark.parametrize("name", LAWS)
@@ -57,14 +54,8 @@ def test_t11_collectives(run: Run, name: str, x: Tensor, way: int) -> None:
 
 @given(drawn=pieces_cases())
 def test_t12_params_in_pieces(run: Run, drawn: PiecesCase) -> None:
-    """Params and state spread over the ranks that split the tokens, wherever the gather stands."""
-    check_pieces(run, PURESTEP, *drawn)
-
-
-@given(drawn=pieces_cases())
-def test_t12_replicated_pieces(run: Run, drawn: PiecesCase) -> None:
-    """Spread over one of two dimensions that split the tokens."""
-    check_pieces(run, PURESTEP, *drawn, grid=LARGEST)
+    """Params and state spread over the ranks that split the tokens, or one dimension of them."""
+    check_pieces(run, PURESTEP, *drawn, size=LARGEST)
 
 
 @given(drawn=layers_cases(2))

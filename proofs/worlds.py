@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from functools import cache, partial
 from typing import Any, NamedTuple
 
+import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 import purestep as ps
@@ -28,19 +29,19 @@ class Grid(NamedTuple):
 
 
 class Ranks(NamedTuple):
-    """What a program runs on: ``size`` ranks, or a grid with two rows of them (processes: of 2 by 2)."""
+    """What a program runs on: ``size`` ranks, or a grid of them with so many rows (processes: of all)."""
 
     size: int
     bucket_bytes: int = 1 << 20
-    grid: bool = False
+    rows: int = 0
 
 
 def on_threads(ranks: Ranks, program: Callable[..., Any], *args: Sequence[Any]) -> list[Any]:
     """The program on threads."""
     world = ps.testing.ThreadAxis(ranks.size, bucket_bytes=ranks.bucket_bytes)
     axis: ps.Axis | Grid = world
-    if ranks.grid:
-        first, second = world.split(2, ranks.size // 2)
+    if ranks.rows:
+        first, second = world.split(ranks.rows, ranks.size // ranks.rows)
         axis = Grid(first, second, world)
     try:
         return world.map(partial(program, axis))(*args)
@@ -65,18 +66,22 @@ def _take_part(_: int, ranks: Ranks, program: Callable[..., Any], column: Any) -
 
 
 @cache
-def _meshes() -> tuple[dict[int, DeviceMesh], DeviceMesh]:
-    sizes = range(1, LARGEST + 1)
-    meshes = {n: DeviceMesh("cpu", list(range(n)), mesh_dim_names=("dp",)) for n in sizes}
-    grid = DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=("dp", "other"))
-    flattened(grid[("dp", "other")])
-    return meshes, grid
+def _meshes() -> dict[int | str, DeviceMesh]:
+    sizes, everyone = range(1, LARGEST + 1), torch.arange(LARGEST)
+    meshes: dict[int | str, DeviceMesh] = {
+        n: DeviceMesh("cpu", list(range(n)), mesh_dim_names=("dp",)) for n in sizes
+    }
+    for rows in (1, 2):
+        ranks = everyone.view(rows, -1)
+        meshes[f"{rows} rows"] = grid = DeviceMesh("cpu", ranks, mesh_dim_names=("dp", "other"))
+        flattened(grid[("dp", "other")])
+    return meshes
 
 
 @cache
 def _axis_of(ranks: Ranks) -> Any:
-    meshes, grid = _meshes()
-    if not ranks.grid:
-        return ps.MeshAxis(meshes[ranks.size], "dp", bucket_bytes=ranks.bucket_bytes)
-    dims: list[Any] = ["dp", "other", ("dp", "other")]
-    return Grid(*(ps.MeshAxis(grid, d, bucket_bytes=ranks.bucket_bytes) for d in dims))
+    rows = ranks.rows
+    mesh = _meshes()[f"{rows} rows" if rows else ranks.size]
+    dims: list[Any] = ["dp", "other", ("dp", "other")] if rows else ["dp"]
+    axes = [ps.MeshAxis(mesh, each, bucket_bytes=ranks.bucket_bytes) for each in dims]
+    return Grid(*axes) if rows else axes[0]

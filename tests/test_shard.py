@@ -243,20 +243,6 @@ def test_partition_clips_its_own_pieces() -> None:
     assert_close(on_all(axis, rank, whole), expected)
 
 
-def test_pieces_over_all_ranks_beside_a_single_replica() -> None:
-    """Sharded over one dimension of the step's axis, while the other has size 1."""
-    world, sgd = ThreadAxis(2), ps.optim.sgd(0.5)
-    step = ps.make_update_step(lambda w, x: x @ w, sgd, weight_fn=ones, axis=world)
-
-    def rank(_: int) -> Any:
-        w = ps.shard(torch.zeros(3), world.split(1, 2)[1])
-        new, _, metrics = step(w, sgd.init(w), [torch.ones(2, 3)])
-        return ps.unshard(new), metrics.grad_norm
-
-    for found in world.map(rank)(range(2)):
-        assert_close(found, (torch.full((3,), -0.5), torch.ones(3).norm()))
-
-
 # What is refused
 
 
