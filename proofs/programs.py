@@ -1,16 +1,18 @@
 """Losses as other people write them: with hooks, backward passes, closures and checkpoints inside.
 
-Each is the integer model's loss, or a polynomial more, and stands beside the same in plain arithmetic. What a
-loss does to its parameters acts within one microbatch, so the cut does not matter to it either.
+Each is the integer model's loss, or a polynomial more, and stands beside the same in plain
+arithmetic. What a loss does to its parameters acts within one microbatch, so the cut does not
+matter to it either.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import purestep as ps
@@ -19,14 +21,18 @@ from proofs.models import Batch, integer_loss
 Loss = Callable[[Any, Batch], Tensor]
 
 CLOSED_OVER = torch.nn.Parameter(torch.ones((), dtype=torch.float64))
-"""A parameter of somebody else's."""
+"""A parameter that is no part of params."""
 
 
-class Program(NamedTuple):
-    """A loss, made anew for each step, and what it computes."""
+def weight_of(params: Any) -> Tensor:
+    """The hidden layer's matrix."""
+    found: Tensor = params["hidden"]["weight"]
+    return found
 
-    make: Callable[[], Loss]
-    plain: Loss
+
+def with_weight(params: Any, weight: Tensor) -> Any:
+    """The params with another matrix."""
+    return {**params, "hidden": {**params["hidden"], "weight": weight}}
 
 
 def twice_out(params: Any, batch: Batch) -> Tensor:
@@ -35,14 +41,10 @@ def twice_out(params: Any, batch: Batch) -> Tensor:
     return integer_loss({**params, "out": [2 * out - out.detach()]}, batch)
 
 
-def hooked() -> Loss:
+def hooked(params: Any, batch: Batch) -> Tensor:
     """A hook on a leaf doubles its gradient."""
-
-    def loss(params: Any, batch: Batch) -> Tensor:
-        params["out"][0].register_hook(lambda grad: 2 * grad)
-        return integer_loss(params, batch)
-
-    return loss
+    params["out"][0].register_hook(lambda grad: 2 * grad)
+    return integer_loss(params, batch)
 
 
 def hooked_node() -> Loss:
@@ -59,84 +61,150 @@ def hooked_node() -> Loss:
     return loss
 
 
-def backward_inside() -> Loss:
-    """A backward pass of its own, for a purpose of its own."""
-
-    def loss(params: Any, batch: Batch) -> Tensor:
-        (params["hidden"]["weight"].square().sum() + params["out"][0].sum()).backward()
-        return integer_loss(params, batch)
-
-    return loss
+def backward_inside(params: Any, batch: Batch) -> Tensor:
+    """A backward pass for another purpose."""
+    (weight_of(params).square().sum() + params["out"][0].sum()).backward()
+    return integer_loss(params, batch)
 
 
 def keeping() -> Loss:
-    """The leaves are kept, and what has come of those of earlier microbatches is zeroed."""
+    """The leaves are kept, and the gradients of those of earlier microbatches are zeroed."""
     kept: list[Any] = []
 
     def loss(params: Any, batch: Batch) -> Tensor:
         for leaf in kept:
             if leaf.grad is not None:
                 leaf.grad.zero_()
-        kept.extend([params["hidden"]["weight"], params["out"][0]])
+        kept.extend([weight_of(params), params["out"][0]])
         return integer_loss(params, batch)
 
     return loss
 
 
-def closed_over() -> Loss:
-    """A parameter that is no part of params."""
-    return lambda params, batch: CLOSED_OVER * integer_loss(params, batch)
+def freezing(params: Any, batch: Batch) -> Tensor:
+    """A leaf is frozen."""
+    params["out"][0].requires_grad_(False)
+    return integer_loss(params, batch)
 
 
-def differentiating() -> Loss:
-    """Forces: derivatives with respect to the inputs, which take part in the loss."""
+def frozen_out(params: Any, batch: Batch) -> Tensor:
+    """The same by ``detach``."""
+    return integer_loss({**params, "out": [params["out"][0].detach()]}, batch)
 
-    def loss(params: Any, batch: Batch) -> Tensor:
-        x = batch["x"].clone().requires_grad_()
-        energy = (x @ params["hidden"]["weight"]).sum()
-        (force,) = torch.autograd.grad(energy, x, create_graph=True)
-        return integer_loss(params, batch) + (force * batch["x"]).sum(-1)
 
-    return loss
+def other_values(params: Any, batch: Batch) -> Tensor:
+    """A leaf gets other values."""
+    weight_of(params).data = 2 * weight_of(params).data
+    return integer_loss(params, batch)
+
+
+def doubled_weight(params: Any, batch: Batch) -> Tensor:
+    """The gradient at those values."""
+    weight = weight_of(params)
+    return integer_loss(with_weight(params, weight + weight.detach()), batch)
+
+
+def closed_over(params: Any, batch: Batch) -> Tensor:
+    """A parameter that is no part of params, beside a graph that grows."""
+    return CLOSED_OVER * integer_loss(params, batch)
+
+
+def differentiating(params: Any, batch: Batch) -> Tensor:
+    """Forces: derivatives by the inputs, which the loss marks, take part in it."""
+    x = batch["x"].requires_grad_()
+    energy = (x @ weight_of(params)).sum()
+    (force,) = torch.autograd.grad(energy, x, create_graph=True)
+    return integer_loss(params, batch) + (force * batch["x"]).sum(-1)
 
 
 def forces(params: Any, batch: Batch) -> Tensor:
-    """The same, in closed form."""
-    return integer_loss(params, batch) + batch["x"] @ params["hidden"]["weight"].sum(1)
+    """The same in closed form, without the energy's derivative."""
+    x = batch["x"]
+    return integer_loss(params, batch) + x @ weight_of(params).sum(1)
 
 
-def checkpointed() -> Loss:
+def experts(params: Any, batch: Batch) -> Tensor:
+    """Leaves that only some tokens reach, and so only some microbatches."""
+    first, weight, out = batch["y"] > 0, weight_of(params), params["out"][0]
+    losses = torch.stack(params["hidden"]["biases"]).sum() + 0 * batch["y"]
+    if first.any():
+        losses = losses + torch.where(first, weight.sum(), 0)
+    if not first.all():
+        losses = losses + torch.where(first, 0, out.sum())
+    return losses
+
+
+def all_experts(params: Any, batch: Batch) -> Tensor:
+    """Each leaf is reached by every microbatch."""
+    weight, out = weight_of(params).sum(), params["out"][0].sum()
+    biases = torch.stack(params["hidden"]["biases"]).sum()
+    return biases + torch.where(batch["y"] > 0, weight, out)
+
+
+def sparse(params: Any, batch: Batch) -> Tensor:
+    """An embedding whose gradient is sparse."""
+    found = functional.embedding(batch["y"].long() % 3, weight_of(params), sparse=True)
+    return found.sum(-1) * batch["x"].sum(-1)
+
+
+def dense(params: Any, batch: Batch) -> Tensor:
+    """The same with a dense one."""
+    return weight_of(params)[batch["y"].long() % 3].sum(-1) * batch["x"].sum(-1)
+
+
+class First(torch.autograd.Function):
+    """The first of two tensors, with no gradient for the second."""
+
+    @staticmethod
+    def forward(ctx: Any, a: Tensor, b: Tensor) -> Tensor:
+        """A copy of the first."""
+        return a.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        """None for the second."""
+        return grad, None
+
+
+def without_gradient(params: Any, batch: Batch) -> Tensor:
+    """A function has no gradient for a leaf."""
+    apply: Any = First.apply
+    found: Tensor = apply(weight_of(params), params["out"][0]).sum() * batch["y"]
+    return found
+
+
+def checkpointed(params: Any, batch: Batch) -> Tensor:
     """Activations are computed again, with the parameters that the function closes over."""
-
-    def loss(params: Any, batch: Batch) -> Tensor:
-        losses: Tensor = checkpoint(
-            lambda x: integer_loss(params, {**batch, "x": x}), batch["x"], use_reentrant=False
-        )
-        return losses
-
-    return loss
+    losses: Tensor = checkpoint(
+        lambda x: integer_loss(params, {**batch, "x": x}), batch["x"], use_reentrant=False
+    )
+    return losses
 
 
-def rematerialised() -> Loss:
-    """All of it is computed again, by ``ps.remat``."""
-    return ps.remat(integer_loss)
-
-
-PROGRAMS = {
-    "plain": Program(lambda: integer_loss, integer_loss),
-    "hooked": Program(hooked, twice_out),
-    "hooked node": Program(hooked_node, twice_out),
-    "backward inside": Program(backward_inside, integer_loss),
-    "keeping": Program(keeping, integer_loss),
-    "closed over": Program(closed_over, integer_loss),
-    "differentiating": Program(differentiating, forces),
-    "checkpointed": Program(checkpointed, integer_loss),
-    "rematerialised": Program(rematerialised, integer_loss),
+PROGRAMS: dict[str, tuple[Callable[[], Loss], Loss]] = {
+    "plain": (lambda: integer_loss, integer_loss),
+    "hooked": (lambda: hooked, twice_out),
+    "hooked node": (hooked_node, twice_out),
+    "backward inside": (lambda: backward_inside, integer_loss),
+    "keeping": (keeping, integer_loss),
+    "freezing": (lambda: freezing, frozen_out),
+    "other values": (lambda: other_values, doubled_weight),
+    "closed over": (lambda: closed_over, integer_loss),
+    "differentiating": (lambda: differentiating, forces),
+    "experts": (lambda: experts, all_experts),
+    "sparse": (lambda: sparse, dense),
+    "without a gradient": (
+        lambda: without_gradient,
+        lambda p, b: weight_of(p).sum() * b["y"],
+    ),
+    "checkpointed": (lambda: checkpointed, integer_loss),
+    "rematerialised": (lambda: ps.remat(integer_loss), integer_loss),
 }
+"""Each loss, made anew for each step, and the same in plain arithmetic."""
 
 
 class Layers(torch.nn.Module):
-    """Two layers as a module, of which the second is computed again in the backward pass, or is not."""
+    """Two layers, of which the second is computed again in the backward pass, or is not."""
 
     def __init__(self, again: bool) -> None:
         super().__init__()
@@ -147,11 +215,9 @@ class Layers(torch.nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """The sum over the last layer's outputs."""
         hidden = torch.relu(x @ self.first)
-        out: Tensor
-        if self.again:
-            out = checkpoint(self.last, hidden, use_reentrant=False)
-        else:
-            out = self.last(hidden)
+        if not self.again:
+            return self.last(hidden)
+        out: Tensor = checkpoint(self.last, hidden, use_reentrant=False)
         return out
 
     def last(self, hidden: Tensor) -> Tensor:
@@ -160,7 +226,7 @@ class Layers(torch.nn.Module):
 
 
 def module_loss(again: bool, frozen: bool) -> Loss:
-    """The module by ``torch.func.functional_call``; the parameters that it was made with may be frozen."""
+    """The module by ``torch.func.functional_call``; its own parameters may be frozen."""
     module = Layers(again).requires_grad_(not frozen)
 
     def loss(params: Any, batch: Batch) -> Tensor:

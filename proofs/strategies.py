@@ -257,17 +257,21 @@ def ignored_like(case: Case, microbatch: Batch, length: int = 0) -> Batch:
     return {key: leaf.to(microbatch[key].dtype) for key, leaf in noise.items()}
 
 
+Axis = Literal["one", "simulated", "threads"]
+AXES: tuple[Axis, ...] = ("one", "simulated", "threads")
+
+
 class How(NamedTuple):
     """How a step is taken: on which kind of ranks, on pieces or not, and with which settings."""
 
-    axis: Literal["one", "simulated", "threads"]
+    axis: Axis
     pieces: bool
     bucket_bytes: int
     settings: dict[str, Any]
 
 
 @st.composite
-def settings_of_steps(draw: st.DrawFn, **fixed: Any) -> dict[str, Any]:
+def settings_of_steps(draw: st.DrawFn, /, **fixed: Any) -> dict[str, Any]:
     """Keyword arguments of ``make_update_step`` that make no difference; some may be fixed."""
     choices: dict[str, list[Any]] = {
         "normalize": ["loss", "grads"],
@@ -283,13 +287,14 @@ def settings_of_steps(draw: st.DrawFn, **fixed: Any) -> dict[str, Any]:
 @st.composite
 def hows(
     draw: st.DrawFn,
+    /,
     *,
-    axes: Sequence[str] = ("one", "simulated", "threads"),
+    axes: Sequence[Axis] = AXES,
     pieces: bool = True,
     **fixed: Any,
 ) -> How:
     """Any way to take a step: the whole space from which the theorems draw."""
-    axis: Any = draw(st.sampled_from(axes))
+    axis = draw(st.sampled_from(axes))
     settings = draw(settings_of_steps(**fixed))
     spread = pieces and axis == "threads" and draw(st.booleans())
     if spread:
@@ -338,18 +343,16 @@ def step_of(
         *new, metrics = step(*ps.shard(mine, world), group)
         return *ps.unshard(tuple(new)), metrics
 
-    if gathering:
-        empty = {key: leaf.new_zeros((1, *leaf.shape[1:])) for key, leaf in _any(groups).items()}
+    parts = [part for group in groups for part in group]
+    if gathering and parts:
+        empty = {key: torch.zeros_like(leaf) for key, leaf in parts[0].items()}
         most = max(map(len, groups))
         groups = [[*group, *[empty] * (most - len(group))] for group in groups]
     results = world.map(rank)(groups)
     for other in results[1:]:
-        assert_same(other, results[0], "the state and metrics of a rank")
+        first, same = tree.map(torch.nan_to_num, (results[0], other))
+        assert_same(same, first, "what a rank returns")
     return results[0]
-
-
-def _any(groups: list[list[Batch]]) -> Batch:
-    return next(part for group in groups for part in group)
 
 
 def check_step(

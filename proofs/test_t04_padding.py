@@ -11,107 +11,69 @@ import torch
 from hypothesis import strategies as st
 
 import purestep as ps
-from proofs import models
-from proofs.ranks import ShareCase, check_ranks, padded, share_cases
 from proofs.strategies import (
+    DTYPES,
     Batch,
     Case,
-    RealCase,
+    How,
     assert_same,
-    capture,
     cases,
-    cut,
-    integer_batch,
-    real_cases,
+    check_step,
+    groups_of,
+    hows,
+    step_of,
     weights_of,
 )
 from proofs.theorem import System, theorem
-from proofs.worlds import on_threads
-from purestep import tree
-from purestep.testing.strategies import cuts
+
+Drawn = tuple[Case, How, list[list[Batch]]]
 
 
 @st.composite
-def padding_cases(draw: st.DrawFn) -> tuple[Case, list[Batch], list[Batch]]:
-    """A cut, and the same with ignored columns, rows and microbatches put in."""
-    case = draw(cases())
-    plain = cut(case.batch, draw(cuts(case.rows, 3)))
-    generator = case.generator
-    padded = []
-    for microbatch in plain:
-        rows, length = microbatch["w"].shape
-        more_rows, more_columns = draw(st.integers(0, 2)), draw(st.integers(0, 2))
-        ignored = microbatch["w"].new_zeros(rows + more_rows, length + more_columns)
-        larger = integer_batch(ignored, generator)
-        for key, value in microbatch.items():
-            larger[key][:rows, :length] = value
-        padded.append(larger)
-        if draw(st.booleans()):
-            padded.append(integer_batch(torch.zeros_like(microbatch["w"]), generator))
-    return case, plain, padded
-
-
-def loss_with_counts(params: Any, batch: Batch) -> ps.LossTerms:
-    """A loss whose aux looks at the tokens that count."""
-    losses = models.integer_loss(params, batch)
-    return ps.LossTerms(losses, aux={"correct": ((losses == 0) & (batch["w"] > 0)).sum()})
+def padding_cases(draw: st.DrawFn) -> Drawn:
+    """A case, and its group with ignored columns, rows and microbatches on any of the ranks."""
+    case = draw(cases(dtypes=DTYPES))
+    return case, draw(hows()), draw(groups_of(case))
 
 
 @theorem("T4", padding_cases())
-def padding_invariance(system: System, drawn: tuple[Case, list[Batch], list[Batch]]) -> None:
-    """State and metrics with padding are those without, to the bit; in evaluation too."""
-    case, plain, padded = drawn
-    step = system.make_update_step(loss_with_counts, case.optimizer, weight_fn=weights_of)
-    expected = step(case.params, case.opt_state, plain)
-    actual = step(case.params, case.opt_state, padded)
-    assert_same(actual[:2], expected[:2])
-    assert_same(actual[2], expected[2], "metrics")
-    assert actual[2].num_tokens == case.batch["w"].sum()
-    evaluate = system.make_eval_step(loss_with_counts, weight_fn=weights_of)
-    assert_same(evaluate(case.params, padded), evaluate(case.params, plain), "evaluation")
+def padding_invariance(system: System, drawn: Drawn) -> None:
+    """State and metrics with padding are those without, to the bit."""
+    case, how, groups = drawn
+    check_step(system, how, case, groups)
 
 
 @theorem("T4", padding_cases())
-def nan_at_weight_zero(system: System, drawn: tuple[Case, list[Batch], list[Batch]]) -> None:
+def counts_of_tokens(system: System, drawn: Drawn) -> None:
+    """So are an aux that looks at the tokens that count, and evaluation."""
+    case, how, groups = drawn
+    groups = [group or [{k: 0 * leaf for k, leaf in case.batch.items()}] for group in groups]
+
+    def loss_fn(params: Any, batch: Batch) -> ps.LossTerms:
+        losses = case.loss_fn(params, batch)
+        return ps.LossTerms(losses, aux={"correct": ((losses == 0) & (batch["w"] > 0)).sum()})
+
+    state = case.params, case.opt_state
+    *_, metrics = step_of(system, how, state, groups, loss_fn, case.optimizer)
+    evaluate = system.make_eval_step(loss_fn, weight_fn=weights_of)
+    parts = [part for group in groups for part in group]
+    expected = evaluate(case.params, [case.batch])
+    assert_same(metrics.aux, expected.aux, "aux")
+    held = evaluate(case.params, parts)._replace(num_microbatches=expected.num_microbatches)
+    assert_same(held, expected, "evaluation")
+
+
+@theorem("T4", padding_cases())
+def nan_at_weight_zero(system: System, drawn: Drawn) -> None:
     """A loss that is NaN where nothing counts changes neither the loss nor the gradients."""
-    case, plain, padded = drawn
+    case, how, groups = drawn
 
     def loss_fn(params: Any, batch: Batch) -> torch.Tensor:
-        losses = models.integer_loss(params, batch)
-        return losses.masked_fill(batch["w"] == 0, float("nan"))
+        return case.loss_fn(params, batch).masked_fill(batch["w"] == 0, float("nan"))
 
-    expected = system.make_update_step(models.integer_loss, case.optimizer, weight_fn=weights_of)(
-        case.params, case.opt_state, plain
-    )
-    actual = system.make_update_step(loss_fn, case.optimizer, weight_fn=weights_of)(
-        case.params, case.opt_state, padded
-    )
-    assert_same(actual[:2], expected[:2])
-    assert_same(actual[2], expected[2], "metrics")
-
-
-@theorem("T4", real_cases([torch.float64, torch.float32, torch.bfloat16]))
-def padding_within_bound(system: System, case: RealCase) -> None:
-    """For the transformer: each sequence alone and unpadded gives the exact gradient, but for rounding."""
-    step = system.make_update_step(models.transformer_loss, capture())
-    group = []
-    for row in range(case.rows):
-        length = int(case.batch["w"][row].sum())
-        group.append({key: value[row : row + 1, :length] for key, value in case.batch.items()})
-    zeros = tree.zeros_like(case.params)
-    _, grads, metrics = step(case.params, zeros, [part for part in group if part["w"].numel()])
-    case.assert_within_bound(grads)
-    case.assert_loss_within_bound(metrics.loss)
-
-
-@theorem("T4", st.tuples(share_cases(), st.integers(0, 99)))
-def padding_on_separate_ranks(system: System, drawn: tuple[ShareCase, int]) -> None:
-    """Ignored microbatches on some ranks, of which each has its own program."""
-    (case, share, bucket_bytes, settings), seed = drawn
-    check_ranks(on_threads, system, case, padded(case, share, seed), bucket_bytes, settings)
+    check_step(system, how, case, groups, loss_fn, case.loss_fn)
 
 
 test_padding_invariance = padding_invariance.test()
+test_counts_of_tokens = counts_of_tokens.test()
 test_nan_at_weight_zero = nan_at_weight_zero.test()
-test_padding_within_bound = padding_within_bound.test()
-test_padding_on_separate_ranks = padding_on_separate_ranks.test()

@@ -7,105 +7,88 @@ from typing import Any
 import torch
 from hypothesis import strategies as st
 
-from proofs import models
 from proofs.strategies import (
+    DTYPES,
     Batch,
     Case,
-    RealCase,
+    How,
     assert_same,
-    capture,
     cases,
-    cut,
-    real_cases,
+    check_step,
+    groups_of,
+    hows,
+    step_of,
     weights_of,
 )
 from proofs.theorem import System, theorem
-from purestep import tree
-from purestep.testing.strategies import cuts
+
+Drawn = tuple[Case, How, list[list[Batch]]]
 
 
 @st.composite
-def weight_cases(draw: st.DrawFn) -> tuple[Case, list[Batch], float]:
-    """A cut of integer weights, and a scale that is a power of two."""
-    case = draw(cases(fractional=False))
-    return case, cut(case.batch, draw(cuts(case.rows))), 2.0 ** draw(st.integers(-12, 6))
+def weight_cases(draw: st.DrawFn) -> Drawn:
+    """Integer weights, and a group with them."""
+    case = draw(cases(fractional=False, dtypes=DTYPES))
+    return case, draw(hows()), draw(groups_of(case))
+
+
+@theorem("T5", st.tuples(weight_cases(), st.integers(-12, 6)))
+def scale_invariance(system: System, drawn: tuple[Drawn, int]) -> None:
+    """c·w for w: the same state and loss, to the bit, also where they sum to less than 1."""
+    (case, how, groups), power = drawn
+    scale = 2.0**power
+
+    def weight_fn(batch: Batch) -> torch.Tensor:
+        return batch["w"].to(torch.float64) * scale
+
+    *expected, metrics = check_step(system, how, case, groups)
+    state = case.params, case.opt_state
+    *actual, scaled = step_of(system, how, state, groups, case.loss_fn, case.optimizer, weight_fn)
+    assert_same(actual, expected)
+    assert_same(scaled.loss, metrics.loss, "loss")
+    assert scaled.num_tokens == scale * metrics.num_tokens
 
 
 @theorem("T5", weight_cases())
-def scale_invariance(system: System, drawn: tuple[Case, list[Batch], float]) -> None:
-    """c·w for w: the same state and loss, to the bit, also where the scaled weights sum to less than 1."""
-    case, microbatches, scale = drawn
-    scaled = [{**part, "w": part["w"].to(torch.float64) * scale} for part in microbatches]
-    step = system.make_update_step(models.integer_loss, case.optimizer, weight_fn=weights_of)
-    expected = step(case.params, case.opt_state, microbatches)
-    actual = step(case.params, case.opt_state, scaled)
-    assert_same(actual[:2], expected[:2])
-    assert_same(actual[2].loss, expected[2].loss, "loss")
-    assert actual[2].num_tokens == scale * expected[2].num_tokens
-
-
-@theorem("T5", weight_cases())
-def repetition(system: System, drawn: tuple[Case, list[Batch], float]) -> None:
+def repetition(system: System, drawn: Drawn) -> None:
     """Weight k, and the token k times at weight 1: the same state and metrics, to the bit."""
-    case, microbatches, _ = drawn
-    step = system.make_update_step(models.integer_loss, case.optimizer, weight_fn=weights_of)
+    case, how, groups = drawn
     times = case.batch["w"].flatten().long()
     repeated = {
         key: value.flatten(0, 1).repeat_interleave(times, dim=0).unsqueeze(1)
         for key, value in case.batch.items()
     }
     repeated["w"] = torch.ones_like(repeated["w"])
-    expected = step(case.params, case.opt_state, [repeated])
-    actual = step(case.params, case.opt_state, microbatches)
+    expected = check_step(system, how, case, [[repeated]])
+    actual = check_step(system, how, case, groups)
     assert_same(actual[:2], expected[:2])
     assert_same(actual[2].loss, expected[2].loss, "loss")
     assert_same(actual[2].num_tokens, expected[2].num_tokens, "num_tokens")
 
 
-@theorem("T5", st.tuples(weight_cases(), st.sampled_from(["loss", "grads"])))
-def counted_once(system: System, drawn: tuple[tuple[Case, list[Batch], float], str]) -> None:
-    """Weights that are drawn when they are asked for: those that are counted are those that multiply."""
-    (case, microbatches, _), normalize = drawn
+@theorem("T5", weight_cases())
+def counted_once(system: System, drawn: Drawn) -> None:
+    """Weights that are drawn when they are asked for: those that are counted multiply."""
+    case, how, groups = drawn
+    how = how._replace(axis="one", pieces=False)
+    how.settings.pop("gather", None)
+    state = case.params, case.opt_state
     asked: list[int] = []
     buffers: dict[Any, Any] = {}
+    number = sum(map(len, groups))
 
     def weight_fn(batch: Batch) -> Any:
         asked.append(1)
-        again = len(asked) > len(microbatches)
         # One buffer for each shape, as programs have it that avoid allocations.
         buffer = buffers.setdefault(batch["w"].shape, torch.empty_like(batch["w"]))
-        return buffer.copy_(batch["w"] + 1 if again else batch["w"])
+        return buffer.copy_(batch["w"] + 1 if len(asked) > number else batch["w"])
 
-    step = system.make_update_step(
-        models.integer_loss, case.optimizer, weight_fn=weight_fn, normalize=normalize
-    )
-    plain = system.make_update_step(
-        models.integer_loss, case.optimizer, weight_fn=weights_of, normalize=normalize
-    )
-    expected = plain(case.params, case.opt_state, microbatches)
-    assert_same(step(case.params, case.opt_state, microbatches), expected)
-    assert len(asked) == len(microbatches), "weight_fn was asked more than once for a microbatch"
-
-
-@theorem(
-    "T5",
-    st.tuples(real_cases([torch.float64, torch.float32]), st.floats(0.01, 100)),
-)
-def scale_within_bound(system: System, drawn: tuple[RealCase, float]) -> None:
-    """For the transformer and any scale: the exact gradient, but for rounding."""
-    case, scale = drawn
-
-    def weight_fn(batch: Batch) -> Any:
-        return batch["w"].to(case.dtype) * scale
-
-    step = system.make_update_step(models.transformer_loss, capture(), weight_fn=weight_fn)
-    _, grads, metrics = step(case.params, tree.zeros_like(case.params), [case.batch])
-    # Each weight, their sum and their quotient round as well.
-    case.assert_within_bound(grads, extra_roundings=3)
-    case.assert_loss_within_bound(metrics.loss)
+    expected = step_of(system, how, state, groups, case.loss_fn, case.optimizer, weights_of)
+    actual = step_of(system, how, state, groups, case.loss_fn, case.optimizer, weight_fn)
+    assert_same(actual, expected)
+    assert len(asked) == number, "weight_fn was asked more than once for a microbatch"
 
 
 test_scale_invariance = scale_invariance.test()
 test_repetition = repetition.test()
 test_counted_once = counted_once.test()
-test_scale_within_bound = scale_within_bound.test()

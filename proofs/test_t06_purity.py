@@ -1,7 +1,8 @@
 """T6, purity. A step is a function: of its arguments, of nothing else, and it touches nothing.
 
-Inputs are bit-identical after the call and share no storage with outputs; the global RNG, the grad mode, the
-default dtype and every ``.grad`` are untouched; whatever was called before, the same arguments give the same.
+Inputs are bit-identical after the call and share no storage with outputs; the global RNG, the grad
+mode, the default dtype and every ``.grad`` are untouched; whatever was called before, the same
+arguments give the same.
 """
 
 from __future__ import annotations
@@ -11,21 +12,35 @@ from typing import Any
 import torch
 from hypothesis import strategies as st
 
-from proofs import models
-from proofs.strategies import Batch, Case, assert_same, cases, cut, weights_of
+from proofs.strategies import (
+    DTYPES,
+    Batch,
+    Case,
+    assert_same,
+    cases,
+    groups_of,
+    settings_of_steps,
+    weights_of,
+)
 from proofs.theorem import System, theorem
 from purestep import tree
-from purestep.testing.strategies import cuts
 
-SETTINGS = [{}, {"normalize": "grads"}, {"on_nonfinite": "skip"}]
+Drawn = tuple[Case, list[Batch], list[Batch], dict[str, Any]]
 
 
 @st.composite
-def purity_cases(draw: st.DrawFn) -> tuple[Case, list[Batch], list[Batch], dict[str, Any]]:
+def purity_cases(draw: st.DrawFn) -> Drawn:
     """A case, its cut, another group of another size, and settings."""
-    case, other = draw(cases()), draw(cases())
-    group = cut(case.batch, draw(cuts(case.rows)))
-    return case, group, cut(other.batch, draw(cuts(other.rows))), draw(st.sampled_from(SETTINGS))
+    dtype = draw(st.sampled_from(DTYPES))
+    case, other = draw(cases(dtypes=[dtype])), draw(cases(dtypes=[dtype]))
+    settings = draw(settings_of_steps(donate=False))
+    (group,), (second,) = (draw(groups_of(each, ranks=1)) for each in (case, other))
+    return case, group, second, settings
+
+
+def step_with(system: System, case: Case, settings: dict[str, Any]) -> Any:
+    """The case's step."""
+    return system.make_update_step(case.loss_fn, case.optimizer, weight_fn=weights_of, **settings)
 
 
 def storages(value: Any) -> set[torch.UntypedStorage]:
@@ -34,7 +49,7 @@ def storages(value: Any) -> set[torch.UntypedStorage]:
 
 
 def globals_of() -> tuple[Any, ...]:
-    """The global state that a step has no business with."""
+    """The global state that a step does not change."""
     return (
         torch.is_grad_enabled(),
         torch.is_inference_mode_enabled(),
@@ -45,18 +60,13 @@ def globals_of() -> tuple[Any, ...]:
 
 
 @theorem("T6", purity_cases())
-def inputs_untouched(
-    system: System, drawn: tuple[Case, list[Batch], list[Batch], dict[str, Any]]
-) -> None:
+def inputs_untouched(system: System, drawn: Drawn) -> None:
     """Inputs keep their bits and lend no storage; no global state moves."""
     case, group, _, settings = drawn
-    step = system.make_update_step(
-        models.integer_loss, case.optimizer, weight_fn=weights_of, **settings
-    )
     inputs = (case.params, case.opt_state, group)
     before = tree.map(torch.clone, inputs)
     rng, world = torch.get_rng_state(), globals_of()
-    outputs = step(*inputs)
+    outputs = step_with(system, case, settings)(*inputs)
     assert_same(inputs, before, "inputs")
     assert torch.equal(torch.get_rng_state(), rng), "the global RNG moved"
     assert globals_of() == world, "global settings changed"
@@ -65,43 +75,31 @@ def inputs_untouched(
 
 
 @theorem("T6", purity_cases())
-def no_memory(system: System, drawn: tuple[Case, list[Batch], list[Batch], dict[str, Any]]) -> None:
+def no_memory(system: System, drawn: Drawn) -> None:
     """Called for other arguments in between, the same arguments give the same result."""
     case, group, other, settings = drawn
-    step = system.make_update_step(
-        models.integer_loss, case.optimizer, weight_fn=weights_of, **settings
-    )
+    step, fresh = (step_with(system, case, settings) for _ in range(2))
     first = step(case.params, case.opt_state, group)
     moved = step(case.params, case.opt_state, other)
     assert_same(step(case.params, case.opt_state, group), first, "the second call")
-    fresh = system.make_update_step(
-        models.integer_loss, case.optimizer, weight_fn=weights_of, **settings
-    )
     assert_same(fresh(case.params, case.opt_state, other), moved, "another instance")
 
 
 @theorem("T6", purity_cases())
-def grad_untouched(
-    system: System, drawn: tuple[Case, list[Batch], list[Batch], dict[str, Any]]
-) -> None:
-    """Parameters that require grad, in any grad mode: their ``.grad`` stays, and the values are the same."""
+def grad_untouched(system: System, drawn: Drawn) -> None:
+    """Params that require grad, in any grad mode: their ``.grad`` stays; values are the same."""
     case, group, _, settings = drawn
-    step = system.make_update_step(
-        models.integer_loss, case.optimizer, weight_fn=weights_of, **settings
-    )
+    step = step_with(system, case, settings)
     expected = step(case.params, case.opt_state, group)
     params = tree.map(lambda leaf: leaf.clone().requires_grad_(), case.params)
     for leaf in tree.leaves_of(params):
         leaf.grad = torch.full_like(leaf, 7)
     for grad_mode in (True, False):
         with torch.set_grad_enabled(grad_mode):
-            new_params, new_state, metrics = step(params, case.opt_state, group)
+            result = step(params, case.opt_state, group)
             assert torch.is_grad_enabled() == grad_mode
-        detached = tree.map(torch.Tensor.detach, (new_params, new_state, metrics))
-        assert_same(detached, expected, "with requires_grad")
-        assert not any(leaf.requires_grad for leaf in tree.leaves_of(metrics)), (
-            "metrics are detached"
-        )
+        assert_same(tree.map(torch.Tensor.detach, result), expected, "with requires_grad")
+        assert not any(leaf.requires_grad for leaf in tree.leaves_of(result[2]))
     assert all((leaf.grad == 7).all() for leaf in tree.leaves_of(params)), ".grad was written"
 
 

@@ -1,7 +1,7 @@
 """T7, identity. Without tokens, or where a non-finite step is skipped, the state comes back bitwise.
 
-Parameters, moments and step counter alike; ``applied`` tells, on every rank the same, and the steps after it
-are those of a run in which it never was.
+Parameters, moments and step counter alike; ``applied`` says so, on every rank the same, and the
+steps after it are those of a run in which it never was.
 """
 
 from __future__ import annotations
@@ -11,126 +11,113 @@ from typing import Any
 import torch
 from hypothesis import strategies as st
 
-from proofs import models
 from proofs.strategies import (
+    DTYPES,
     Batch,
     Case,
+    How,
     assert_same,
-    assignments,
     cases,
-    simulate,
+    check_step,
+    groups_of,
+    hows,
     stack,
+    step_of,
     weights_of,
 )
-from proofs.test_t02_ranks import on_ranks
 from proofs.theorem import System, theorem
 from purestep import tree
 
-Drawn = tuple[Case, int, list[Batch], dict[str, Any]]
-
-SETTINGS: list[dict[str, Any]] = [
-    {"normalize": normalize, "on_nonfinite": on_nonfinite}
-    for normalize in ("loss", "grads")
-    for on_nonfinite in ("propagate", "skip")
-]
+Groups = list[list[Batch]]
+Drawn = tuple[Case, How, Groups]
 
 
 @st.composite
-def identity_cases(draw: st.DrawFn) -> Drawn:
-    """A group on ranks, and settings."""
-    case = draw(cases())
-    assignment = draw(assignments(case.rows))
-    return case, len(assignment), simulate(case, assignment), draw(st.sampled_from(SETTINGS))
+def identity_cases(draw: st.DrawFn, /, **fixed: Any) -> Drawn:
+    """A group on ranks, and how the step is taken."""
+    case = draw(cases(dtypes=DTYPES))
+    return case, draw(hows(**fixed)), draw(groups_of(case))
 
 
-@theorem("T7", identity_cases())
-def no_tokens(system: System, drawn: Drawn) -> None:
+def times(groups: Groups, name: str, factor: float) -> Groups:
+    """The same groups, all values of this name multiplied; 0 stands for none at all."""
+
+    def multiplied(leaf: torch.Tensor) -> torch.Tensor:
+        return leaf * factor if factor else torch.zeros_like(leaf)
+
+    return [[{**part, name: multiplied(part[name])} for part in group] for group in groups]
+
+
+@theorem("T7", st.tuples(identity_cases(), st.booleans()))
+def no_tokens(system: System, drawn: tuple[Drawn, bool]) -> None:
     """N = 0, with ignored microbatches or with none at all, is the identity."""
-    case, size, group, settings = drawn
-    empty = [{**part, "w": torch.zeros_like(part["w"])} for part in group]
-    state = (case.params, case.opt_state)
-    *new, metrics = on_ranks(
-        system, size, *state, empty, models.integer_loss, case.optimizer,
-        weight_fn=weights_of, **settings,
-    )  # fmt: skip
+    (case, how, groups), none = drawn
+    state = case.params, case.opt_state
+    groups = [[] for _ in groups] if none and how.axis != "simulated" else times(groups, "w", 0)
+    *new, metrics = step_of(system, how, state, groups, case.loss_fn, case.optimizer)
     assert_same(tuple(new), state)
     assert not metrics.applied
-    assert metrics.loss == 0
-    assert metrics.num_tokens == metrics.num_microbatches == 0
-    step = system.make_update_step(
-        models.integer_loss, case.optimizer, weight_fn=weights_of, **settings
-    )
-    *new, metrics = step(*state, [])
-    assert_same(tuple(new), state)
-    assert not metrics.applied
-    assert metrics.loss == 0
+    assert metrics.loss == metrics.num_tokens == metrics.num_microbatches == 0
 
 
 @theorem("T7", st.tuples(identity_cases(), st.sampled_from([float("nan"), float("inf")])))
 def nonfinite(system: System, drawn: tuple[Drawn, float]) -> None:
     """One non-finite gradient on one rank: every rank skips the step, or none does."""
-    (case, size, group, settings), bad = drawn
-    state = (case.params, case.opt_state)
-    poisoned = [{**part, "y": part["y"].clone()} for part in group]
-    rank, where = next(
-        (k, tuple(part["w"].nonzero()[0])) for k, part in enumerate(group) if part["w"].any()
+    (case, how, groups), bad = drawn
+    state = case.params, case.opt_state
+    rank, number = next(
+        (rank, number)
+        for rank, group in enumerate(groups)
+        for number, part in enumerate(group)
+        if part["w"].any()
     )
-    poisoned[rank]["y"][where] = bad
-    *new, metrics = on_ranks(
-        system, size, *state, poisoned, models.integer_loss, case.optimizer,
-        weight_fn=weights_of, **settings,
-    )  # fmt: skip
-    finite = bool(torch.isfinite(metrics.grad_norm))
-    skipped = settings["on_nonfinite"] == "skip" and not finite
+    part = groups[rank][number]
+    y = part["y"].clone()
+    y.view(-1)[int(part["w"].flatten().nonzero()[0])] = bad
+    groups[rank][number] = {**part, "y": y}
+    *new, metrics = step_of(system, how, state, groups, case.loss_fn, case.optimizer)
+    assert not metrics.grad_norm.isfinite()
+    skipped = how.settings["on_nonfinite"] == "skip"
     assert metrics.applied == (not skipped)
     if skipped:
         assert_same(tuple(new), state)
-    elif not finite:
+    else:
         assert not all(bool(leaf.isfinite().all()) for leaf in tree.leaves_of(new[0]))
 
 
-@theorem("T7", identity_cases())
+@theorem("T7", identity_cases(on_nonfinite="skip"))
 def as_if_it_never_was(system: System, drawn: Drawn) -> None:
-    """good, bad, empty, good: the state of good, good."""
-    case, size, group, settings = drawn
-
-    def run(*groups: list[Batch]) -> Any:
-        state: Any = (case.params, case.opt_state)
-        for one in groups:
-            *state_, _ = on_ranks(
-                system, size, *state, one, models.integer_loss, case.optimizer,
-                weight_fn=weights_of, **{**settings, "on_nonfinite": "skip"},
-            )  # fmt: skip
-            state = tuple(state_)
-        return state
-
-    bad = [{**part, "x": part["x"] * float("nan")} for part in group]
-    empty = [{**part, "w": torch.zeros_like(part["w"])} for part in group]
-    assert_same(run(group, bad, empty, group), run(group, group))
+    """bad, empty, good: the state of good."""
+    case, how, groups = drawn
+    state: Any = case.params, case.opt_state
+    for idle in (times(groups, "x", float("nan")), times(groups, "w", 0)):
+        *state, _ = step_of(system, how, tuple(state), idle, case.loss_fn, case.optimizer)
+    params, opt_state = state
+    after = Case(params, case.batch, case.recipe, opt_state, case.seed)
+    assert_same(
+        check_step(system, how, after, groups)[:2], check_step(system, how, case, groups)[:2]
+    )
 
 
 @theorem(
     "T7",
     st.tuples(
-        cases(), st.sampled_from(SETTINGS), st.sampled_from([0.0, float("nan"), float("inf")])
+        identity_cases(axes=["one"], on_nonfinite="skip"),
+        st.sampled_from([0.0, float("nan"), float("inf")]),
     ),
 )
-def ensembles(system: System, drawn: tuple[Case, dict[str, Any], float]) -> None:
-    """Of an ensemble, those members alone step whose own group says so; 0 stands for no tokens."""
-    case, settings, bad = drawn
+def ensembles(system: System, drawn: tuple[Drawn, float]) -> None:
+    """Of an ensemble, those members alone step whose group says so; 0 stands for no tokens."""
+    (case, how, _), bad = drawn
     step = system.make_update_step(
-        models.integer_loss,
-        case.optimizer,
-        weight_fn=weights_of,
-        **{**settings, "on_nonfinite": "skip"},
+        case.loss_fn, case.optimizer, weight_fn=weights_of, **{**how.settings, "donate": False}
     )
-    good, name = case.batch, "y" if bad else "w"
-    idle = {**good, name: good[name] * bad if bad else torch.zeros_like(good[name])}
-    state = (case.params, case.opt_state)
+    ((idle,),) = times([[case.batch]], "y" if bad else "w", bad)
+    state = case.params, case.opt_state
     both = tree.map(lambda leaf: torch.stack([leaf, leaf]), state)
     try:
-        *together, metrics = torch.vmap(step)(*both, [stack([good, idle])])
-        *alone, metrics_alone = step(*state, [good])
+        *together, metrics = torch.vmap(step)(*both, [stack([case.batch, idle])])
+        *alone, metrics_alone = step(*state, [case.batch])
     except RuntimeError as error:
         raise AssertionError("the step keeps something of an earlier call") from error
     assert_same(tree.map(lambda leaf: leaf[0], tuple(together)), tuple(alone))

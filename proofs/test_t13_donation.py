@@ -8,22 +8,28 @@ import torch
 from hypothesis import strategies as st
 
 import purestep as ps
-from proofs import models
-from proofs.strategies import Batch, Case, assert_same, cases, cut, outcome, weights_of
+from proofs.strategies import (
+    DTYPES,
+    Batch,
+    Case,
+    assert_same,
+    cases,
+    groups_of,
+    outcome,
+    settings_of_steps,
+    weights_of,
+)
 from proofs.test_t06_purity import storages
 from proofs.theorem import System, theorem
 from purestep import tree
-from purestep.testing.strategies import cuts
-
-SETTINGS: list[dict[str, Any]] = [{}, {"normalize": "grads"}, {"on_nonfinite": "skip"}]
 
 
 @st.composite
 def donation_cases(draw: st.DrawFn) -> tuple[Case, list[Batch], dict[str, Any], int]:
     """A case, a cut, settings, and which kind of group comes second."""
-    case = draw(cases())
-    group = cut(case.batch, draw(cuts(case.rows)))
-    return case, group, draw(st.sampled_from(SETTINGS)), draw(st.integers(0, 2))
+    case = draw(cases(dtypes=DTYPES))
+    (group,) = draw(groups_of(case, ranks=1))
+    return case, group, draw(settings_of_steps()), draw(st.integers(0, 2))
 
 
 @theorem("T13", donation_cases())
@@ -35,31 +41,62 @@ def donation(system: System, drawn: tuple[Case, list[Batch], dict[str, Any], int
         [{**part, "w": torch.zeros_like(part["w"])} for part in group],
         [{**part, "y": part["y"] * float("inf")} for part in group],
     ][kind]
-    for optimizer in (case.optimizer, case.optimizer._replace(update_=None), plain_update_(case)):
+    plain = case.optimizer._replace(update_=None)
+    for optimizer in (case.optimizer, plain, with_plain_update_(case), handing_on(case)):
         results = []
         for donate in (False, True):
             step = system.make_update_step(
-                models.integer_loss, optimizer, weight_fn=weights_of, donate=donate, **settings
+                case.loss_fn, optimizer, weight_fn=weights_of, **{**settings, "donate": donate}
             )
-            state = tree.map(torch.clone, (case.params, case.opt_state))
+            opt_state = optimizer.init(case.params)
+            state = tree.map(torch.clone, (case.params, opt_state))
             given = storages(state)
             reported = []
             for one in (group, second, group):
                 *state, metrics = step(*state, one)
                 reported.append(metrics)
-            assert (storages(state) == given) is donate, (
-                "the buffers that were given away hold the state"
-            )
+            assert (storages(state) == given) is donate, "the buffers do not hold the new state"
             results.append(tree.map(torch.nan_to_num, (tuple(state), reported)))
         assert_same(results[1], results[0])
+
+
+def with_plain_update_(case: Case) -> ps.optim.Optimizer:
+    """The optimizer with an in-place step as others write it."""
+
+    def update_(grads: Any, opt_state: Any, params: Any, applied: Any) -> Any:
+        if applied is not None and not applied:
+            return params, opt_state
+        new = case.optimizer.update(grads, opt_state, params)
+        return tree.map(torch.Tensor.copy_, (params, opt_state), new)
+
+    return case.optimizer._replace(update_=update_)
+
+
+def handing_on(case: Case) -> ps.optim.Optimizer:
+    """One whose new state is made of views of the old: they are read before they are written."""
+
+    def update(grads: Any, opt_state: Any, params: Any) -> Any:
+        first, second = opt_state
+        moved = tree.map(lambda p, older: (p - older).to(p.dtype), params, first)
+        newest = tree.map(lambda grad, kept: grad.detach().to(kept.dtype), grads, second)
+        return moved, (tree.map(torch.detach, second), newest)
+
+    def init(params: Any) -> Any:
+        wide = tree.map(lambda p: p.to(tree.accumulation_dtype(p.dtype)), params)
+        return tree.zeros_like(wide), tree.zeros_like(wide)
+
+    return ps.optim.Optimizer(init=init, update=update)
+
+
+Overlap = tuple[Case, int, int, str]
 
 
 @theorem(
     "T13",
     st.tuples(cases(), st.integers(1, 12), st.integers(0, 12), st.sampled_from(["leaf", "batch"])),
 )
-def overlaps(system: System, drawn: tuple[Case, int, int, str]) -> None:
-    """Leaves of one buffer, with each other or with the data: the same bits, or refused; the data stay as they were."""
+def overlaps(system: System, drawn: Overlap) -> None:
+    """Leaves of one buffer, with each other or with the data: the same bits, or refused."""
     case, length, offset, shares = drawn
     pieces = torch.arange(24.0, dtype=torch.float64, device=case.batch["x"].device)
     data = {key: value.clone() for key, value in case.batch.items()}
@@ -84,18 +121,6 @@ def overlaps(system: System, drawn: tuple[Case, int, int, str]) -> None:
     else:
         assert_same(result, expected)
     assert_same(data, case.batch, "the data")
-
-
-def plain_update_(case: Case) -> ps.optim.Optimizer:
-    """The optimizer with an in-place step as others write it."""
-
-    def update_(grads: Any, opt_state: Any, params: Any, applied: Any) -> Any:
-        if applied is not None and not applied:
-            return params, opt_state
-        new = case.optimizer.update(grads, opt_state, params)
-        return tree.map(torch.Tensor.copy_, (params, opt_state), new)
-
-    return case.optimizer._replace(update_=update_)
 
 
 test_donation = donation.test()
