@@ -14,7 +14,7 @@ from purestep.types import UpdateStep
 
 
 class Compilations:
-    """A backend that runs graphs as they are, and keeps their code, and whether any of their sizes may vary."""
+    """A backend that runs graphs as they are. It keeps their code, and whether a size may vary."""
 
     def __init__(self) -> None:
         self.graphs: list[str] = []
@@ -50,18 +50,18 @@ def start() -> dict[str, Tensor]:
 
 
 def run(step: UpdateStep, optimizer: ps.optim.Optimizer, groups: list[Any]) -> Any:
-    """A state after one step on each group, and all metrics."""
+    """A state after one step on each group, and all counts."""
     params = start()
-    state, metrics = (params, optimizer.init(params)), []
+    state, counts = (params, optimizer.init(params)), []
     for group in groups:
-        *state_, reported = step(*state, group)
+        *state_, metrics = step(*state, group)
         state = (state_[0], state_[1])
-        metrics.append(reported)
-    return state, metrics
+        counts.append((metrics.num_tokens, metrics.num_microbatches, metrics.applied))
+    return state, counts
 
 
-def make(optimizer: ps.optim.Optimizer, **settings: Any) -> UpdateStep:
-    return ps.make_update_step(loss_fn, optimizer, weight_fn=weight_fn, **settings)
+def make(optimizer: ps.optim.Optimizer, loss: Any = loss_fn, **settings: Any) -> UpdateStep:
+    return ps.make_update_step(loss, optimizer, weight_fn=weight_fn, **settings)
 
 
 def compiled(optimizer: ps.optim.Optimizer, **settings: Any) -> tuple[UpdateStep, Compilations]:
@@ -71,7 +71,7 @@ def compiled(optimizer: ps.optim.Optimizer, **settings: Any) -> tuple[UpdateStep
 
 
 def assert_close(ours: Any, theirs: Any) -> None:
-    """The gradients are exact, so what differs are some dozens of roundings in each of a few steps of the optimizer."""
+    """The gradients are exact: what differs are dozens of roundings in few optimizer steps."""
     roundings = 100 * torch.finfo(torch.float64).eps
     for leaves in zip(tree.leaves_of(ours), tree.leaves_of(theirs), strict=True):
         a, b = map(Tensor.double, leaves)
@@ -79,9 +79,6 @@ def assert_close(ours: Any, theirs: Any) -> None:
 
 
 PLAIN = ps.optim.chain(ps.optim.scale_by_adam(), ps.optim.descend(0.125))
-GROUPS = [
-    [batch(2, 4, seed) for seed in range(1)],
-    [batch(2, 4, seed) for seed in range(4)],
-    [batch(2, 4, seed) for seed in range(16)],
-    [],
-]
+AOT = partial(ps.compile, backend="aot_eager")
+"""A compiler that makes graphs, backward passes too, and runs them as they are."""
+GROUPS = [*([batch(2, 4, seed) for seed in range(number)] for number in (1, 4, 16)), []]

@@ -1,7 +1,4 @@
-"""Where ``compile=True`` cannot compile, or has nothing to compile, the step stays the step.
-
-The compiler gives up, a transform goes around it, the loss raises, or somebody looks at every operation.
-"""
+"""Where ``compile=True`` cannot compile, or has nothing to compile, the step stays the step."""
 
 from __future__ import annotations
 
@@ -13,26 +10,18 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import purestep as ps
 from proofs.strategies import assert_same
 from purestep import tree
 from purestep.types import UpdateStep
-from tests.counted_graphs import (
-    GROUPS,
-    PLAIN,
-    assert_close,
-    batch,
-    loss_fn,
-    make,
-    run,
-    start,
-    weight_fn,
-)
+from tests.counted_graphs import AOT, GROUPS, PLAIN, assert_close, batch, loss_fn, make, run, start
 from tests.torch_private import few_recompilations
 
-pytestmark = pytest.mark.usefixtures("fresh_compiler")
+# Dynamo looks at the loss's ``.grad`` when it gives up at the raise.
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 
 
 def of_ours(told: Iterable[warnings.WarningMessage]) -> list[str]:
@@ -40,116 +29,97 @@ def of_ours(told: Iterable[warnings.WarningMessage]) -> list[str]:
     return [text for each in told if (text := str(each.message)).startswith("compile=True")]
 
 
-def test_where_the_compiler_gives_up() -> None:
-    """It is told once, with the reason and the line; the step stays what it was."""
+def branches(x: Tensor) -> Tensor:
+    return x * 2 if x.sum() > 0 else x
 
-    def branches(x: Tensor) -> Tensor:
-        return x * 2 if x.sum() > 0 else x
 
-    def branching_loss(params: Any, m: Any) -> Tensor:
-        return branches(loss_fn(params, m))
+def branching(params: Any, m: Any) -> Tensor:
+    return branches(loss_fn(params, m))
 
-    step, plain = (
-        ps.make_update_step(branching_loss, PLAIN, weight_fn=weight_fn, compile=compile)
-        for compile in (True, False)
-    )
-    with pytest.warns(UserWarning, match="cannot make one graph of") as told:
-        ours, _ = run(step, PLAIN, GROUPS)
+
+def picking(params: Any, m: Any) -> Tensor:
+    """An index that only the data tells is an error of the compiler, and eagerly none at all."""
+    return loss_fn(params, m) * params["v"][m["y"].argmax().clamp(max=1)]
+
+
+def scaling(params: Any, m: Any) -> Tensor:
+    """Each new text is a new graph, until the compiler has had enough."""
+    return loss_fn(params, m) * len(m["name"])
+
+
+def penalised(params: Any, m: Any) -> Tensor:
+    """Graphs in pieces would lose the second derivative."""
+    x = m["x"].clone().requires_grad_()
+    energy = (x @ params["w"]).square().sum()
+    (force,) = torch.autograd.grad(energy, x, create_graph=True)
+    losses: Tensor = loss_fn(params, m) + force.square().mean()
+    return losses
+
+
+TEXTS = [[batch(2, 4) | {"name": "a" * length}] for length in range(1, 8)]
+GIVEN_UP: dict[Any, tuple[list[Any], str]] = {
+    branching: (GROUPS, "Data-dependent branching"),
+    picking: (GROUPS[1:2], "cannot make one graph of"),
+    scaling: (TEXTS, "recompile_limit"),
+    penalised: (GROUPS[1:2], "cannot make one graph of"),
+}
+
+
+@pytest.mark.parametrize("loss", GIVEN_UP)
+def test_where_the_compiler_gives_up(loss: Any) -> None:
+    """One warning says why, and at which line; the step stays what it was."""
+    groups, reason = GIVEN_UP[loss]
+    with few_recompilations(), pytest.warns(UserWarning, match=reason) as told:
+        ours, _ = run(make(PLAIN, loss, compile=True), PLAIN, groups)
     (text,) = of_ours(told)
-    assert "Data-dependent branching" in text
-    assert "in branches: return x * 2 if x.sum() > 0 else x" in text
-    theirs, _ = run(plain, PLAIN, GROUPS)
+    assert loss is not branching or "in branches: return x * 2 if x.sum() > 0 else x" in text
+    theirs, _ = run(make(PLAIN, loss), PLAIN, groups)
     assert_close(ours, theirs)
 
 
-def test_where_the_compiler_fails() -> None:
-    """An index that only the data tells is an error of the compiler's own kind, and eagerly no error at all."""
-
-    def picked(params: Any, m: Any) -> Tensor:
-        return loss_fn(params, m) * params["v"][m["y"].argmax().clamp(max=1)]
-
-    step, plain = (
-        ps.make_update_step(picked, PLAIN, weight_fn=weight_fn, compile=compile)
-        for compile in (True, False)
-    )
+def test_a_derivative_inside_the_loss_with_a_compiler_of_ones_own() -> None:
     with pytest.warns(UserWarning, match="cannot make one graph of"):
-        ours, _ = run(step, PLAIN, GROUPS)
-    theirs, _ = run(plain, PLAIN, GROUPS)
-    assert_close(ours, theirs)
-
-
-def test_under_a_transform_nothing_is_compiled() -> None:
-    """Nor is anybody told that the compiler cannot make a graph of it: a warning would be an error here."""
-    axis = ps.VmapAxis(2)
-    optimizer = ps.optim.sgd(0.125)
-    step = make(optimizer, compile=True, axis=axis, grad_and_value=torch.func.grad_and_value)
-    group = [tree.map(lambda *leaves: torch.stack(leaves), batch(2, 4, 0), batch(2, 4, 1))]
-    moved = axis.map(step, in_dims=(None, None, 0), out_dims=None)(
-        start(), optimizer.init(start()), group
-    )
-    expected = make(optimizer)(start(), optimizer.init(start()), GROUPS[1][:2])
-    assert_same(moved[0], expected[0])
-
-
-def test_what_varies_without_end_is_told() -> None:
-    """A microbatch with a new text each time is a new graph each time, until the compiler has had enough."""
-    optimizer = ps.optim.adamw(0.125)
-
-    def scaled(params: Any, m: Any) -> Tensor:
-        return loss_fn(params, m) * len(m["name"])
-
-    step, plain = (
-        ps.make_update_step(scaled, optimizer, weight_fn=weight_fn, compile=compile)
-        for compile in (True, False)
-    )
-    groups = [[batch(2, 4) | {"name": "a" * length}] for length in range(1, 8)]
-    with few_recompilations(), pytest.warns(UserWarning, match="recompile_limit") as told:
-        ours, _ = run(step, optimizer, groups)
-    assert len(of_ours(told)) == 1
-    theirs, _ = run(plain, optimizer, groups)
-    assert_close(ours, theirs)
-
-
-def test_a_loss_that_raises_is_no_matter_of_the_compiler() -> None:
-    """The error is the loss's own, and the next step is compiled."""
-    step = make(ps.optim.adamw(0.125), compile=True)
-    state = ps.optim.adamw(0.125).init(start())
-    with warnings.catch_warnings():
-        # Dynamo looks at the loss's ``.grad`` when it gives up at the raise.
-        warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
-        for _ in range(2):
-            with pytest.raises(KeyError, match="y") as raised:
-                step(
-                    start(),
-                    state,
-                    [{"x": batch(2, 4)["x"]} | {"y": batch(2, 4)["y"]}, {"x": batch(2, 4)["x"]}],
-                )
-            assert raised.value.__context__ is None
-    step(start(), state, [batch(2, 4)])
-
-
-@pytest.mark.parametrize("settings", [{}, {"donate": True}])
-def test_who_looks_at_every_operation(settings: dict[str, Any]) -> None:
-    """A dispatch mode, as a counter of operations is, keeps the compiler away: the step is taken once, without a word."""
-    step = make(PLAIN, compile=True, **settings)
-    with FlopCounterMode(display=False) as counter:
-        ours, _ = run(step, PLAIN, GROUPS)
-    assert counter.get_total_flops() > 0
-    theirs, _ = run(make(PLAIN), PLAIN, GROUPS)
+        ours, _ = run(make(PLAIN, penalised, compile=AOT), PLAIN, GROUPS[1:2])
+    theirs, _ = run(make(PLAIN, penalised), PLAIN, GROUPS[1:2])
     assert_same(ours, theirs)
 
 
-# Dynamo looks at the loss's ``.grad`` when it gives up at the raise.
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
-def test_errors_come_through() -> None:
-    step = ps.make_update_step(
-        lambda params, m: loss_fn(params, m).mean(),
-        ps.optim.sgd(0.1),
-        weight_fn=weight_fn,
-        compile=True,
-    )
+def test_a_checkpoint_runs_eagerly_with_a_warning() -> None:
+    """What the compiler forbids when it fails is allowed again."""
+
+    def checkpointed(params: Any, m: Any) -> Tensor:
+        kept: Tensor = checkpoint(loss_fn, params, m, use_reentrant=False)
+        return kept
+
+    given = start(), PLAIN.init(start()), GROUPS[1]
+    with pytest.warns(UserWarning, match="make one graph of .*checkpointed"):
+        ours, theirs = (make(PLAIN, checkpointed, compile=c)(*given) for c in (True, False))
+    assert_same(ours[:2], theirs[:2])
+    w = torch.ones(2, requires_grad=True)
+    checkpoint(torch.sin, w, use_reentrant=False).sum().backward()
+    assert w.grad is not None
+
+
+def test_errors_of_the_loss_come_through() -> None:
+    """Without a word about the compiler; the next step is compiled."""
+    step = make(PLAIN, compile=AOT)
+    given, first = (start(), PLAIN.init(start())), batch(2, 4)
+    for _ in range(2):
+        with pytest.raises(KeyError, match="y") as raised:
+            step(*given, [first, {"x": first["x"]}])
+        assert raised.value.__context__ is None
+    step(*given, [first])
+    mean = make(PLAIN, lambda params, m: loss_fn(params, m).mean(), compile=AOT)
     with pytest.raises(ValueError, match=r"losses of shape \(\) against weights of shape \(2, 4\)"):
-        step(start(), ps.optim.sgd(0.1).init(start()), [batch(2, 4)])
+        mean(*given, [first])
+
+
+def test_a_dispatch_mode_keeps_the_compiler_away() -> None:
+    """As a counter of operations is: the step is taken once, without a warning."""
+    with FlopCounterMode(display=False) as counter:
+        ours, _ = run(make(PLAIN, compile=True, donate=True), PLAIN, GROUPS)
+    assert counter.get_total_flops() > 0
+    assert_same(ours, run(make(PLAIN), PLAIN, GROUPS)[0])
 
 
 def test_a_compiler_at_work_in_another_thread_is_not_ours() -> None:
@@ -171,24 +141,31 @@ def test_a_compiler_at_work_in_another_thread_is_not_ours() -> None:
             ps.count_tokens([torch.tensor([1.0, -1.0])], lambda m: m)
         old = torch.ones(2, requires_grad=True).clone()
         assert tree.overwrite(old, torch.zeros(2), None) is not old
-        torch.testing.assert_close(old, torch.ones(2), rtol=0, atol=0)
+        assert torch.equal(old, torch.ones(2))
     finally:
         go_on.set()
         other.join(60)
 
 
-def test_transforms_go_around_the_compiler() -> None:
-    """An ensemble of compiled steps is the ensemble of steps; a derivative through one is the derivative."""
-    optimizer = ps.optim.sgd(0.125)
-    group = [batch(2, 4, seed) for seed in range(2)]
+SGD = ps.optim.sgd(0.125)
+RATES = torch.tensor([1.0, 2.0]).double()
 
-    def moved(step: UpdateStep, rate: Tensor) -> Tensor:
+
+def ensemble(step: UpdateStep) -> Tensor:
+    def moved(rate: Tensor) -> Tensor:
         params = tree.map(lambda leaf: leaf * rate, start())
-        new: Tensor = step(params, optimizer.init(params), group)[0]["w"]
+        new: Tensor = step(params, SGD.init(params), GROUPS[1])[0]["w"]
         return new.sum()
 
-    rates = torch.tensor([1.0, 2.0]).double()
-    plain, through = make(optimizer), make(optimizer, compile=True)
-    for transform in (torch.vmap, lambda f: torch.vmap(torch.func.grad(f))):
-        expected = transform(lambda rate: moved(plain, rate))(rates)
-        assert torch.equal(transform(lambda rate: moved(through, rate))(rates), expected)
+    return torch.stack([torch.vmap(moved)(RATES), torch.vmap(torch.func.grad(moved))(RATES)])
+
+
+def test_transforms_go_around_the_compiler() -> None:
+    """An ensemble of compiled steps, a derivative through one, simulated ranks: no warning."""
+    assert torch.equal(ensemble(make(SGD, compile=True)), ensemble(make(SGD)))
+    axis = ps.VmapAxis(2)
+    step = make(SGD, compile=True, axis=axis, grad_and_value=torch.func.grad_and_value)
+    group = [tree.map(lambda *leaves: torch.stack(leaves), *GROUPS[1][:2])]
+    on_ranks = axis.map(step, in_dims=(None, None, 0), out_dims=None)
+    given = start(), SGD.init(start())
+    assert_same(on_ranks(*given, group)[0], make(SGD)(*given, GROUPS[1][:2])[0])

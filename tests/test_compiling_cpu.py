@@ -27,8 +27,6 @@ from tests.torch_private import (
     pass_of_the_compiler,
 )
 
-pytestmark = pytest.mark.usefixtures("fresh_compiler")
-
 STEP = torch.tensor(3)
 LEAF = torch.linspace(-1, 1, 4 * MANY)
 KEPT = "aten.as_strided.default"
@@ -39,87 +37,79 @@ def corrected(step: Tensor, leaf: Tensor) -> Tensor:
     return leaf / (1 - 0.9 ** step.to(torch.float64)).to(leaf.dtype)
 
 
-def test_a_costly_number_is_kept_where_many_begin_to_use_it() -> None:
-    """The power and what is made of it stay together: kept is what the many see, once."""
-    operators = operators_after(compute_once, corrected, STEP, LEAF)
-    assert operators.count(KEPT) == 1
-    assert operators.index(KEPT) == operators.index("aten.div.Tensor") - 1
+def twice(step: Tensor, leaf: Tensor) -> tuple[Tensor, Tensor]:
+    power = 0.9**step
+    return leaf * power, leaf * (1 - power)
 
 
-def test_each_of_many_networks_has_numbers_of_its_own() -> None:
-    steps, leaves = torch.arange(1, 5), LEAF.repeat(4, 1)
-    operators = operators_after(compute_once, torch.vmap(corrected), steps, leaves)
-    assert operators.count(KEPT) == 1
+def halves(step: Tensor, leaf: Tensor) -> list[Tensor]:
+    return [leaf * half for half in (0.9**step).unbind()]
 
 
-@pytest.mark.parametrize(
-    ("step", "leaf"),
-    [
-        (STEP, LEAF[: MANY - 1]),  # hardly more than one
-        (LEAF.abs(), LEAF),  # as many
-    ],
-)
-def test_nothing_is_kept_that_does_not_repay_it(step: Tensor, leaf: Tensor) -> None:
-    assert KEPT not in operators_after(compute_once, corrected, step, leaf)
+NETWORKS = torch.vmap(corrected), torch.arange(1, 5), LEAF.repeat(4, 1)
+KEPT_ONCE: dict[str, Any] = {
+    "where many begin to use it": (corrected, STEP, LEAF),
+    "for each of many networks": NETWORKS,
+    "where many use it twice": (twice, STEP, LEAF),
+    "where the size is not known yet": (corrected, STEP, LEAF[:3], "symbolic"),
+}
+NOT_KEPT: dict[str, Any] = {
+    "for hardly more than one": (corrected, STEP, LEAF[: MANY - 1]),
+    "for as many as it has": (corrected, LEAF.abs(), LEAF),
+    "that costs little": (lambda step, leaf: leaf * (1 - step), STEP, LEAF),
+    "that many do not use": (lambda step, leaf: (0.9**step, leaf), STEP, LEAF),
+    "of which each part has many": (halves, torch.ones(2), LEAF),
+    "for networks of unknown size": (*NETWORKS, "symbolic"),
+}
 
 
-def test_nothing_is_kept_that_costs_little_or_has_no_user_among_many() -> None:
-    assert KEPT not in operators_after(
-        compute_once, lambda step, leaf: leaf * (1 - step), STEP, LEAF
-    )
-    assert KEPT not in operators_after(
-        compute_once, lambda step, leaf: (0.9**step, leaf), STEP, LEAF
-    )
+def operators(function: Any, step: Tensor, leaf: Tensor, mode: Any = "fake") -> list[str]:
+    return operators_after(compute_once, function, step, leaf, mode=mode)
 
 
-def test_parts_of_what_is_costly_are_users_like_any() -> None:
-    def halves(step: Tensor, leaf: Tensor) -> list[Tensor]:
-        return [leaf * half for half in (0.9**step).unbind()]
-
-    steps = torch.ones(2)
-    assert KEPT not in operators_after(compute_once, halves, steps, LEAF)
+@pytest.mark.parametrize("case", KEPT_ONCE)
+def test_a_costly_number_is_kept_once(case: str) -> None:
+    assert operators(*KEPT_ONCE[case]).count(KEPT) == 1
 
 
-def test_sizes_that_are_not_known_yet_are_large() -> None:
-    operators = operators_after(compute_once, corrected, STEP, LEAF[:3], mode="symbolic")
-    assert operators.count(KEPT) == 1
-    steps, leaves = torch.arange(1, 5), LEAF.repeat(4, 1)
-    operators = operators_after(compute_once, torch.vmap(corrected), steps, leaves, mode="symbolic")
-    assert KEPT not in operators
+def test_what_is_kept_is_what_the_many_see() -> None:
+    """The power and what is made of it stay together."""
+    found = operators(corrected, STEP, LEAF)
+    assert found.index(KEPT) == found.index("aten.div.Tensor") - 1
 
 
-def test_what_has_been_kept_is_cheap_from_there_on() -> None:
-
-    def twice(step: Tensor, leaf: Tensor) -> tuple[Tensor, Tensor]:
-        power = 0.9**step
-        return leaf * power, leaf * (1 - power)
-
-    assert operators_after(compute_once, twice, STEP, LEAF).count(KEPT) == 1
+@pytest.mark.parametrize("case", NOT_KEPT)
+def test_a_number_is_not_kept(case: str) -> None:
+    assert KEPT not in operators(*NOT_KEPT[case])
 
 
 def few_of(x: Tensor) -> Tensor:
     return (-x).exp() + 0.5
 
 
-@pytest.mark.parametrize(
-    "function",
-    [
-        lambda few, many: many * few_of(few)[1, 2],
-        lambda few, many: many * few_of(few).t()[:, 1:].reshape(3, 1, 1, 1),
-        lambda few, many: many + few_of(few[1:].t())[..., None, None] * few_of(few)[0, 1],
-        lambda few, many: (
-            many + few_of(few.t().expand(3, 2)).sum() + few_of(few)[1:, 1:].cos()[0, 1]
-        ),
-        lambda few, many: (many * (power := few_of(few)[0, 0] ** 2), many / power, power),
-        lambda few, many: many * few_of(many.amax((2, 3)))[..., None, None],
-    ],
-)  # fmt: skip
-def test_compiled_of_views(function: Any) -> None:
+def views(few: Tensor, many: Tensor) -> tuple[Tensor, ...]:
+    """Views of a few that many see, in every order."""
+    power = few_of(few)[0, 0] ** 2
+    return (
+        many * few_of(few)[1, 2],
+        many * few_of(few).t()[:, 1:].reshape(3, 1, 1, 1),
+        many + few_of(few[1:].t())[..., None, None] * few_of(few)[0, 1],
+        many + few_of(few.t().expand(3, 2)).sum() + few_of(few)[1:, 1:].cos()[0, 1],
+        many * power,
+        many / power,
+        many * few_of(many.amax((2, 3)))[..., None, None],
+    )
+
+
+def test_compiled_of_views() -> None:
     """Whatever view of the few the many see, and in whatever order of memory the few lie."""
-    few = torch.linspace(0, 1, 6).reshape(2, 3)
     many = torch.linspace(-1, 1, 6 * 8 * 8).reshape(3, 2, 8, 8)[:, :2]
-    for given in (few, torch.linspace(0, 1, 6).reshape(3, 2).t()):
-        torch.testing.assert_close(ps.compile(function)(given, many), function(given, many))
+    compiled = ps.compile(views)
+    for few in (
+        torch.linspace(0, 1, 6).reshape(2, 3),
+        torch.linspace(0, 1, 6).reshape(3, 2).t(),
+    ):
+        torch.testing.assert_close(compiled(few, many), views(few, many))
 
 
 def test_split_addmm() -> None:
@@ -182,14 +172,6 @@ def mlp(params: Any, x: Tensor) -> Tensor:
     return hidden @ params["v"] + x
 
 
-def parameters() -> dict[str, Tensor]:
-    return {
-        "bias": integers(SIDE, seed=1).requires_grad_(),
-        "v": integers(SIDE, SIDE, seed=2).requires_grad_(),
-        "w": integers(SIDE, SIDE, seed=3).requires_grad_(),
-    }
-
-
 def products_alone(graph: torch.fx.Graph) -> None:
     split_addmm(graph)
     use_onednn(graph)
@@ -206,16 +188,17 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 replaced = partial(operators_after, products_alone)
 
 
-@pytest.mark.parametrize("a", layouts(SIDE, SIDE + 16, 0).values(), ids=layouts(1, 1, 0))
-@pytest.mark.parametrize("b", layouts(SIDE + 16, SIDE - 8, 1).values(), ids=layouts(1, 1, 0))
-def test_every_layout(a: Tensor, b: Tensor) -> None:
-    assert a.shape[0] * b.numel() >= LEAST
-    assert torch.equal(product(a, b), a @ b)
-    assert product(a, b).is_contiguous()
+@pytest.mark.parametrize("layout", layouts(1, 1, 0))
+def test_products_of_every_layout(layout: str) -> None:
+    a = layouts(SIDE, SIDE + 16, 0)[layout]
+    for b in layouts(SIDE + 16, SIDE - 8, 1).values():
+        assert a.shape[0] * b.numel() >= LEAST
+        assert torch.equal(product(a, b), a @ b)
+        assert product(a, b).is_contiguous()
 
 
 @pytest.mark.parametrize("sizes", [(0, 4, 5), (3, 0, 5), (3, 4, 0), (1, 1, 1), (1, LEAST, 1)])
-def test_every_size(sizes: tuple[int, int, int]) -> None:
+def test_products_of_every_size(sizes: tuple[int, int, int]) -> None:
     m, k, n = sizes
     a, b = integers(m, k), integers(k, n)
     assert torch.equal(product(a, b), a @ b)
@@ -235,17 +218,18 @@ def test_what_repays_is_replaced() -> None:
     assert replaced(scaled, z, x, y) == ["aten.addmm.default"]
 
 
-def test_compiled_with_gradients() -> None:
+def test_compiled_products_with_gradients() -> None:
     """Forward and backward, of sizes that are known and of sizes that are not."""
-    params = parameters()
+    shapes = {"bias": (SIDE,), "v": (SIDE, SIDE), "w": (SIDE, SIDE)}
+    params = {name: integers(*shape, seed=1).requires_grad_() for name, shape in shapes.items()}
     step = compiled(mlp)
     for rows in (SIDE, SIDE + 5, 3, SIDE + 9):
         x = integers(rows, SIDE, seed=rows)
         outputs = [function(params, x) for function in (step, mlp)]
         assert torch.equal(*outputs)
-        grads = [torch.autograd.grad(output.sum(), list(params.values())) for output in outputs]
-        for one, other in zip(*grads, strict=True):
-            assert torch.equal(one, other)
+        grads = [torch.autograd.grad(output.sum(), [*params.values()]) for output in outputs]
+        assert all(map(torch.equal, *grads))
+    assert pass_of_the_compiler() is None, "options of the compiler stay as they are"
 
 
 def test_compiled_with_sizes_that_only_the_data_knows() -> None:
@@ -256,14 +240,6 @@ def test_compiled_with_sizes_that_only_the_data_knows() -> None:
     chosen = torch.arange(SIDE) % 3 > 0
     with compiling_sizes_of_data():
         output = compiled(picked)(x, chosen, w)
-    for one, other in zip(
-        torch.autograd.grad(output.sum(), (x, w)),
-        torch.autograd.grad(picked(x, chosen, w).sum(), (x, w)),
-        strict=True,
-    ):
-        assert torch.equal(one, other)
-
-
-def test_options_of_the_compiler_stay_as_they_are() -> None:
-    compiled(mlp)(parameters(), integers(SIDE, SIDE))
-    assert pass_of_the_compiler() is None
+    ours = torch.autograd.grad(output.sum(), (x, w))
+    theirs = torch.autograd.grad(picked(x, chosen, w).sum(), (x, w))
+    assert all(map(torch.equal, ours, theirs))

@@ -7,7 +7,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -37,112 +37,91 @@ def test_prefetch_changes_nothing(sizes: list[int], depth: int) -> None:
     assert "prefetch" not in {thread.name for thread in threading.enumerate()}
 
 
+def counted(made: Callable[[Tensor], None]) -> Any:
+    """A tensor that calls this with each copy that is brought to a device."""
+
+    class Original(Tensor):
+        def to(self, *args: Any, **kwargs: Any) -> Any:
+            copy = self.as_subclass(Tensor).clone()
+            made(copy)
+            return copy
+
+    return torch.zeros(2).as_subclass(Original)
+
+
+def zero_labels(microbatch: Any) -> Tensor:
+    return microbatch["labels"].as_subclass(Tensor) == 0
+
+
 @pytest.mark.parametrize("depth", [1, 2, 3])
 def test_prefetch_keeps_to_its_depth(depth: int) -> None:
-    """Copies are made ahead; with the one in use, which is the consumer's, ``depth`` of them live and no more."""
+    """With the microbatch in use, the consumer's, ``depth`` copies live and no more."""
     copies: list[weakref.ref[Tensor]] = []
     alive: list[int] = []
     made = threading.Semaphore(0)
 
-    class Original(Tensor):
-        """A tensor whose copies are counted while they live."""
+    def count(copy: Tensor) -> None:
+        copies.append(weakref.ref(copy))
+        alive.append(sum(ref() is not None for ref in copies))
+        made.release()
 
-        def to(self, *args: Any, **kwargs: Any) -> Any:
-            copy = self.as_subclass(Tensor).clone()
-            copies.append(weakref.ref(copy))
-            alive.append(sum(ref() is not None for ref in copies))
-            made.release()
-            return copy
-
-    def weight_fn(microbatch: dict[str, Tensor]) -> Tensor:
-        return microbatch["labels"].as_subclass(Tensor) == 0
-
-    groups = [[{"labels": torch.zeros(2).as_subclass(Original)} for _ in range(3)] for _ in "abc"]
-    seen = 0
-    for group in ps.prefetch(groups, "cpu", depth, weight_fn=weight_fn):
+    groups = [[{"labels": counted(count)} for _ in range(3)] for _ in "abc"]
+    number = 0
+    for group in ps.prefetch(groups, "cpu", depth, weight_fn=zero_labels):
         for microbatch in group:
-            seen += 1
+            number += 1
             # So many are made while nothing more is asked for.
-            for _ in range(depth if seen == 1 else seen + depth - 1 <= 9):
+            for _ in range(depth if number == 1 else number + depth - 1 <= 9):
                 assert made.acquire(timeout=60)
             del microbatch
-    assert seen == len(alive) == 9
+    assert number == len(alive) == 9
     assert max(alive) == depth
 
 
 def test_prefetch_copies_again_one_at_a_time() -> None:
     """A group that is iterated again is not brought to the device as a whole."""
-    copied = []
-
-    class Original(Tensor):
-        def to(self, *args: Any, **kwargs: Any) -> Any:
-            copied.append(self)
-            return self.as_subclass(Tensor)
-
-    groups = ps.prefetch(
-        [[{"x": torch.ones(1).as_subclass(Original)} for _ in range(3)]],
-        "cpu",
-        weight_fn=lambda m: m["x"].as_subclass(Tensor),
-    )
+    copied: list[Tensor] = []
+    source = [[{"labels": counted(copied.append)} for _ in range(3)]]
+    groups = ps.prefetch(source, "cpu", weight_fn=zero_labels)
     group = next(groups)
     assert len(list(group)) == len(copied) == 3
     next(iter(group))
     assert len(copied) == 4
 
 
-def raising(error: BaseException) -> type[Tensor]:
-    """Tensors that cannot be brought to a device."""
-
-    class Stuck(Tensor):
-        def to(self, *args: Any, **kwargs: Any) -> Any:
-            raise error
-
-    return Stuck
-
-
 ERRORS: list[BaseException] = [OSError("disk"), KeyboardInterrupt(), SystemExit(2)]
 
 
+@pytest.mark.parametrize("place", ["source", "weights", "copy"])
 @pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
-def test_prefetch_raises_what_went_wrong_in_its_turn(error: BaseException) -> None:
-    """Of the source and of counting where the group is due, of copying where the microbatch is; then it is over."""
+def test_prefetch_raises_what_went_wrong_in_its_turn(error: BaseException, place: str) -> None:
+    """Of source and weights where the group is due, of a copy where it is; then it is over."""
 
-    def source(fails: bool) -> Iterator[list[Any]]:
+    def fail(*_: Any) -> Any:
+        raise error
+
+    def source() -> Iterator[list[Any]]:
         yield labelled(2)
-        if fails:
-            raise error
-        yield [*labelled(1), {"labels": torch.ones(1).as_subclass(raising(error))}]
+        if place == "source":
+            fail()
+        yield [*labelled(1), {"labels": counted(fail) if place == "copy" else torch.ones(1)}]
 
     def weight_fn(microbatch: dict[str, Tensor]) -> Tensor:
-        return microbatch["labels"].as_subclass(Tensor) >= 0
+        labels = microbatch["labels"].as_subclass(Tensor)
+        return fail() if place == "weights" and labels.numel() == 1 else labels >= 0
 
-    def failing(microbatch: dict[str, Tensor]) -> Tensor:
-        if int(microbatch["labels"][0]) == 1:
-            raise error
-        return weight_fn(microbatch)
-
-    groups = ps.prefetch(source(True), "cpu")
+    groups = ps.prefetch(source(), "cpu", 3, weight_fn=weight_fn)
     assert len(list(next(groups))) == 2
-    with pytest.raises(type(error)) as raised:
-        next(groups)
-    assert raised.value is error
-    assert any(entry.name == "source" for entry in raised.traceback)
-    assert list(groups) == []
-
-    with pytest.raises(type(error)) as raised:
-        next(ps.prefetch(source(False), "cpu", weight_fn=failing))
-    assert raised.value is error
-
-    groups = ps.prefetch(source(False), "cpu", 3, weight_fn=weight_fn)
-    assert len(list(next(groups))) == 2
-    second = iter(next(groups))
-    assert int(next(second)["labels"][0]) == 0
-    with pytest.raises(type(error)) as raised:
-        next(second)
-    assert raised.value is error
+    if place == "copy":
+        second = iter(next(groups))
+        assert int(next(second)["labels"][0]) == 0
+        with pytest.raises(type(error)) as raised:
+            next(second)
+        assert raised.value is error
     with pytest.raises(type(error)) as raised:
         next(groups)
     assert raised.value is error, "the data have not run out"
+    assert place != "source" or any(entry.name == "source" for entry in raised.traceback)
     assert list(groups) == []
 
 
@@ -171,8 +150,8 @@ def test_prefetch_leaves_alone_what_is_no_tensor() -> None:
     assert microbatch["more"] == [array, None]
 
 
-class Positioned:
-    """Groups from an object that counts for itself what its iterator has given."""
+class Source:
+    """Groups from an object that counts what its iterator has given, and can be closed."""
 
     def __init__(self, count: int) -> None:
         self.position, self.count, self.closed = 5, count, False
@@ -187,14 +166,12 @@ class Positioned:
 
 
 def test_prefetch_tells_its_position() -> None:
-    """Of what was handed over, where the source tells its own; None where it tells none."""
+    """Of what was handed over, where the source tells a position; None where it tells none."""
     groups = ps.prefetch(ps.group(labelled(10), 4, start=1), "cpu", 3)
     assert groups.position == 1
     assert [(len(list(group)), groups.position) for group in groups] == [(4, 5), (4, 9), (1, 10)]
-    assert groups.position == 10
-    chained = ps.prefetch(ps.prefetch(Positioned(2), "cpu"), "cpu")
-    assert chained.position == 5
-    assert [chained.position for _ in chained] == [7, 9]
+    chained = ps.prefetch(ps.prefetch(Source(2), "cpu"), "cpu")
+    assert [chained.position, *(chained.position for _ in chained)] == [5, 7, 9]
     unknown = ps.prefetch([labelled(1)], "cpu")
     assert [unknown.position, *(unknown.position for _ in unknown)] == [None, None]
 
@@ -251,18 +228,6 @@ def test_prefetch_waits_for_no_source() -> None:
     assert set(asked) <= {"second"}
 
 
-def test_prefetch_closes_nothing_of_the_users() -> None:
-    """A data set, or an iterator of a class of one's own, is as it was."""
-    data, threads = Positioned(9), set(threading.enumerate())
-    for source in (data, Stream()):
-        groups = ps.prefetch(source, "cpu")
-        next(groups)
-        groups.close()
-        for thread in set(threading.enumerate()) - threads:
-            thread.join(timeout=60)
-        assert not source.closed
-
-
 class Stream(Iterator[list[Any]]):
     """An endless iterator that can be closed."""
 
@@ -275,6 +240,18 @@ class Stream(Iterator[list[Any]]):
         self.closed = True
 
 
+@pytest.mark.parametrize("source", [Source(9), Stream()], ids=["data", "iterator"])
+def test_prefetch_closes_nothing_of_the_users(source: Any) -> None:
+    """A data set, or an iterator of a class of one's own, is as it was."""
+    threads = set(threading.enumerate())
+    groups = ps.prefetch(source, "cpu")
+    next(groups)
+    groups.close()
+    for thread in set(threading.enumerate()) - threads:
+        thread.join(timeout=60)
+    assert not source.closed
+
+
 def test_prefetch_never_asked_never_begins() -> None:
     groups = ps.prefetch(ps.group(labelled(3), 2), "cpu")
     assert "prefetch" not in {thread.name for thread in threading.enumerate()}
@@ -282,38 +259,24 @@ def test_prefetch_never_asked_never_begins() -> None:
     assert next(groups, "end") == "end"
 
 
-def test_prefetch_of_groups_that_are_left_early() -> None:
-    """A group that was left makes room for the next, even at depth 1, and says so when it is asked again."""
-    for depth in (1, 2, 3):
-        groups = ps.prefetch([labelled(3)] * 9, "cpu", depth)
-        for _ in range(6):
-            first = iter(next(groups))
-            next(first)
-        next(groups)
-        second = next(groups)
-        assert len(list(second)) == 3
-        with pytest.raises(RuntimeError, match="this group was left for a later one"):
-            next(first)
-        groups.close()
-        assert list(groups) == []
-
-
-def test_prefetch_reads_ahead_of_a_group_after_one_that_was_left() -> None:
-    """The room of copies that were dropped is used again."""
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_prefetch_of_groups_that_are_left_early(depth: int) -> None:
+    """A group that was left makes room for the next, and says so when it is asked again."""
     made = threading.Semaphore(0)
-
-    class Counted(Tensor):
-        def to(self, *args: Any, **kwargs: Any) -> Any:
-            made.release()
-            return self.as_subclass(Tensor)
-
-    source = [[{"x": torch.ones(1).as_subclass(Counted)}] * 3 for _ in range(3)]
-    groups = ps.prefetch(source, "cpu", 3, weight_fn=lambda m: torch.ones(1))
-    for _ in source:
-        next(groups)
-        assert made.acquire(timeout=20)
-        assert made.acquire(timeout=20)
+    source = [[{"labels": counted(lambda _: made.release())}] * 3] * 9
+    groups = ps.prefetch(source, "cpu", depth, weight_fn=zero_labels)
+    for _ in range(6):
+        first = iter(next(groups))
+        next(first)
+        for _ in range(min(depth, 3)):
+            assert made.acquire(timeout=20), "the room of copies that were dropped is used again"
+    next(groups)
+    second = next(groups)
+    assert len(list(second)) == 3
+    with pytest.raises(RuntimeError, match="this group was left for a later one"):
+        next(first)
     groups.close()
+    assert list(groups) == []
 
 
 def test_prefetch_reads_no_further_than_its_depth() -> None:
@@ -327,47 +290,22 @@ def test_prefetch_reads_no_further_than_its_depth() -> None:
     groups.close()
 
 
-class Slow(Tensor):
-    """What arrives when it is told to."""
-
-    begun: threading.Event
-    go_on: threading.Event
-
-    def to(self, *args: Any, **kwargs: Any) -> Any:
-        self.begun.set()
-        assert self.go_on.wait(timeout=60)
-        return self.as_subclass(Tensor)
-
-
-def slow() -> tuple[Any, threading.Event, threading.Event]:
-    """A microbatch of it, what tells that its copy has begun, and what lets it go on."""
-    labels: Any = torch.zeros(1).as_subclass(Slow)
-    labels.begun, labels.go_on = threading.Event(), threading.Event()
-    return {"labels": labels}, labels.begun, labels.go_on
-
-
-def weights_of_slow(microbatch: Any) -> Tensor:
-    return microbatch["labels"].as_subclass(Tensor) >= 0
-
-
 def test_prefetch_of_a_group_that_is_left_while_it_is_copied() -> None:
     """What is on its way then is let go, and its place is free again."""
-    last, begun, go_on = slow()
-    source = [[*labelled(1), last], labelled(3)]
-    groups = ps.prefetch(source, "cpu", weight_fn=weights_of_slow)
+    begun, go_on = threading.Event(), threading.Event()
+
+    def wait(_: Tensor) -> None:
+        begun.set()
+        assert go_on.wait(timeout=60)
+
+    source = [[*labelled(1), {"labels": counted(wait)}], labelled(3), [{"labels": counted(wait)}]]
+    groups = ps.prefetch(source, "cpu", weight_fn=zero_labels)
     next(iter(next(groups)))
     assert begun.wait(timeout=60)
     threading.Timer(0.05, go_on.set).start()
     assert [int(m["labels"][0]) for m in next(groups)] == [0, 1, 2]
-    groups.close()
-
-
-def test_prefetch_closed_while_the_next_group_is_copied() -> None:
-    """Which was announced already, and is not handed over any more."""
-    first, begun, go_on = slow()
-    groups = ps.prefetch([labelled(1), [first]], "cpu", weight_fn=weights_of_slow)
-    assert len(list(next(groups))) == 1
-    assert begun.wait(timeout=60)
+    # Closed while the next one is copied, which was announced already.
+    go_on.clear()
     groups.close()
     assert list(groups) == []
     go_on.set()
@@ -392,8 +330,7 @@ if sys.argv[2] == "closed":
 """
 
 
-@pytest.mark.parametrize("source", ["stalled", "at work"])
-@pytest.mark.parametrize("how", ["closed", "in use"])
+@pytest.mark.parametrize(("source", "how"), [("stalled", "in use"), ("at work", "closed")])
 def test_prefetch_lets_the_program_end(source: str, how: str) -> None:
     """In good order: also with a source that would never answer, or that is inside of torch."""
     subprocess.run([sys.executable, "-c", LEFT, source, how], check=True, timeout=120)
@@ -409,13 +346,8 @@ def test_prefetch_asks_for_weights_once() -> None:
             self.asked += 1
             return torch.ones_like(microbatch["x"])
 
-    counting = Counting()
-    groups = [[{"x": torch.ones(2)}] * 3]
-    sgd = ps.optim.sgd(0.1)
+    counting, sgd, w = Counting(), ps.optim.sgd(0.1), torch.ones(())
     step = ps.make_update_step(lambda w, m: w * m["x"], sgd, weight_fn=counting.weights)
-    w = torch.ones(())
-    ahead = ps.prefetch(groups, "cpu", weight_fn=counting.weights)
-    moved, _, metrics = step(w, sgd.init(w), next(ahead))
+    ahead = ps.prefetch([[{"x": torch.ones(2)}] * 3], "cpu", weight_fn=counting.weights)
+    assert step(w, sgd.init(w), next(ahead))[2].num_tokens == 6
     assert counting.asked == 3
-    assert metrics.num_tokens == 6
-    assert moved == w - torch.tensor(0.1)
