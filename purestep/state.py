@@ -80,11 +80,11 @@ def slots(tree: Tree) -> dict[str, Slot]:
     named = _named(tree, within=Shard)
     places = trees.spread(trees.flatten(tree)[1]) or [None] * len(named)
     return {
-        name: slot(name, leaf, place) for (name, leaf), place in zip(named, places, strict=True)
+        name: _slot(name, leaf, place) for (name, leaf), place in zip(named, places, strict=True)
     }
 
 
-def slot(name: str, leaf: Any, place: Place | None) -> Slot:
+def _slot(name: str, leaf: Any, place: Place | None) -> Slot:
     """A tensor, or the piece of one at this place; anything else is refused by its name."""
     tensor = _plain(name, leaf)
     if place is None or tensor.ndim != len(place.shape):  # such as an optimizer's count

@@ -77,8 +77,3 @@ def load(_: int, path: Path, dims: str = "dp", dim: int = 0) -> None:
 
 
 LARGE = 2**18
-
-
-def save_to(_: int, path: Path) -> tuple[str, str]:
-    """One tensor."""
-    return refused(lambda: ps.checkpoint.save(path, ps.shard([torch.ones(3)], axis())))

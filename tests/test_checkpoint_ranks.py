@@ -1,63 +1,74 @@
-"""Checkpoints of many ranks: what comes back, on how many of them, and what other tools read and write."""
+"""Checkpoints of many ranks: what comes back, on how many of them, what they refuse together, and what others read and write."""
 
 from __future__ import annotations
 
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
 from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytest
 import safetensors.torch
 import torch
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.filesystem import FileSystemReader
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint.state_dict_loader import load as load_distributed
 
 import purestep as ps
-from purestep.testing.processes import World
-from tests.held_by_ranks import LARGE, axis, load, save, together, whole
+from purestep.testing.processes import DeadRankError, World, values
+from tests.hazards import room
+from tests.held_by_ranks import BAD, LARGE, axis, load, refused, save, together, whole
 from tests.memory import LiveBytes
 from tests.states import assert_same_bits, noise, zeros
+
+SMALL = {"w": torch.zeros(5, 3), "n": torch.tensor(1), "b": torch.ones(2)}
+OTHER = {"w": torch.zeros(5, 4), "n": torch.tensor(1.0), "x": torch.zeros(4)}
+ROOT = Path(__file__).parent.parent
+LOCAL = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+
+
+def files(folder: Path) -> set[str]:
+    return {file.name for file in folder.iterdir()}
 
 
 def test_any_number_of_ranks_loads_what_any_number_saves(
     three: World, world: World, path: Path
 ) -> None:
+    """And pieces of a file."""
     together(world, save, path)
     together(three, load, path)
     together(three, load, path, "dp", 1)
-    found = ps.checkpoint.load(path, zeros(whole()))
-    assert_same_bits(found, whole())
-    assert found["columns"].stride() == whole()["columns"].stride()
+    assert_same_bits(ps.checkpoint.load(path, zeros(whole())), whole())
     other = path.with_name("other")
     together(three, save, other, "dp", 1)
     together(world, load, other, "shard")
-    assert {*path.parent.iterdir()} == {path, other}
-    assert {file.name for file in other.iterdir()} == {
-        ".metadata", *(f"__{rank}_0.distcp" for rank in range(3))
-    }  # fmt: skip
+    assert files(path.parent) == {"state", "other"}
+    assert files(other) == {".metadata", *(f"__{rank}_0.distcp" for rank in range(3))}
+    file = path.with_name("file")
+    ps.checkpoint.save(file, whole())
+    together(three, load, file)
+    together(world, load, file, "shard", 1)
 
 
-def test_ranks_load_pieces_of_a_file(three: World, world: World, path: Path) -> None:
-    ps.checkpoint.save(path, whole())
-    together(three, load, path)
-    together(world, load, path, "shard", 1)
-
-
-def test_what_replicas_hold_is_written_once(world: World, path: Path) -> None:
-    together(world, save_large, path)
-    sizes = [file.stat().st_size for file in path.glob("*.distcp")]
-    assert sum(sizes) < 1.1 * 4 * (LARGE + LARGE // 4)
-    assert max(sizes) < 0.6 * 4 * (LARGE + LARGE // 4), "shared among the ranks"
-    like = {"pieces": torch.zeros(LARGE), "whole": [torch.zeros(LARGE // 16)] * 4}
-    found = ps.checkpoint.load(path, like)
-    assert_same_bits(found, large())
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_torch_reads_it(three: World, path: Path) -> None:
+    together(three, save, path)
+    state: dict[str, Any] = dict(ps.state_dict(zeros(whole())))
+    load_distributed(state, checkpoint_id=path, no_dist=True)
+    assert_same_bits(state, ps.state_dict(whole()))
 
 
 def large() -> Any:
     """A tensor to be cut, and others."""
-    return {
-        "pieces": noise(torch.float32, LARGE),
-        "whole": [noise(torch.float32, LARGE // 16) for _ in range(4)],
-    }
+    others = [noise(torch.float32, LARGE // 16) for _ in range(4)]
+    return {"pieces": noise(torch.float32, LARGE), "whole": others}
 
 
 def save_large(_: int, path: Path) -> None:
@@ -66,57 +77,308 @@ def save_large(_: int, path: Path) -> None:
     ps.checkpoint.save(path, state | {"pieces": ps.shard(state["pieces"], axis("shard"))})
 
 
+def test_what_replicas_hold_is_written_once(world: World, path: Path) -> None:
+    together(world, save_large, path)
+    sizes = [file.stat().st_size for file in path.glob("*.distcp")]
+    assert sum(sizes) < 1.1 * 4 * (LARGE + LARGE // 4)
+    assert max(sizes) < 0.6 * 4 * (LARGE + LARGE // 4), "shared among the ranks"
+    assert_same_bits(ps.checkpoint.load(path, zeros(large())), large())
+
+
+def peaks(_: int, path: Path) -> list[int]:
+    """Bytes that saving, exporting and loading make."""
+    state = {str(i): ps.shard(torch.ones(512, 512), axis()) for i in range(8)}
+    bytes_ = []
+    for act, name in [("save", "state"), ("export", "model"), ("load", "state")]:
+        with LiveBytes() as live:
+            kept = getattr(ps.checkpoint, act)(path.with_name(name), state)
+        del kept
+        bytes_.append(live.peak)
+    return bytes_
+
+
 def test_nothing_is_held_but_pieces(three: World, path: Path) -> None:
+    """And others read what is exported."""
     piece, largest = 171 * 512 * 4, 512 * 512 * 4
     for saved, exported, loaded in together(three, peaks, path):
         assert saved < 0.1 * piece
         assert exported < 8.1 * largest + 2.1 * largest, "all, on the first, and one in the making"
         assert loaded < 10.1 * piece, "eight, what is read, and what was read before"
     found = safetensors.torch.load_file(path.with_name("model"))
-    assert len(found) == 8
+    assert found.keys() == {*map(str, range(8))}
     assert all(torch.equal(tensor, torch.ones(512, 512)) for tensor in found.values())
 
 
-def peaks(_: int, path: Path) -> tuple[int, ...]:
-    """Bytes that saving, exporting and loading make."""
-    state = {str(i): ps.shard(torch.ones(512, 512), axis()) for i in range(8)}
-
-    def peak(act: Callable[..., Any], *args: Any) -> int:
-        with LiveBytes() as live:
-            kept = act(*args)
-        del kept
-        return live.peak
-
-    return (
-        peak(ps.checkpoint.save, path, state),
-        peak(ps.checkpoint.export, path.with_name("model"), state),
-        peak(ps.checkpoint.load, path, state),
-    )
+# In the background.
 
 
-def test_torch_reads_it(three: World, path: Path) -> None:
-    together(three, save, path)
-    reader, planner = FileSystemReader(path), DefaultLoadPlanner()
-    metadata = reader.read_metadata()
-    state: dict[str, Any] = dict(ps.state_dict(zeros(whole())))
-    assert metadata.state_dict_metadata.keys() == state.keys()
-    planner.set_up_planner(state, metadata)
-    reader.set_up_storage_reader(metadata, True)
-    reader.read_data(planner.create_local_plan(), planner).wait()
-    assert_same_bits(state, ps.state_dict(whole()))
+def save_in_background(rank: int, path: Path) -> None:
+    """Twice, while it is written to, and all meet over their own group."""
+    state = {"w": ps.shard(torch.ones(1000), axis())}
+    alone = {"w": torch.ones(1000)}
+    with ps.checkpoint.Background() as background, ps.checkpoint.Background() as other:
+        for number in range(2):
+            background.save(path.with_name(f"pieces{number}"), state)
+            if rank == 0:
+                other.save(path.with_name("file"), alone)
+            state["w"].piece.mul_(2)
+            alone["w"].mul_(2)
+            for _ in range(20):
+                assert ps.psum(torch.tensor([1.0]), axis()) == 3
+    assert dist.get_world_size() == 3
 
 
-def test_safetensors_of_others_and_for_others(three: World, path: Path) -> None:
-    model = {"wte.weight": noise(torch.bfloat16, 7, 3), "b": noise(torch.float32), "a.b": noise(torch.float16, 2)}  # fmt: skip
-    foreign = path.with_name("foreign")
-    safetensors.torch.save_file(model, foreign, {"format": "pt"})
-    together(three, take_in_and_give_out, foreign, path)
-    assert_same_bits(safetensors.torch.load_file(path), model)
+def test_what_is_saved_in_the_background_is_what_it_was(three: World, path: Path) -> None:
+    together(three, save_in_background, path)
+    for name in ("pieces1", "file"):
+        found = ps.checkpoint.load(path.with_name(name), {"w": torch.zeros(1000)})
+        assert torch.equal(found["w"], torch.full((1000,), 2.0))
 
 
-def take_in_and_give_out(_: int, foreign: Path, path: Path) -> None:
-    """One tensor after the other."""
-    over = axis()
-    with safetensors.safe_open(foreign, "pt") as file:
-        params = {name: ps.shard(file.get_tensor(name), over) for name in file.keys()}  # noqa: SIM118
-    ps.checkpoint.export(path, params)
+def die_in_a_save(rank: int, path: Path) -> None:
+    """The last rank dies while it writes."""
+    state = ps.shard([torch.ones(3 * LARGE)], axis())
+
+    def die() -> None:
+        while not [*path.parent.glob("*.unfinished/__2_0.distcp")]:
+            pass
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    saving = ps.checkpoint.Background()
+    saving.save(path, state)
+    saving.wait()
+    if rank == 2:
+        threading.Thread(target=die, daemon=True).start()
+    saving.save(path.with_name("state2"), state)
+    saving.wait()
+
+
+def test_a_rank_that_dies_is_heard_in_the_background(path: Path) -> None:
+    with World(3, timeout=40) as world:
+        results = world.run(die_in_a_save, [path] * 3)
+    assert [type(result) for result in results] == [RuntimeError, RuntimeError, DeadRankError]
+    found = ps.checkpoint.load(path, [torch.zeros(3 * LARGE)])
+    assert_same_bits(found, [torch.ones(3 * LARGE)])
+    assert files(path.parent) == {"state"}
+
+
+ENDS = f"""
+import sys, torch, torch.distributed as dist, purestep as ps
+from torch.distributed.device_mesh import init_device_mesh
+folder, rank = sys.argv[1:]
+dist.init_process_group("gloo", init_method=f"file://{{folder}}/store", rank=int(rank), world_size=2)
+axis = ps.MeshAxis(init_device_mesh("cpu", (2,), mesh_dim_names=("dp",)), "dp")
+state = ps.shard([torch.ones({LARGE})] * 8, axis)
+ps.checkpoint.Background().save(f"{{folder}}/state", state)
+"""
+
+
+@pytest.mark.parametrize("end", ["", "raise ValueError", "dist.destroy_process_group()"])
+def test_a_program_that_ends_keeps_its_exit_code(end: str, tmp_path: Path) -> None:
+    """While it saves; and what it saves is whole, as long as the processes are joined."""
+    program = [sys.executable, "-c", f"{ENDS}\n{end}", str(tmp_path)]
+    ranks = [
+        subprocess.Popen([*program, str(rank)], cwd=ROOT, env=LOCAL, stderr=subprocess.DEVNULL)
+        for rank in range(2)
+    ]
+    assert [rank.wait(timeout=60) for rank in ranks] == [1 if "raise" in end else 0] * 2
+    if "destroy" not in end:
+        found = ps.checkpoint.load(tmp_path / "state", [torch.zeros(LARGE)] * 8)
+        assert all(map(torch.equal, found, [torch.ones(LARGE)] * 8))
+
+
+# What is refused, on every rank.
+
+
+def sharded(tree: Any) -> Any:
+    return ps.shard(tree, axis())
+
+
+def with_number(rank: int) -> Any:
+    """A state that is none on one rank."""
+    return sharded({"w": torch.ones(3)}) | {"n": 1 if rank == BAD else torch.tensor(1)}
+
+
+ACTS: dict[str, Callable[[int, Path], Any]] = {
+    "save": lambda rank, path: ps.checkpoint.save(path, sharded(SMALL)),
+    "load": lambda rank, path: ps.checkpoint.load(path, sharded(SMALL)),
+    "load other": lambda rank, path: ps.checkpoint.load(path, sharded(OTHER)),
+    "export": lambda rank, path: ps.checkpoint.export(path, sharded(SMALL)),
+    "save an earlier step": lambda rank, path: ps.checkpoint.save_step(path, 1, sharded(SMALL)),
+    "save a number": lambda rank, path: ps.checkpoint.save(path, with_number(rank)),
+    "load a number": lambda rank, path: ps.checkpoint.load(path, with_number(rank)),
+    "save other names": lambda rank, path: ps.checkpoint.save(path, sharded({"x" if rank == BAD else "w": torch.ones(1)})),
+    "save a short piece": lambda rank, path: ps.checkpoint.save(path, {"w": ps.Shard(torch.ones(2), axis(), (3,))}),
+    "save simulated": lambda rank, path: ps.checkpoint.save(path, {"w": ps.Shard(torch.ones(3), ps.LocalAxis(), (3,))}),
+    "save much": lambda rank, path: ps.checkpoint.save(path / "state", sharded([torch.randn(10**5)])),
+    "save a large step": lambda rank, path: ps.checkpoint.save_step(path, 1, sharded([torch.randn(10**5)])),
+    "export much": lambda rank, path: ps.checkpoint.export(path / "state", sharded({"w": torch.randn(10**5)})),
+}  # fmt: skip
+
+
+def save_behind(rank: int, path: Path) -> None:
+    with ps.checkpoint.Background() as background:
+        background.save_step(path, 1, sharded([torch.randn(10**5)]))
+
+
+ACTS["save behind"] = save_behind
+
+
+def attempt(rank: int, act: str, path: Path, full: int | None = None) -> tuple[str, str]:
+    """The error of an act; on one rank the disk may be full."""
+    with room(5000) if rank == full else nullcontext():
+        return refused(lambda: ACTS[act](rank, path))
+
+
+@pytest.mark.parametrize("act", ["save much", "save a large step", "save behind", "export much"])
+def test_a_full_disk_of_one_rank_reaches_all(act: str, three: World, path: Path) -> None:
+    path.mkdir()
+    full = 0 if act == "export much" else BAD
+    for rank, (kind, text) in enumerate(together(three, attempt, act, path, full)):
+        assert kind == ("RankError" if full == 0 < rank else "OSError")
+        assert str(path) in text
+        assert re.search(r"cannot be written \(", text)
+        assert "File too large" in text or "rank 1: " in text
+    assert not files(path)
+
+
+def test_a_name_that_is_taken_is_refused(three: World, path: Path) -> None:
+    """Of a file and of a folder; and a folder where no folder can be."""
+    mine = path.with_name("mine")
+    mine.mkdir()
+    (mine / "thesis").write_text("")
+    ps.checkpoint.save(path, torch.tensor(1.0))
+    for place, reason in [
+        (mine, "Directory not empty"),
+        (path, "Not a directory"),
+        (mine / "thesis" / "state", "Not a directory"),
+    ]:
+        for kind, text in together(three, attempt, "save", place):
+            assert kind in ("OSError", "RankError")
+            assert re.search(rf"{place}.*({reason})|rank 0 failed.*{reason}|{reason}", text)
+    assert files(mine) == {"thesis"}
+    assert files(path.parent) == {"state", "mine"}
+    assert ps.checkpoint.load(path, torch.tensor(0.0)) == 1
+    folder = path.with_name("folder")
+    together(three, save, folder)
+    with pytest.raises(OSError, match=r"folder cannot be written \(Is a directory\)"):
+        ps.checkpoint.save(folder, torch.tensor(1.0))
+    assert folder.stat().st_mode == mine.stat().st_mode
+    assert_same_bits(ps.checkpoint.load(folder, zeros(whole())), whole())
+
+
+def make(rank: int, act: str, path: Path) -> None:
+    ACTS[act](rank, path)
+
+
+def test_every_difference_is_named_on_every_rank(three: World, path: Path) -> None:
+    together(three, make, "save", path)
+    ps.checkpoint.save(path.with_name("file"), SMALL)
+    for name in ("state", "file"):
+        text = [
+            f"{path.with_name(name)} does not fit like: build like as the saved tree was",
+            "tree['b'] is torch.float32 of shape (2,); like has no such leaf",
+            "tree['n'] is torch.int64 of shape (); like has torch.float32 of shape ()",
+            "tree['w'] is torch.float32 of shape (5, 3); like has torch.float32 of shape (5, 4)",
+            "tree['x'] is missing; like has torch.float32 of shape (4,)",
+        ]
+        for said in together(three, attempt, "load other", path.with_name(name)):
+            assert said == ("ValueError", "\n  ".join(text))
+
+
+def test_each_changed_missing_or_further_byte_is_noticed(three: World, path: Path) -> None:
+    """Whichever file of the folder it is in; and what one rank finds, all refuse."""
+    together(three, make, "save", path)
+    for file in [*path.iterdir()]:
+        content = file.read_bytes()
+        changes = [content[:-1], content + b"\0", b"\0" + content, b""]
+        for place in range(0, len(content), 7):
+            byte = bytes([content[place] ^ 1 << place % 8])
+            changes.append(content[:place] + byte + content[place + 1 :])
+        for change in changes:
+            file.write_bytes(change)
+            with pytest.raises(ValueError, match=r"state.* is no checkpoint .* changed"):
+                ps.checkpoint.load(path, SMALL)
+        file.unlink()
+        with pytest.raises(ValueError, match=r"state.* is no checkpoint .* changed"):
+            ps.checkpoint.load(path, SMALL)
+        if file.name == "__1_0.distcp":
+            said = together(three, attempt, "load", path)
+            assert {kind for kind, _ in said} <= {"ValueError", "RankError"}
+            assert all(f"{file} is no checkpoint" in text for _, text in said)
+        file.write_bytes(content)
+    ps.checkpoint.load(path, SMALL)
+
+
+@pytest.mark.parametrize(
+    ("act", "text"),
+    [
+        ("save a number", r"tree\['n'\] is int, no tensor"),
+        ("load a number", r"tree\['n'\] is int, no tensor"),
+        ("save other names", r"rank 1 differs .* tree\['w'\], torch.float32 of shape \(1,\): "),
+        ("save a short piece", r"tree\['w'\].piece has shape \(2,\), but this rank's piece of"),
+        ("save simulated", r"a Shard over LocalAxis\(\) cannot be a DTensor"),
+    ],
+)
+def test_what_is_no_state_of_all_ranks_is_refused(
+    act: str, text: str, three: World, path: Path
+) -> None:
+    if act == "load a number":
+        ps.checkpoint.save(path, {"w": torch.ones(3), "n": torch.tensor(1)})
+    for rank, (kind, said) in enumerate(together(three, attempt, act, path)):
+        error = "TypeError" if "number" in act or "simulated" in act else "ValueError"
+        assert kind == ("RankError" if "number" in act and rank != BAD else error)
+        assert re.search(text, said)
+    assert files(path.parent) <= {"state"}
+
+
+def test_different_paths_on_different_ranks_are_refused(three: World, path: Path) -> None:
+    paths = [path.with_name(name) for name in ("one", "two", "one")]
+    for kind, text in values(three.run(attempt, ["save"] * 3, paths)):
+        assert kind == "ValueError"
+        assert re.search(r"rank 1 differs from rank 0 in .*/(one|two): give all ranks one", text)
+    for number, place in enumerate(paths[:2]):
+        ps.checkpoint.save(place, SMALL | {"w": torch.full((5, 3), float(number))})
+    for kind, text in values(three.run(attempt, ["load"] * 3, paths)):
+        assert kind == "ValueError"
+        assert re.search(r"rank 1 differs from rank 0 in .*/(one|two), [0-9a-f]{8}: ", text)
+    assert files(path.parent) == {"one", "two"}
+
+
+def test_pieces_that_no_processes_hold_are_refused(path: Path) -> None:
+    """Those of simulated ranks, and of processes that have parted."""
+    threads = ps.testing.ThreadAxis(2)
+
+    def save(rank: Tensor) -> tuple[str, str]:
+        return refused(lambda: ps.checkpoint.save(path, {"w": ps.shard(torch.ones(3), threads)}))
+
+    place: Any = {"init_method": f"file://{path}.store", "rank": 0, "world_size": 1}
+    dist.init_process_group("gloo", **place)
+    state = {"w": ps.shard(torch.ones(3), axis())}
+    dist.destroy_process_group()
+    acts = (ps.checkpoint.save, ps.checkpoint.load, ps.checkpoint.export)
+    parted = [refused(partial(act, path, state)) for act in acts]
+    for kind, text in [*threads.map(save)([torch.tensor(0), torch.tensor(1)]), *parted]:
+        assert kind == "ValueError"
+        assert "process group has not been initialized" in text
+
+
+def save_steps(_: int, folder: Path) -> None:
+    """What a killed save of the last step left is no part of it."""
+    for step in range(5):
+        if step == 4 and axis().rank == 0:
+            (folder / f"{step:08}.unfinished").mkdir()
+            (folder / f"{step:08}.unfinished" / "__7_0.distcp").write_text("killed")
+        ps.checkpoint.save_step(folder, step, sharded(torch.full((5,), float(step))), 2)
+
+
+def test_ranks_keep_the_last_ones(three: World, tmp_path: Path) -> None:
+    together(three, save_steps, tmp_path)
+    assert files(tmp_path) == {"00000003", "00000004"}
+    last = tmp_path / "00000004"
+    assert ps.checkpoint.latest(tmp_path) == last
+    assert "__7_0.distcp" not in files(last)
+    assert torch.equal(ps.checkpoint.load(last, torch.zeros(5)), torch.full((5,), 4.0))
+    for kind, text in together(three, attempt, "save an earlier step", tmp_path):
+        assert kind == "ValueError"
+        assert re.search("holds step 4, which is later than 1", text)

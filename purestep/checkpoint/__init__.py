@@ -13,8 +13,6 @@ together to a folder of ``torch.distributed.checkpoint``; either is loaded as th
 ``latest`` finds the last one, and ``export`` writes a model for other tools.
 """
 
-from purestep.checkpoint.background import Background
-from purestep.checkpoint.series import latest, save_step
-from purestep.checkpoint.store import export, load, save
+from purestep.checkpoint.store import Background, export, latest, load, save, save_step
 
 __all__ = ["save", "load", "save_step", "latest", "Background", "export"]

@@ -28,15 +28,14 @@ UNFINISHED = ".unfinished"
 
 def write(path: File, tensors: Mapping[str, Tensor]) -> None:
     """Puts a file of these tensors in the place of the one that was there."""
-    tensors = {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
-    checksum, specs = 0, {}
-    for name, tensor in sorted(tensors.items()):
-        checksum, specs[name] = _sum(name, tensor, checksum), _spec(name, tensor)
-    metadata = {"format": "pt", "crc32": f"{checksum:08x}"}
-    place = Path(os.path.realpath(path))
+    tensors = {name: tensor.cpu().contiguous() for name, tensor in sorted(tensors.items())}
+    place, checksum = Path(os.path.realpath(path)), 0
+    for name, tensor in tensors.items():
+        checksum = _sum(name, tensor, checksum)
     with naming(path), TemporaryDirectory(UNFINISHED, f"{place.name}.", place.parent) as folder:
         new, blank = Path(folder, "new"), Path(folder, "blank")
-        serialize_file(specs, new, metadata)
+        specs = {name: _spec(tensor) for name, tensor in tensors.items()}
+        serialize_file(specs, new, {"format": "pt", "crc32": f"{checksum:08x}"})
         blank.touch()  # with the rights of any new file
         shutil.copymode(place if place.exists() else blank, new)
         with new.open("rb") as file:
@@ -63,9 +62,9 @@ def read(path: File, slots: Mapping[str, Slot]) -> tuple[dict[str, Slot], str]:
     except SafetensorError as error:
         raise damaged(path) from error
     state.check_fit(found, slots, os.fspath(path))
-    if metadata.get("crc32") != f"{checksum:08x}":
+    if metadata.get("crc32") != (computed := f"{checksum:08x}"):
         raise damaged(path)
-    return fresh, f"{checksum:08x}"
+    return fresh, computed
 
 
 def damaged(path: File) -> ValueError:
@@ -84,21 +83,16 @@ def naming(path: File) -> Iterator[None]:
     except (OSError, SafetensorError) as error:
         raise OSError(
             f"{os.fspath(path)} cannot be written ({getattr(error, 'strerror', None) or error}): "
-            "name a file in a folder that exists, is yours and has room. A folder, as of a tree "
-            "with Shard, is never replaced: give each a different name, as save_step does"
+            "name a file in a folder that has room. A tree with Shard makes a folder, which is never "
+            "replaced: give each a different name, as save_step does"
         ) from error
 
 
-def _spec(name: str, tensor: Tensor) -> TensorSpec:
+def _spec(tensor: Tensor) -> TensorSpec:
     """What safetensors takes; its ``save_file`` needs numpy."""
-    dtype = str(tensor.dtype).removeprefix("torch.")
-    if dtype in ("complex128", "complex32", "float4_e2m1fn_x2"):
-        raise TypeError(
-            f"{name} is {kind(tensor)}, a dtype that safetensors does not hold: save it as another "
-            "one, as by torch.view_as_real"
-        )
-    at, size = tensor.data_ptr(), tensor.nbytes
-    return TensorSpec(dtype=dtype, shape=tensor.shape, data_ptr=at, data_len=size)
+    # Without "_x2" it refuses two numbers of four bits in a byte, which it writes and cannot read.
+    dtype, at = str(tensor.dtype)[6:].removesuffix("_x2"), tensor.data_ptr()
+    return TensorSpec(dtype=dtype, shape=tensor.shape, data_ptr=at, data_len=tensor.nbytes)
 
 
 def _sum(name: str, tensor: Tensor, checksum: int) -> int:

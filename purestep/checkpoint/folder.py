@@ -9,15 +9,15 @@ from __future__ import annotations
 import os
 import shutil
 import zlib
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, TypeAlias, TypeVar, cast
+from typing import Any, TypeAlias, TypeVar
 
 import torch.distributed as dist
 
 from purestep import state, tree as trees
 from purestep.axis import RankError
+from purestep.checkpoint import file
 from purestep.checkpoint.file import UNFINISHED, File, damaged, naming
 from purestep.sharding import to_dtensor
 from purestep.state import Slot
@@ -29,21 +29,15 @@ T = TypeVar("T")
 Group: TypeAlias = Any
 """A process group; None for one process, or for each by itself."""
 
-_METADATA = ".metadata"
-
 _SEALED = 0x2144DF1C
 """The CRC-32 of any bytes with their CRC-32 after them."""
 
 
 def world(tree: Tree) -> Group:
-    """All processes, where a tensor is sharded over some of them."""
+    """All processes, where a tensor is sharded over some of them; refused where there are none."""
     if not any(map(is_shard, trees.flatten(tree, is_shard)[0])):
         return None
-    if dist.group.WORLD is None:
-        raise ValueError(
-            "a tree with Shard is saved and loaded by processes together, while their process "
-            "group exists, and there is none: take ps.unshard(tree), whose tensors are whole"
-        )
+    dist.get_rank()  # which torch refuses where there is no process group
     return dist.group.WORLD
 
 
@@ -61,69 +55,47 @@ def agreed(
     """
     if group is None:
         return act()
-    error, result, mine = None, None, ("", set[str]())
+    error: Exception | None = None
     try:
         result = act()
-        mine = "", said(result)
+        mine: set[str] | str = said(result)
     except Exception as caught:
-        error, mine = caught, (repr(caught), set())
+        error, mine = caught, repr(caught)
     heard: list[Any] = [None] * dist.get_world_size(group)
-    with _meeting():
-        dist.all_gather_object(heard, mine, group=group)
-    for rank, (failure, theirs) in enumerate(heard):
-        if failure:
-            raise error or RankError(f"rank {rank} failed, and all ranks with it: {failure}")
-        if theirs != heard[0][1]:
+    dist.all_gather_object(heard, mine, group=group)
+    for rank, theirs in enumerate(heard):
+        if isinstance(theirs, str):
+            raise error or RankError(f"rank {rank} failed, and all ranks with it: {theirs}")
+        if theirs != heard[0]:
             raise ValueError(
-                f"rank {rank} differs from rank 0 in {min(theirs ^ heard[0][1])}: give all ranks "
+                f"rank {rank} differs from rank 0 in {min(theirs ^ heard[0])}: give all ranks "
                 "one path, on a disk that they share, and trees of one structure"
             )
-    return cast("T", result)
-
-
-@contextmanager
-def _meeting() -> Iterator[None]:
-    """A broken connection, in words that say what to look for."""
-    try:
-        yield
-    except RuntimeError as error:
-        raise RankError(
-            "ranks could not save or load together: one of them has ended, or is late, and its own "
-            "output says why. Start all of them again from the last checkpoint, as torchrun does. "
-            f"The backend's message: {str(error).splitlines()[0]}"
-        ) from error
+    return result
 
 
 def write(path: File, slots: Mapping[str, Slot], group: Group) -> None:
-    """Writes what all ranks hold, each its pieces, and gives the folder its name."""
+    """Writes what all ranks hold, each its pieces, and gives the folder its name; alone, a file."""
+    if group is None:
+        return file.write(path, {name: state.local(slot) for name, slot in slots.items()})
     from torch.distributed.checkpoint.api import CheckpointException  # takes a second to import
     from torch.distributed.checkpoint.state_dict_saver import save
 
     place, first = os.path.realpath(path), is_first(group)
-    folder = Path(place + UNFINISHED)
-
-    def publish() -> None:
-        if first:
-            _seal(folder, _METADATA)
-            folder.rename(place)
-
-    try:
-        if first:
-            shutil.rmtree(folder, ignore_errors=True)  # of a program that was killed
-        with naming(path):
-            with _meeting():
-                save(to_dtensor(dict(slots)), checkpoint_id=folder, process_group=group)
-            agreed(group, lambda: _seal(folder, f"__{dist.get_rank(group)}_*"))
-            agreed(group, publish)
-    except CheckpointException as failed:
-        rank, (error, _) = min(failed.failures.items())
-        if not isinstance(error, Exception):  # such as KeyboardInterrupt
-            raise error from None
-        with naming(path):
+    folder, own = Path(place + UNFINISHED), f"__{dist.get_rank(group)}_*"
+    with naming(path):
+        try:
+            if first:
+                shutil.rmtree(folder, ignore_errors=True)  # of a program that was killed
+            save(to_dtensor(dict(slots)), checkpoint_id=folder, process_group=group)
+            agreed(group, lambda: _seal([*folder.glob(own), *[folder / ".metadata"] * first]))
+            agreed(group, lambda: folder.rename(place) if first else None)
+        except CheckpointException as failed:  # which is no Exception
+            rank, (error, _) = min(failed.failures.items())
             raise OSError(f"rank {rank}: {error}") from error
-    finally:
-        if first:
-            shutil.rmtree(folder, ignore_errors=True)
+        finally:
+            if first:
+                shutil.rmtree(folder, ignore_errors=True)
 
 
 def read(path: File, slots: Mapping[str, Slot]) -> tuple[dict[str, Slot], str]:
@@ -135,7 +107,7 @@ def read(path: File, slots: Mapping[str, Slot]) -> tuple[dict[str, Slot], str]:
     from torch.distributed.checkpoint.filesystem import FileSystemReader
 
     folder, planner, reader = Path(path), DefaultLoadPlanner(), FileSystemReader(path)
-    _check(folder / _METADATA)
+    _check(folder / ".metadata")
     metadata: Any = reader.read_metadata()
     entries = metadata.state_dict_metadata.items()
     found = {name: f"{e.properties.dtype} of shape {tuple(e.size)}" for name, e in entries}
@@ -150,13 +122,13 @@ def read(path: File, slots: Mapping[str, Slot]) -> tuple[dict[str, Slot], str]:
     return fresh, str(metadata.storage_meta.save_id)
 
 
-def _seal(folder: Path, files: str) -> None:
+def _seal(files: list[Path]) -> None:
     """Adds the checksum of each of these files to its end."""
-    for path in folder.glob(files):
+    for path in files:
         checksum = _sum(path)
-        with path.open("ab", buffering=0) as file:
-            file.write(checksum.to_bytes(4, "little"))
-            os.fsync(file.fileno())
+        with path.open("ab", buffering=0) as end:
+            end.write(checksum.to_bytes(4, "little"))
+            os.fsync(end.fileno())
 
 
 def _check(path: Path) -> None:
@@ -167,7 +139,7 @@ def _check(path: Path) -> None:
 
 def _sum(path: Path) -> int:
     checksum = 0
-    with path.open("rb") as file:
-        while chunk := file.read(2**22):
+    with path.open("rb") as content:
+        while chunk := content.read(2**22):
             checksum = zlib.crc32(chunk, checksum)
     return checksum

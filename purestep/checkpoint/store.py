@@ -1,16 +1,23 @@
-"""Trees in files and folders: ``save``, ``load`` and ``export``."""
+"""Trees in files and folders: saved, in series and in the background, loaded and exported."""
 
 from __future__ import annotations
 
 import os
+import re
+import shutil
+import weakref
 from collections.abc import Mapping
-from functools import partial
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, suppress
+from pathlib import Path
 
+import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from purestep import state, tree as trees
 from purestep.checkpoint import file, folder
-from purestep.checkpoint.file import File
+from purestep.checkpoint.file import UNFINISHED, File, naming
 from purestep.checkpoint.folder import Group, agreed, is_first, world
 from purestep.sharding import unshard
 from purestep.state import Slot
@@ -34,40 +41,22 @@ def save(path: File, tree: Tree) -> None:
     Raises ``TypeError`` and ``ValueError`` for what ``state_dict`` refuses, ``OSError`` where
     something cannot be written.
 
-    >>> import torch
     >>> save("nowhere/state", {"w": torch.ones(2)})
     Traceback (most recent call last):
     ...
     OSError: nowhere/state cannot be written (No such file or directory): name a file in a ...
     """
     group = world(tree)
-    write(path, slots_of(path, tree, group), group)
+    folder.write(path, slots_of(path, tree, group), group)
 
 
 def slots_of(path: File, tree: Tree, group: Group) -> dict[str, Slot]:
-    """What this rank saves; refused where ranks differ, or where a folder would replace another."""
+    """What this rank saves; refused where ranks differ."""
 
-    def find() -> dict[str, Slot]:
-        if group is not None:
-            with file.naming(path):
-                os.stat(os.path.join(os.path.dirname(os.path.realpath(path)), "."))
-                if os.path.exists(path):
-                    raise FileExistsError("it exists")
-        return state.slots(tree)
+    def kinds(slots: Mapping[str, Slot]) -> set[str]:
+        return {os.fspath(path), *(f"{name}, {state.kind(slot)}" for name, slot in slots.items())}
 
-    return agreed(group, find, partial(_kinds, path))
-
-
-def _kinds(path: File, slots: Mapping[str, Slot]) -> set[str]:
-    return {os.fspath(path), *(f"{name}, {state.kind(slot)}" for name, slot in slots.items())}
-
-
-def write(path: File, slots: Mapping[str, Slot], group: Group) -> None:
-    """Writes a file, or with the ranks of a group a folder."""
-    if group is None:
-        file.write(path, {name: state.local(slot) for name, slot in slots.items()})
-    else:
-        folder.write(path, slots, group)
+    return agreed(group, lambda: state.slots(tree), kinds)
 
 
 def load(path: File, like: Tree) -> Tree:
@@ -81,7 +70,7 @@ def load(path: File, like: Tree) -> Tree:
     each rank loads its piece, of a file or of a folder that any number of ranks has written, and
     where it has a tensor, all of it. A ``like`` with ``Shard`` is loaded by all processes together.
 
-    >>> import tempfile, torch
+    >>> import tempfile
     >>> with tempfile.NamedTemporaryFile() as file:
     ...     save(file.name, {"w": torch.ones(2)})
     ...     load(file.name, like={"w": torch.zeros(3)})
@@ -104,29 +93,172 @@ def export(path: File, tensors: Mapping[str, Tensor | Shard]) -> None:
     With ``Shard`` among them, all processes call this together and gather one tensor after the
     other; the first process holds all of them on the host, and writes.
 
-    >>> import tempfile, torch
+    >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     export(f"{folder}/model.safetensors", {"encoder.weight": torch.ones(2)})
     ...     os.listdir(folder)
     ['model.safetensors']
     """
-    names = tensors if isinstance(tensors, Mapping) else [type(tensors)]
-    for name in names:
-        if not isinstance(name, str) or name == "__metadata__":
+    for name, each in tensors.items():
+        if not isinstance(each, Tensor | Shard) or name == "__metadata__":
             raise TypeError(
-                "export takes a dict of tensors by name, such as the params of ps.from_module, "
-                f"with names that are str and not '__metadata__'; and here is {name!r}"
+                f"export takes tensors by name, such as the params of ps.from_module: {name!r} is "
+                f"{trees.kind(each)}; '__metadata__' is the name of something else in the format"
             )
-
-    def find() -> dict[str, Slot]:
-        return {
-            name: state.slot(name, *((x.piece, x.place) if isinstance(x, Shard) else (x, None)))
-            for name, x in tensors.items()
-        }
-
     group, wholes = world(dict(tensors)), {}
-    for name, slot in agreed(group, find, partial(_kinds, path)).items():
+    slots = slots_of(path, dict(tensors), group)
+    for name, slot in zip(sorted(tensors), slots.values(), strict=True):
         whole = unshard(slot)
         if is_first(group):
             wholes[name] = whole.cpu()
     agreed(group, lambda: file.write(path, wholes) if is_first(group) else None)
+
+
+def save_step(folder: File, step: int, tree: Tree, keep: int = 3) -> None:
+    """``save`` to ``folder/step``; then all but the last ``keep`` checkpoints there are removed.
+
+    The folder is made where it is missing; whatever else is in it stays. One that holds a later
+    step is refused, since ``latest`` would go on to find that one.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     for step in range(100, 600, 100):
+    ...         save_step(folder, step, {"w": torch.ones(2)}, keep=2)
+    ...     sorted(path.name for path in Path(folder).iterdir())
+    ['00000400', '00000500']
+    """
+    path = begin(folder, step, keep)
+    save(path, tree)
+    tidy(path, keep, world(tree))
+
+
+def latest(folder: File) -> Path | None:
+    """The checkpoint of the last step that was saved there, a whole one; None where there is none.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     save_step(folder, 100, {"w": torch.ones(2)})
+    ...     latest(folder).name, latest(f"{folder}/elsewhere")
+    ('00000100', None)
+    """
+    return max(_found(folder), key=_step, default=None)
+
+
+def begin(folder: File, step: int, keep: int) -> Path:
+    """Where a step is saved, in a folder that is there; refused where it holds a later one."""
+    for name, number, least in [("step", step, 0), ("keep", keep, 1)]:
+        if not isinstance(number, int) or isinstance(number, bool) or number < least:
+            raise ValueError(f"{name}={number!r} must be a whole number, {least} or more")
+    with naming(folder):
+        Path(folder).mkdir(exist_ok=True)
+    last = latest(folder)
+    if last is not None and _step(last) > step:
+        raise ValueError(
+            f"{folder} holds step {_step(last)}, which is later than {step}: remove what is later, "
+            "or save to a different folder"
+        )
+    return Path(folder, f"{step:08}")
+
+
+def tidy(path: Path, keep: int, group: Group) -> None:
+    """Removes what this checkpoint makes superfluous, and what killed programs have left."""
+    if is_first(group):
+        for old in sorted(_found(path.parent), key=_step)[:-keep]:
+            old.rename(f"{old}{UNFINISHED}")  # so that half of one is none
+        for left in _found(path.parent, rf".*\{UNFINISHED}"):
+            if _step(left) < _step(path):
+                shutil.rmtree(left) if left.is_dir() else left.unlink()
+
+
+def _found(folder: File, end: str = "") -> list[Path]:
+    """The checkpoints in a folder, or what has the name of one and this end."""
+    return [path for path in Path(folder).glob("*") if re.fullmatch(f"[0-9]{{8,}}{end}", path.name)]
+
+
+def _step(path: Path) -> int:
+    return int(path.name.split(".")[0])
+
+
+class Background(AbstractContextManager["Background"]):
+    """``save`` and ``save_step`` in a thread, one after the other, while the training goes on.
+
+    Each call waits for the one before, copies the tensors to the host and returns: what is written
+    is what they were at the call, whatever a donated step does to them. Copies are made into the
+    same memory each time, once the size of the state. What goes wrong is raised by the next call,
+    by ``wait()``, or where the ``with`` block ends. A program that ends waits for its last save,
+    and keeps its exit code. Wait before ``torch.distributed.destroy_process_group()``, which ends
+    a save of ranks.
+
+    Ranks that save together do so over a process group of gloo that they make at the first call,
+    so that their steps go on meanwhile. All of them make the same calls in the same order, the end
+    of the block included.
+
+    >>> import tempfile
+    >>> w = torch.ones(2)
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     with Background() as background:
+    ...         background.save_step(folder, 1, w)
+    ...         _ = w.zero_()
+    ...     load(latest(folder), like=w)
+    tensor([1., 1.])
+    """
+
+    def __init__(self) -> None:
+        self._saving: Future[None] | None = None
+        self._copies: dict[str, Tensor] = {}
+        self._groups: list[Group] = []
+        # A program that ends while gloo's threads let go of Python's tensors is aborted; this joins
+        # them before, since it also runs where the program ends.
+        weakref.finalize(self, _destroy, self._groups)
+
+    def save(self, path: File, tree: Tree) -> None:
+        """``save(path, tree)``, which goes on when this returns."""
+        self.wait()
+        self._begin(path, tree)
+
+    def save_step(self, folder: File, step: int, tree: Tree, keep: int = 3) -> None:
+        """``save_step(folder, step, tree, keep)``, which goes on when this returns."""
+        self.wait()
+        self._begin(begin(folder, step, keep), tree, keep)
+
+    def wait(self) -> None:
+        """Returns when all is on the disk, or raises what went wrong."""
+        saving, self._saving = self._saving, None
+        if saving is not None:
+            saving.result()
+
+    def _begin(self, path: File, tree: Tree, keep: int | None = None) -> None:
+        group = world(tree)
+        if group is not None:
+            self._groups[:] = self._groups or [dist.new_group(backend="gloo")]
+            group = self._groups[0]
+        slots = slots_of(path, tree, group)
+        copies = {name: state.put(s, self._copy(name, state.local(s))) for name, s in slots.items()}
+
+        def act(_: Background) -> None:
+            folder.write(path, copies, group)
+            if keep is not None:
+                tidy(Path(path), keep, group)
+
+        thread = ThreadPoolExecutor(1, "checkpoint")  # which Python waits for where it ends
+        self._saving = thread.submit(act, self)  # which is kept until then
+        thread.shutdown(wait=False)
+
+    def _copy(self, name: str, tensor: Tensor) -> Tensor:
+        copy = self._copies.get(name)
+        if copy is None or (copy.shape, copy.dtype) != (tensor.shape, tensor.dtype):
+            copy = self._copies[name] = torch.empty_like(tensor, device="cpu")
+        return copy.copy_(tensor)
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        try:
+            with suppress(*[Exception] * (kind is not None)):
+                self.wait()
+        finally:
+            _destroy(self._groups)
+
+
+def _destroy(groups: list[Group]) -> None:
+    while groups:
+        with suppress(ValueError):  # of a program that has destroyed all groups
+            dist.destroy_process_group(groups.pop())
