@@ -1,4 +1,4 @@
-"""The package as a whole: its import, its names, its README."""
+"""The package as a whole: its import, its names, how it installs."""
 
 from __future__ import annotations
 
@@ -16,10 +16,8 @@ from pathlib import Path
 from zipfile import ZipFile
 
 import pytest
-import torch
 
 import purestep as ps
-from purestep.torch_private import NEWEST, OLDEST
 
 ROOT = Path(__file__).parent.parent
 
@@ -187,43 +185,3 @@ def test_an_editable_install_is_a_line_in_a_pth_file(tmp_path: Path) -> None:
 def test_the_package_shows_its_public_names() -> None:
     assert dir(ps) == sorted([*ps.__all__, "__version__"])
     assert {"ThreadAxis", "judge", "laws"} <= {*dir(ps.testing)}
-
-
-CODE = re.compile(r"^```python\n(.*?)^```", re.S | re.M)
-BLOCKS = CODE.findall((ROOT / "README.md").read_text())
-
-
-assert BLOCKS
-
-
-@pytest.mark.parametrize("block", BLOCKS, ids=lambda block: block.split("\n")[0])
-def test_readme_runs(block: str) -> None:
-    """Each block of the README by itself."""
-    torch.manual_seed(0)
-    exec(compile(block, "README.md", "exec"), {"__name__": "readme"})
-
-
-def test_the_kits_readme_runs() -> None:
-    """From top to bottom."""
-    names: dict[str, object] = {"__name__": "readme"}
-    for block in CODE.findall((ROOT / "purestep" / "testing" / "README.md").read_text()):
-        exec(compile(block, "testing/README.md", "exec"), names)
-
-
-def test_torch_is_claimed_alike_everywhere() -> None:
-    assert f'"torch>={OLDEST}"' in (ROOT / "pyproject.toml").read_text()
-    assert f"torch {OLDEST} to {NEWEST}" in (ROOT / "README.md").read_text()
-
-
-def test_version_is_in_the_changelog() -> None:
-    assert f"## {ps.__version__}" in (ROOT / "CHANGELOG.md").read_text()
-
-
-def test_every_row_of_a_table_has_as_many_cells_as_its_head() -> None:
-    """A row that came into a table that is not its own would be read as a figure."""
-    for file in ROOT.rglob("*.md"):
-        if any(part.startswith(".") for part in file.relative_to(ROOT).parts):
-            continue
-        for rows in re.findall(r"(?:^\|.*\n)+", file.read_text(), re.M):
-            cells = [len(re.findall(r"(?<!\\)\|", row)) for row in rows.splitlines()]
-            assert len(set(cells)) == 1, f"{file.relative_to(ROOT)}: {rows}"

@@ -1,0 +1,145 @@
+"""README.md and docs/: their programs run, their names, links and claims hold, their sentences are short."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import purestep as ps
+from purestep.torch_private import NEWEST, OLDEST
+
+ROOT = Path(__file__).parent.parent
+DOCS = ROOT / "docs" / "pages"
+PAGES = [ROOT / "README.md", ROOT / "purestep" / "testing" / "README.md", *DOCS.rglob("*.md")]
+CODE = re.compile(r"^```python\n(.*?)^```", re.S | re.M)
+OUTPUT = re.compile(r"^```text\n(.*?)^```", re.S | re.M)
+LINK = re.compile(r"\]\(([^)#:\s]+)[^)]*\)")
+NAMESPACES = {"": ps, "optim.": ps.optim, "losses.": ps.losses, "random.": ps.random}
+NAMESPACES |= {"checkpoint.": ps.checkpoint, "tree.": ps.tree, "testing.": ps.testing}
+FOREIGN = r"what is given|of its own|nobody|whoever|is told|its own business"
+
+
+def name(page: Path) -> str:
+    """The page as a test's name shows it."""
+    return page.relative_to(ROOT).as_posix()
+
+
+PROGRAMS = [page for page in PAGES if CODE.search(page.read_text())]
+assert len(PROGRAMS) > 20
+
+
+@pytest.mark.parametrize("page", PROGRAMS, ids=name)
+def test_the_programs_of_a_page_run(
+    page: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """From top to bottom, in an empty folder; they print what the page says that they print."""
+    monkeypatch.chdir(tmp_path)
+    torch.manual_seed(0)
+    text = page.read_text()
+    names: dict[str, object] = {"__name__": "page"}
+    for code in CODE.finditer(text):
+        lines = "\n" * (text[: code.start()].count("\n") + 1)  # an error names the page's line
+        exec(compile(lines + code[1], name(page), "exec"), names)
+    printed = capsys.readouterr().out
+    for output in OUTPUT.findall(text):
+        assert output in printed
+
+
+def test_every_public_name_is_on_a_reference_page() -> None:
+    text = "\n".join(page.read_text() for page in (DOCS / "reference").glob("*.md"))
+    shown = re.findall(r"^::: purestep\.(\S+)$", text, re.M)
+    public = {
+        f"{prefix}{each}"
+        for prefix, namespace in NAMESPACES.items()
+        for each in getattr(namespace, "__all__", None) or dir(namespace)
+    }
+    assert sorted(shown) == sorted(public - {prefix[:-1] for prefix in NAMESPACES})
+
+
+def test_every_page_is_in_the_navigation() -> None:
+    listed = re.findall(
+        r": ((?!why/(?:bench|proofs|CH))\S+\.md)$", (ROOT / "docs/mkdocs.yml").read_text(), re.M
+    )
+    assert sorted(listed) == sorted(
+        page.relative_to(DOCS).as_posix() for page in DOCS.rglob("*.md")
+    )
+
+
+def test_links_lead_to_files() -> None:
+    for page in [*PAGES[:2], ROOT / "CONTRIBUTING.md"]:
+        for link in LINK.findall(page.read_text()):
+            assert (page.parent / link).exists(), f"{name(page)}: {link}"
+
+
+def sentences(text: str) -> list[str]:
+    """Of a page without code, tables and pictures."""
+    text = re.sub(r"^(`{3,}).*?^\1`*$", "", text, flags=re.S | re.M)
+    text = re.sub(r"^(?:    |\||!\[|:::|#|\?\?\?|!!!).*$", "\n", text, flags=re.M)
+    text = re.sub(r"^\s*(?:[-*]|\d+\.) ", "\n\n", text, flags=re.M)
+    paragraphs = re.split(r"\n\s*\n", text)
+    return [s for p in paragraphs for s in re.split(r"(?<=[.:?!;])\s+", " ".join(p.split())) if s]
+
+
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "CONTRIBUTING.md"], ids=name)
+def test_sentences_are_short_and_plain(page: Path) -> None:
+    """CONTRIBUTING.md has the rules; a few sentences of up to twenty-five words remain."""
+    text = page.read_text()
+    long = [each for each in sentences(text) if len(re.findall(r"\w\S*", each)) > 25]
+    assert not long
+    if page.name != "CONTRIBUTING.md":  # which names them
+        assert not re.findall(FOREIGN, text)
+
+
+def test_the_readme_is_one_page() -> None:
+    text = (ROOT / "README.md").read_text()
+    assert len(text.splitlines()) <= 180
+    assert len(text.split()) <= 900
+
+
+def test_torch_is_claimed_alike_everywhere() -> None:
+    assert f'"torch>={OLDEST}"' in (ROOT / "pyproject.toml").read_text()
+    for page in ("README.md", "docs/pages/start/install.md"):
+        assert f"torch {OLDEST} to {NEWEST}" in (ROOT / page).read_text()
+
+
+def test_version_is_in_the_changelog() -> None:
+    assert f"## {ps.__version__}" in (ROOT / "CHANGELOG.md").read_text()
+
+
+def test_every_row_of_a_table_has_as_many_cells_as_its_head() -> None:
+    """A row that came into a table that is not its own would be read as a figure."""
+    for file in ROOT.rglob("*.md"):
+        if any(part.startswith(".") for part in file.relative_to(ROOT).parts):
+            continue
+        for rows in re.findall(r"(?:^\|.*\n)+", file.read_text(), re.M):
+            cells = [len(re.findall(r"(?<!\\)\|", row)) for row in rows.splitlines()]
+            assert len(set(cells)) == 1, f"{file.relative_to(ROOT)}: {rows}"
+
+
+def test_the_training_program_runs_under_torchrun(tmp_path: Path) -> None:
+    """The whole program of the first page: two ranks log the losses of one."""
+    program = CODE.findall((DOCS / "start" / "loop.md").read_text())[-1]
+    (tmp_path / "train.py").write_text(program)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    losses = []
+    for number, command in enumerate([[sys.executable], [*torchrun, "--standalone"]]):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        subprocess.run(
+            [*command, "../train.py"], cwd=folder, check=True, capture_output=True, timeout=240,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+        )  # fmt: skip
+        log = (folder / "log.jsonl").read_text().splitlines()
+        losses.append(torch.tensor([json.loads(line)["loss"] for line in log]))
+    assert len(losses[0]) == 20
+    torch.testing.assert_close(losses[0], losses[1], rtol=1e-4, atol=0)  # a wrong share: 1e-2
