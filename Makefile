@@ -2,7 +2,7 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test proofs versions oldest newest bench conformance format clean
+.PHONY: demo test proofs docs versions oldest newest bench conformance format clean
 
 demo: .venv/installed
 	OMP_NUM_THREADS=2 $(BIN)/python -m purestep.examples.docstrings
@@ -15,6 +15,9 @@ test: .venv/installed
 
 proofs: .venv/installed
 	HYPOTHESIS_PROFILE=explore $(BIN)/pytest -q -n 2 --dist worksteal proofs
+
+docs: .venv-docs/installed
+	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build -f docs/mkdocs.yml
 
 versions: oldest newest
 
@@ -50,6 +53,12 @@ format: .venv/installed
 .venv/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install -q -c constraints.txt -e '.[testing,examples,huggingface,dev]'
+	touch $@
+
+# The tools alone: they read the package's source, and import nothing of it.
+.venv-docs/installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv-docs
+	sed -n 's/^docs = //p' pyproject.toml | grep -oE '[a-z-]+>=[0-9.]+' | .venv-docs/bin/python -m pip install -q -c constraints.txt -r /dev/stdin
 	touch $@
 
 .venv-%/installed: .venv-%/constraints.txt

@@ -1,10 +1,12 @@
-"""Pages and pictures of the repository that the site shows where they are.
+"""What the site takes from the repository.
 
-Links to files that the site does not show become plain text.
+Some pages and pictures stand elsewhere in it. Links of these pages to files that the site does not
+show become plain text. A line ``::: ps.NAME`` of a reference page is the docstring of that name.
 """
 
 from __future__ import annotations
 
+import ast
 import re
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -14,6 +16,7 @@ from mkdocs.structure.files import File, Files
 ROOT = Path(__file__).parent.parent
 PAGES = ["CHANGELOG.md", "benchmarks/README.md", "benchmarks/CONFORMANCE.md", "proofs/README.md"]
 PICTURES = ["benchmarks/results", "purestep/examples"]
+NAME = re.compile(r"^::: ps\.(\S+)$", re.M)
 LINK = re.compile(r"(?<!!)\[([^\]]*)\]\(([^)#:\s]+)(#[^)\s]*)?\)")
 
 
@@ -29,9 +32,9 @@ def on_files(files: Files, *, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, *, page: Any, files: Files, **_: Any) -> str:
-    """Links of the repository's pages to its files, as text."""
+    """The page with names where they are defined, and with links that lead somewhere."""
     if page.file.src_uri.removeprefix("why/") not in PAGES:
-        return markdown
+        return NAME.sub(entry, markdown)
     here = PurePosixPath(page.file.src_uri).parent
 
     def linked(match: re.Match[str]) -> str:
@@ -39,3 +42,23 @@ def on_page_markdown(markdown: str, *, page: Any, files: Files, **_: Any) -> str
         return match[0] if known else match[1]
 
     return LINK.sub(linked, markdown)
+
+
+def entry(match: re.Match[str]) -> str:
+    """What mkdocstrings reads: the place of the definition, with the public name above it."""
+    module, _, name = f"purestep.{match[1]}".rpartition(".")
+    shown = f"heading: ps.{match[1]}, toc_label: {name}"
+    return f"::: {defined(module, name)}\n    options: {{{shown}}}"
+
+
+def defined(module: str, name: str) -> str:
+    """The path of a name's definition: a module may hide a function of the same name."""
+    path = ROOT / module.replace(".", "/")
+    file = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            if name in [each.asname or each.name for each in node.names]:
+                return defined(node.module, name)
+            if node.names[0].name == "*":
+                return defined(node.module, name)
+    return f"{module}.{name}"

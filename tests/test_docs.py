@@ -57,7 +57,7 @@ def test_the_programs_of_a_page_run(
 
 def test_every_public_name_is_on_a_reference_page() -> None:
     text = "\n".join(page.read_text() for page in (DOCS / "reference").glob("*.md"))
-    shown = re.findall(r"^::: purestep\.(\S+)$", text, re.M)
+    shown = re.findall(r"^::: ps\.(\S+)$", text, re.M)
     public = {
         f"{prefix}{each}"
         for prefix, namespace in NAMESPACES.items()
