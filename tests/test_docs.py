@@ -20,7 +20,7 @@ DOCS = ROOT / "docs" / "pages"
 PAGES = [ROOT / "README.md", ROOT / "purestep" / "testing" / "README.md", *DOCS.rglob("*.md")]
 CODE = re.compile(r"^```python\n(.*?)^```", re.S | re.M)
 OUTPUT = re.compile(r"^```text\n(.*?)^```", re.S | re.M)
-LINK = re.compile(r"\]\(([^)#:\s]+)[^)]*\)")
+LINK = re.compile(r"\]\((?!https?:)([^)#\s]+)[^)]*\)")
 NAMESPACES = {"": ps, "optim.": ps.optim, "losses.": ps.losses, "random.": ps.random}
 NAMESPACES |= {"checkpoint.": ps.checkpoint, "tree.": ps.tree, "testing.": ps.testing}
 FOREIGN = r"what is given|of its own|nobody|whoever|is told|its own business"
@@ -112,8 +112,9 @@ def test_torch_is_claimed_alike_everywhere() -> None:
         assert f"torch {OLDEST} to {NEWEST}" in (ROOT / page).read_text()
 
 
-def test_version_is_in_the_changelog() -> None:
+def test_version_is_in_the_changelog_and_the_citation() -> None:
     assert f"## {ps.__version__}" in (ROOT / "CHANGELOG.md").read_text()
+    assert f"version: {ps.__version__}\n" in (ROOT / "CITATION.cff").read_text()
 
 
 def test_every_row_of_a_table_has_as_many_cells_as_its_head() -> None:

@@ -7,8 +7,10 @@ import importlib
 import inspect
 import pkgutil
 import re
+import shutil
 import subprocess
 import sys
+import tarfile
 import tomllib
 from collections.abc import Iterator
 from functools import partial
@@ -16,6 +18,7 @@ from pathlib import Path
 from zipfile import ZipFile
 
 import pytest
+import torch
 
 import purestep as ps
 
@@ -180,6 +183,62 @@ def test_an_editable_install_is_a_line_in_a_pth_file(tmp_path: Path) -> None:
     ZipFile(wheel).extractall(tmp_path / "site")
     found = run([sys.executable, "-S", "-c", FIND], cwd=tmp_path / "beside").stdout
     assert found.strip() == str(tmp_path / "purestep" / "__init__.py")
+
+
+BUILD_ALL = """
+from setuptools import build_meta
+build_meta.build_sdist("dist")
+build_meta.build_wheel("dist")
+"""
+USE = """
+import importlib.metadata, purestep, torch
+from purestep import optim
+print(purestep.__file__)
+data = importlib.metadata.metadata("purestep")
+assert data["Version"] == purestep.__version__ and data["License-Expression"] == "BSD-3-Clause"
+step, w = purestep.make_update_step(lambda w, x: w * x, optim.sgd(1.0), weight_fn=torch.ones_like), torch.ones(())
+print(float(step(w, optim.sgd(1.0).init(w), [torch.ones(3)])[0]))
+"""
+
+
+def test_wheel_and_sdist_install_into_an_empty_environment(tmp_path: Path) -> None:
+    """Only what they need to run stands beside them; the sdist builds the same wheel."""
+    run = partial(subprocess.run, check=True, capture_output=True, text=True, timeout=240)
+    source, again = tmp_path / "source", tmp_path / "again"
+    names = [*run(["git", "ls-files"], cwd=ROOT).stdout.split("\n")[:-1]]
+    for name in names:
+        (source / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, source / name)
+    run([sys.executable, "-c", BUILD_ALL], cwd=source)
+    (sdist,), (wheel,) = (source / "dist").glob("*.tar.gz"), (source / "dist").glob("*.whl")
+    with tarfile.open(sdist) as archive:
+        archive.extractall(again, filter="data")
+    (unpacked,) = again.iterdir()
+    assert not (unpacked / "tests").exists()  # which need more of the repository
+    run([sys.executable, "-c", BUILD_ALL], cwd=unpacked)
+    (second,) = (unpacked / "dist").glob("*.whl")
+    assert ZipFile(wheel).namelist() == ZipFile(second).namelist()
+    assert {"purestep/py.typed", "purestep/testing/README.md"} <= {*ZipFile(wheel).namelist()}
+
+    run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "empty"])
+    python = tmp_path / "empty" / "bin" / "python"
+    run(
+        [
+            sys.executable,
+            "-m",
+            "pip",
+            "--python",
+            python,
+            "install",
+            "--no-deps",
+            "--no-index",
+            wheel,
+        ]
+    )
+    (site,) = (tmp_path / "empty" / "lib").glob("*/site-packages")
+    (site / "others.pth").write_text(str(Path(torch.__file__).parent.parent))  # torch and such
+    printed = run([python, "-I", "-c", USE], cwd=tmp_path).stdout.split()
+    assert printed == [str(site / "purestep" / "__init__.py"), "0.0"]
 
 
 def test_the_package_shows_its_public_names() -> None:
