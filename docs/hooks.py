@@ -16,6 +16,13 @@ from mkdocs.structure.files import File, Files
 ROOT = Path(__file__).parent.parent
 PAGES = ["CHANGELOG.md", "benchmarks/README.md", "benchmarks/CONFORMANCE.md", "proofs/README.md"]
 PICTURES = ["benchmarks/results", "purestep/examples"]
+MEMBERS = {
+    "Axis": ["size", "index"],
+    "VmapAxis": ["map"],
+    "MeshAxis": ["rank"],
+    "testing.ThreadAxis": ["map", "split", "rank"],
+}
+"""Of these classes, the members for users; the rest is for the package."""
 NAME = re.compile(r"^::: ps\.(\S+)$", re.M)
 LINK = re.compile(r"(?<!!)\[([^\]]*)\]\(([^)#:\s]+)(#[^)\s]*)?\)")
 
@@ -48,6 +55,8 @@ def entry(match: re.Match[str]) -> str:
     """What mkdocstrings reads: the place of the definition, with the public name above it."""
     module, _, name = f"purestep.{match[1]}".rpartition(".")
     shown = f"heading: ps.{match[1]}, toc_label: {name}"
+    if match[1] in MEMBERS:
+        shown += f", members: {MEMBERS[match[1]]}"
     return f"::: {defined(module, name)}\n    options: {{{shown}}}"
 
 

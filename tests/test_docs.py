@@ -127,20 +127,22 @@ def test_every_row_of_a_table_has_as_many_cells_as_its_head() -> None:
             assert len(set(cells)) == 1, f"{file.relative_to(ROOT)}: {rows}"
 
 
-def test_the_training_program_runs_under_torchrun(tmp_path: Path) -> None:
+def test_the_training_program_runs_under_torchrun(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The whole program of the first page: two ranks log the losses of one."""
     program = CODE.findall((DOCS / "start" / "loop.md").read_text())[-1]
     (tmp_path / "train.py").write_text(program)
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
-    losses = []
-    for number, command in enumerate([[sys.executable], [*torchrun, "--standalone"]]):
-        folder = tmp_path / str(number)
-        folder.mkdir()
-        subprocess.run(
-            [*command, "../train.py"], cwd=folder, check=True, capture_output=True, timeout=240,
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
-        )  # fmt: skip
-        log = (folder / "log.jsonl").read_text().splitlines()
-        losses.append(torch.tensor([json.loads(line)["loss"] for line in log]))
+    one, two = tmp_path / "one", tmp_path / "two"
+    one.mkdir()
+    two.mkdir()
+    monkeypatch.chdir(one)
+    exec(compile(program, "train.py", "exec"), {"__name__": "page"})
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
+    where = {**os.environ, "PYTHONPATH": str(ROOT)}
+    run = [*torchrun, "../train.py"]
+    subprocess.run(run, cwd=two, env=where, check=True, capture_output=True, timeout=240)
+    logs = [(folder / "log.jsonl").read_text().splitlines() for folder in (one, two)]
+    losses = [torch.tensor([json.loads(line)["loss"] for line in log]) for log in logs]
     assert len(losses[0]) == 20
-    torch.testing.assert_close(losses[0], losses[1], rtol=1e-4, atol=0)  # a wrong share: 1e-2
+    torch.testing.assert_close(*losses, rtol=1e-4, atol=0)  # a wrong share: 1e-2
