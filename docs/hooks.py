@@ -18,6 +18,7 @@ PAGES = ["CHANGELOG.md", "benchmarks/README.md", "benchmarks/CONFORMANCE.md", "p
 PICTURES = ["benchmarks/results", "purestep/examples"]
 MEMBERS = {
     "Axis": ["size", "index"],
+    "LocalAxis": ["index"],
     "VmapAxis": ["map"],
     "MeshAxis": ["rank"],
     "testing.ThreadAxis": ["map", "split", "rank"],
