@@ -64,8 +64,8 @@ def accumulate(
         grad_and_value: any function with the signature of ``torch.func.grad_and_value``; it
             differentiates a function of the list of the params' leaves.
         accum_dtype: the dtype of the sums; None: float32 for half precision, else the params'.
-        ready: takes a leaf's position and its sum as soon as that is final, in the last backward
-            pass, and returns where the sum lies from then on.
+        ready: takes a leaf's position and its final sum, during the last backward pass, and returns
+            where the sum lies from then on.
         modes: the ``reverse_modes`` of this loss, made before.
         check: whether to look for a loss that writes to params, or recomputes with other ones.
 

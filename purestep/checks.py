@@ -1,8 +1,9 @@
 """Arguments of a step, refused with the way out.
 
-Cheap comparisons are made at every step. The deeper questions are asked at the first update with
-params of one structure: whether these can be params, whether donated leaves share memory, whether
-the loss writes to params, and whether a checkpoint recomputes with other ones.
+Cheap comparisons run at every step. Deeper ones run at the first update with params of a structure:
+
+* Can these be params? Do donated leaves share memory?
+* Does the loss write to params? Does a checkpoint recompute with other ones?
 """
 
 from __future__ import annotations
@@ -204,8 +205,8 @@ class recomputation(TorchFunctionMode):  # noqa: N801
     """A context in which no checkpoint may recompute with a module's own parameters.
 
     ``torch.func.functional_call`` gives a module its own parameters back before the backward pass
-    begins, so that a checkpoint inside of it computes with those again. Recomputation is what calls
-    torch with gradients enabled.
+    begins. A checkpoint inside of it computes with those again. Recomputation is what calls torch
+    with gradients enabled.
     """
 
     def __init__(self, leaves: Sequence[Tensor]) -> None:

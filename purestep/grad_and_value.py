@@ -20,10 +20,9 @@ def grad_and_value(
     """``torch.func.grad_and_value``, to the bit, in half its memory.
 
     ``torch.func`` keeps every activation until the whole backward pass is done, ready for a second
-    derivative. Here each is freed as soon as the pass has used it: by autograd's own backward pass
-    where nothing is transformed, and by ``torch.func.vjp`` elsewhere, where second derivatives and
-    all other transforms work as before. What ``func`` closes over is a constant to the first: to
-    differentiate by it, pass it in, or use ``torch.func``.
+    derivative. Here autograd's own backward pass frees each as soon as it has used it. Under
+    transforms it is ``torch.func.vjp``, where second derivatives work as before. Outside of them,
+    what ``func`` closes over is a constant: pass it in to differentiate by it.
 
     Args:
         func: a function to a scalar tensor, or to ``(scalar, aux)`` with ``has_aux``.

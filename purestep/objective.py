@@ -91,8 +91,8 @@ def value(
 ) -> Tensor:
     """Σ term · cotangent. A term at a cotangent of zero may be anything, even NaN.
 
-    It is taken away by selection, so that exactly zero flows back to it. Of a ``constant``, which
-    has no derivative, there is nothing to take away where the host sees that the sum is finite.
+    It is taken away by selection, so that exactly zero flows back to it. A ``constant`` has no
+    derivative: where the host sees a finite sum, there is nothing to take away.
 
     >>> value([torch.tensor([1.0, math.nan])], [torch.tensor([0.5, 0.0])])
     tensor(0.5000)

@@ -60,8 +60,8 @@ def make_update_step(
 ) -> UpdateStep[ParamsT, StateT]:
     """A pure function ``update_step(params, opt_state, microbatches)``: one optimizer step.
 
-    It returns ``(params, opt_state, metrics)``. The result does not depend on how the tokens are cut
-    into microbatches, ranks and padding. Without any tokens it is the identity, to the bit.
+    It returns ``(params, opt_state, metrics)``. The result does not depend on how the tokens are
+    cut into microbatches, ranks and padding. Without any tokens it is the identity, to the bit.
 
     Args:
         loss_fn: ``loss_fn(params, microbatch)`` gives one loss per token, or ``LossTerms``.

@@ -132,8 +132,8 @@ def _repays(a: Tensor, b: Tensor) -> bool:
 def compute_once(graph: Graph) -> None:
     """Gives memory to values that are costly, few and used by many, so that no loop repeats them.
 
-    Along pointwise operations: a value is costly if an operation in COSTLY made it, and it is kept
-    where at least MANY times as many elements are computed from it.
+    A value is costly if a pointwise operation in COSTLY made it. It is kept if at least MANY times
+    as many elements are computed from it.
     """
     reach: dict[Node, float] = {}  # The most elements that are computed from a node in one loop.
     for node in reversed(graph.nodes):

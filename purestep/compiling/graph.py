@@ -98,22 +98,22 @@ def compiled(function: Callable[..., Any], compile_: bool | Compiler = True) -> 
     return with_fallback(one_graph(function, compile_), function)
 
 
-def with_fallback(graph: Callable[..., Any], eager: Callable[..., Any]) -> Callable[..., Any]:
-    """``graph``, and ``eager`` from the call on at which ``NoGraph`` says that there is none."""
+def with_fallback(graph: Callable[..., Any], plain: Callable[..., Any]) -> Callable[..., Any]:
+    """``graph``, and ``plain`` from the call on at which ``NoGraph`` says that there is none."""
     broken = False
 
     def run(*args: Any) -> Any:
         nonlocal broken
         if torch.compiler.is_dynamo_compiling():
-            return eager(*args)  # A compiler around it compiles this, too.
+            return plain(*args)  # A compiler around it compiles this, too.
         if broken or transformed() or in_forward_mode():
-            return eager(*args)
+            return plain(*args)
         try:
             return graph(*args)
         except NoGraph as error:
             refused = error
         # An error of the loss itself is raised here, without a word about the compiler.
-        result = eager(*args)
+        result = plain(*args)
         if refused.__cause__ is not None:  # None: the compiler is switched off.
             broken = True
             warnings.warn(

@@ -48,8 +48,8 @@ def leafwise(
         state_type: the type of its state. A first field ``step`` counts the steps that are taken,
             and the others are trees like the params. ``tuple``: no state.
         numbers: what is the same for all leaves. A schedule is asked at each step.
-        rule: ``rule(step, *numbers)``, with the step counted from 1, gives the function of one
-            leaf, ``(grad, param, *slots) -> (new, *new_slots)``, in plain arithmetic.
+        rule: ``rule(step, *numbers)`` gives the function of one leaf, ``(grad, param, *slots) ->
+            (new, *new_slots)``, in plain arithmetic. The step counts from 1.
         kernel: ``kernel(step, numbers, applied, columns)`` is the same in place, where ``columns``
             are lists of grads, params and slots. It returns the list of what comes of the leaves.
         home: the dtypes and types of devices that the kernel is made for, on leaves without gaps.

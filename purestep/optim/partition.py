@@ -40,13 +40,13 @@ class Share(NamedTuple):
 def partition(label_fn: Callable[[Params], Tree] | Tree, optimizers: Mapping[str, Part]) -> Part:
     """Each parameter to the optimizer that its label names. Or each gradient to a Transform.
 
-    Each optimizer sees the tree of its parameters alone, with an empty tuple in the place of others
-    and of containers of others (None is a leaf to ``torch.vmap``). So a norm taken there is that of
-    its gradients. The state is a dict of their states, and of Transforms a tuple.
+    Each optimizer sees the tree of its parameters alone. An empty tuple stands for others, and for
+    containers of others (None is a leaf to ``torch.vmap``). So a norm there is that of its own
+    gradients. The state is a dict of their states, and of Transforms a tuple.
 
     Args:
-        label_fn: ``label_fn(params)`` gives a tree of labels like the params, or a prefix of it,
-            where a label stands for a whole subtree; or such a tree. It may look at names, shapes
+        label_fn: ``label_fn(params)`` gives a tree of labels like the params, or a prefix of it: a
+            label then stands for a subtree. Or such a tree. It may look at names, shapes
             and dtypes, not at values: it is asked once for params that agree in these. A compiler
             of the whole step traces it, through ``tree.map`` and plain Python, not through
             optree's own functions of paths.

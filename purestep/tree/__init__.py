@@ -1,7 +1,7 @@
 """Trees of tensors: the one optree namespace, and arithmetic on trees.
 
-Containers that optree knows (dict, list, tuple, NamedTuple, ...) are nodes, ``None`` is an empty
-subtree, everything else is a leaf. Your own classes become nodes when they are registered in
+Containers that optree knows (dict, list, tuple, NamedTuple, ...) are nodes. ``None`` is an empty
+subtree. Everything else is a leaf. Your own classes become nodes when they are registered in
 ``NAMESPACE`` (or globally):
 
 >>> import optree

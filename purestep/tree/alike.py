@@ -1,6 +1,6 @@
 """Trees that are alike: of one structure, and leaf by leaf of one shape and dtype.
 
-``difference`` names the first leaf that is not alike, ``zeros_like`` makes a tree to sum in, and
+``difference`` names the first leaf that is not alike. ``zeros_like`` makes a tree to sum in.
 ``select`` and ``overwrite`` keep one of two trees, as a condition decides.
 """
 

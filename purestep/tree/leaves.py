@@ -1,8 +1,8 @@
 """Questions about the leaves of a tree, and what many leaves come to.
 
-Code that writes into a buffer, or reads a value on the host, asks here first whether autograd, a
-transform of ``torch.func`` or a compiler sees what it does. Sums over leaves know ``Shard``: pieces
-count with those of all ranks of their axis.
+Code that writes into a buffer, or reads a value on the host, asks here first: does autograd, a
+transform of ``torch.func`` or a compiler see it? Sums over leaves know ``Shard``: pieces count with
+those of all ranks of their axis.
 """
 
 from __future__ import annotations
@@ -101,8 +101,8 @@ def any_requires_grad(leaves: Sequence[Any]) -> bool:
 def known_to_compilers(leaves: Sequence[Tensor]) -> Sequence[Tensor]:
     """Leaves that ``torch.func`` differentiates, as views where a compiler traces.
 
-    It does not see that such a leaf itself requires grad, and would leave out the ``backward`` of a
-    ``torch.autograd.Function`` of it (pytorch/pytorch#193279).
+    It does not see that such a leaf itself requires grad. A ``torch.autograd.Function`` of it would
+    lose its ``backward`` (pytorch/pytorch#193279).
     """
     if not torch.compiler.is_dynamo_compiling():
         return leaves

@@ -21,13 +21,13 @@ class Shard:
     along ``dim``, the last ones shorter or empty. The ranks of a ``VmapAxis`` run one program, so
     that all pieces there are as long as the first; losses see zeros behind the last entry.
 
-    Elementwise arithmetic (optimizers, means, casts) works on pieces as on any leaf. Norms of a
-    tree (``tree.global_norm``, ``tree.all_finite``, clipping, a step's ``grad_norm`` and its skip)
-    sum over the axis, which is part of the tree's structure.
+    Elementwise arithmetic (optimizers, means, casts) works on pieces as on any leaf. The axis is
+    part of the tree's structure. Norms and ``tree.all_finite`` sum over it, and so do clipping, a
+    step's ``grad_norm`` and its skip.
 
-    In a step, the loss sees the whole tensor where the axis is the step's own, and the piece where
-    it is another, which is tensor parallelism. ``ps.shard`` cuts whole tensors, and ``ps.unshard``
-    gathers them again.
+    In a step, the loss sees the whole tensor if the axis is the step's own. Over another axis it
+    sees the piece: tensor parallelism. ``ps.shard`` cuts whole tensors, ``ps.unshard`` gathers
+    them.
 
     Args:
         piece: this rank's part of the tensor.
