@@ -83,8 +83,8 @@ def naming(path: File) -> Iterator[None]:
     except (OSError, SafetensorError) as error:
         raise OSError(
             f"{os.fspath(path)} cannot be written ({getattr(error, 'strerror', None) or error}): "
-            "name a file in a folder that has room. A tree with Shard makes a folder, which is never "
-            "replaced: give each a different name, as save_step does"
+            "name a file in a folder that has room. A tree with Shard makes a folder, which is "
+            "never replaced: give each a different name, as save_step does"
         ) from error
 
 
