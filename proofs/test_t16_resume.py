@@ -68,31 +68,23 @@ class Training(NamedTuple):
     way: Callable[[Any, Any], Any]
 
 
+LEGS: st.SearchStrategy[Any] = st.tuples(
+    st.sampled_from(SETTINGS),
+    st.integers(1, 3),
+    st.integers(1, 3),
+    st.lists(st.integers(0, 3), max_size=3),
+    st.sampled_from([through_a_file, through_torch_save]),
+)
+"""All that a run may choose, and where it is stopped: before the first step, too, and after the last one."""
+
+
 @st.composite
 def trainings(draw: st.DrawFn) -> Training:
     """Integers, in any memory order, with any optimizer; the second epoch may begin within a group."""
     case = draw(cases())
-    parts = cut(case.batch, draw(cuts(case.rows)))
-    return Training(
-        models.integer_loss,
-        case.optimizer,
-        case.params,
-        case.opt_state,
-        parts * draw(st.integers(1, 2)),
-        *draw(legs()),
-    )
-
-
-@st.composite
-def legs(draw: st.DrawFn) -> tuple[Any, ...]:
-    """All that a run may choose, and where it is stopped: before the first step, too, and after the last one."""
-    return (
-        draw(st.sampled_from(SETTINGS)),
-        draw(st.integers(1, 3)),
-        draw(st.integers(1, 3)),
-        draw(st.lists(st.integers(0, 3), max_size=3)),
-        draw(st.sampled_from([through_a_file, through_torch_save])),
-    )
+    parts = cut(case.batch, draw(cuts(case.rows))) * draw(st.integers(1, 2))
+    start = case.optimizer, case.params, case.opt_state
+    return Training(models.integer_loss, *start, parts, *draw(LEGS))
 
 
 @st.composite
@@ -109,21 +101,16 @@ def real_trainings(draw: st.DrawFn) -> Training:
         {"tokens": t, "labels": y, "w": torch.ones(y.shape)}
         for t, y in zip(tokens, labels, strict=True)
     ]
-    return Training(
-        models.transformer_loss, optimizer, params, optimizer.init(params), parts, *draw(legs())
-    )
+    start = optimizer, params, optimizer.init(params)
+    return Training(models.transformer_loss, *start, parts, *draw(LEGS))
 
 
 def go_on(system: System, run: Training, state: Any, steps: int) -> tuple[Any, list[Any]]:
     """So many steps from a state on, which says where in the data that is; and what they report."""
     step = system.make_update_step(run.loss_fn, run.optimizer, weight_fn=weights_of, **run.settings)
     params, opt_state, position = state
-    groups = system.prefetch(
-        system.group(iter(run.parts), run.k, start=int(position)),
-        "cpu",
-        run.depth,
-        weight_fn=weights_of,
-    )
+    groups = system.group(iter(run.parts), run.k, start=int(position))
+    groups = system.prefetch(groups, "cpu", run.depth, weight_fn=weights_of)
     reported = []
     for group in islice(groups, steps):
         params, opt_state, metrics = step(params, opt_state, group)
@@ -176,27 +163,29 @@ class RankedTraining(NamedTuple):
     in_background: bool
 
 
-@st.composite
-def ranked_trainings(draw: st.DrawFn) -> RankedTraining:
-    """Microbatches of all sizes, empty ones included; two are a group of four rows."""
-    return RankedTraining(
-        draw(st.sampled_from([*OPTIMIZERS])),
-        draw(st.integers(0, 2**20)),
-        [size for first in draw(st.lists(st.integers(0, 4), min_size=1, max_size=5)) for size in (first, 4 - first)],
-        draw(st.sampled_from([{}, {"donate": True}, {"on_nonfinite": "skip"}])),
-        draw(st.lists(st.tuples(st.sampled_from([1, 2, 3]), st.integers(0, 2)), min_size=1, max_size=4)),
-        draw(st.booleans()),
-    )  # fmt: skip
+SIZES = st.lists(st.integers(0, 4), min_size=1, max_size=5)
+RANKED = st.builds(
+    RankedTraining,
+    st.sampled_from([*OPTIMIZERS]),
+    st.integers(0, 2**20),
+    SIZES.map(lambda sizes: [size for first in sizes for size in (first, 4 - first)]),
+    st.sampled_from([{}, {"donate": True}, {"on_nonfinite": "skip"}]),
+    st.lists(st.tuples(st.sampled_from([1, 2, 3]), st.integers(0, 2)), min_size=1, max_size=4),
+    st.booleans(),
+)
+"""Microbatches of all sizes, empty ones included; two are a group of four rows."""
+
+
+def integers(generator: torch.Generator, *shape: int) -> Tensor:
+    """Small ones."""
+    return torch.randint(-3, 4, shape, generator=generator).double()
 
 
 def begin_ranked(run: RankedTraining) -> Any:
     """Whole params, of which a first dimension is shorter than the ranks are many, and what goes with them."""
     generator = torch.Generator().manual_seed(run.seed)
-    shapes = {"w": (5, 3), "b": (), "short": (1, 2), "v": (4,)}
-    params = {
-        name: torch.randint(-3, 4, shape, generator=generator).double()
-        for name, shape in shapes.items()
-    }
+    shapes: dict[str, tuple[int, ...]] = {"w": (5, 3), "b": (), "short": (1, 2), "v": (4,)}
+    params = {name: integers(generator, *shape) for name, shape in shapes.items()}
     return params, OPTIMIZERS[run.recipe].init(params), torch.tensor(0)
 
 
@@ -210,13 +199,7 @@ def go_on_ranked(run: RankedTraining, axis: Any, state: Any, steps: int) -> Any:
     """So many steps, in each of which ranks take microbatches in turn."""
     generator = torch.Generator().manual_seed(run.seed + 1)
     width = sum(leaf.numel() for leaf in tree.leaves_of(begin_ranked(run)[0]))
-    stream = [
-        {
-            "x": torch.randint(-3, 4, (size, width), generator=generator).double(),
-            "w": torch.ones(size),
-        }
-        for size in run.sizes
-    ]
+    stream = [{"x": integers(generator, n, width), "w": torch.ones(n)} for n in run.sizes]
     update_step = ps.make_update_step(
         linear_loss, OPTIMIZERS[run.recipe], weight_fn=weights_of, axis=axis, **run.settings
     )
@@ -255,13 +238,12 @@ def worlds() -> Iterator[dict[int, World]]:
         yield {1: one, 2: two, 3: three}
 
 
-@given(run=ranked_trainings())
+@given(run=RANKED)
 def test_resume_on_ranks(worlds: dict[int, World], run: RankedTraining) -> None:
     """Stopped anywhere, on any number of ranks in turn, pieces and all: the state of one process that never stopped."""
     with TemporaryDirectory() as folder:
         for number, (size, steps) in enumerate(run.legs):
-            arguments = [[argument] * size for argument in (run, folder, number, steps)]
-            values(worlds[size].run(leg, *arguments))
+            values(worlds[size].run(leg, *[[each] * size for each in (run, folder, number, steps)]))
         last = ps.checkpoint.latest(folder)
         assert last is not None
         like = tree.map(lambda leaf: torch.full_like(leaf, 1), begin_ranked(run))

@@ -1,84 +1,113 @@
-"""A training that may be killed at any moment, and who kills it: twenty times, half of them in the middle of a save.
+"""A training of which one process or all may be killed at any moment, and what kills them: half of the times in a save.
 
-Each life is a process of its own, made by forking one that has imported torch, and has computed nothing yet.
+Each life is of one to three processes, forked from one that has imported torch: alone with files, together with folders and the
+state spread over them. The loss is linear in the params and all numbers are integers, so that the bits do not depend on how many
+there are. A process that is left alone must end by itself.
 
     python -m tests.mortal FOLDER
 """
 
 from __future__ import annotations
 
+import importlib
 import os
 import random
 import shutil
 import signal
 import sys
 import time
-from collections.abc import Callable
-from contextlib import closing
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 import purestep as ps
 from purestep import tree
 
-STEPS, LIVES, PATIENCE = 160, 20, 60.0
+STEPS, LIVES, PATIENCE, TIMEOUT, KEEP = 50, 24, 60.0, 20.0, 2
 OPTIMIZER = ps.optim.chain(ps.optim.clip_by_global_norm(1.0), ps.optim.adamw(1e-2))
+
+# What takes seconds to import, before any life begins.
+for module in ("torch._dynamo", "torch.distributed.checkpoint.state_dict_saver"):
+    importlib.import_module(module)
 
 
 def begin() -> Any:
     """Params, what the optimizer keeps, and the position in the data: some megabytes, so that saving takes time."""
     generator = torch.Generator().manual_seed(0)
-    params = {"in": torch.randn(64, 4096, generator=generator), "out": torch.zeros(4096, 64)}
+    params = {"w": torch.randint(-3, 4, (65, 2048), generator=generator).double()}
     return params, OPTIMIZER.init(params), torch.tensor(0)
 
 
 def batches() -> list[Any]:
-    """Uneven ones, of which an update takes two."""
+    """Uneven ones, of which an update takes two, with eight rows."""
     generator = torch.Generator().manual_seed(1)
-    sizes = torch.randint(1, 8, (2 * STEPS,), generator=generator).tolist()
-    return [{"x": torch.randn(size, 64, generator=generator)} for size in sizes]
+    sizes = [size for first in [1, 3, 8, 4, 0] * (STEPS // 5) for size in (first, 8 - first)]
+    return [{"x": torch.randint(-3, 4, (size, 65), generator=generator).double()} for size in sizes]
 
 
-def train(path: Path) -> None:
-    """From the last checkpoint to the end, with one for each step."""
-    state = begin()
-    if path.exists():
-        state = ps.checkpoint.load(path, like=state)
+def train(state: Any, axis: ps.Axis, save: Callable[[int, Any], None]) -> Any:
+    """From a state to the end, with a save for each step; ranks take microbatches in turn."""
     params, opt_state, position = state
     update_step = ps.make_update_step(
-        lambda p, m: (torch.tanh(m["x"] @ p["in"]) @ p["out"] - m["x"]).square().sum(-1),
+        lambda p, m: (m["x"] @ p["w"]).sum(-1),
         OPTIMIZER,
-        weight_fn=weight_fn,
+        weight_fn=lambda m: torch.ones(len(m["x"])),
+        axis=axis,
         donate=True,
     )
+    rank, size = (axis.rank, axis.size) if isinstance(axis, ps.MeshAxis) else (0, 1)
     groups = ps.group(batches(), 2, start=int(position))
-    with closing(ps.prefetch(groups, "cpu", weight_fn=weight_fn)) as stream:
-        for group in stream:
-            params, opt_state, _ = update_step(params, opt_state, group)
-            ps.checkpoint.save(path, (params, opt_state, torch.tensor(stream.position)))
+    for step, group in enumerate(groups, int(position) // 2 + 1):
+        params, opt_state, _ = update_step(params, opt_state, [*group][rank::size])
+        state = params, opt_state, torch.tensor(2 * step)
+        save(step, state)
+    return state
 
 
-def weight_fn(batch: Any) -> Any:
-    """Every row is a token."""
-    return torch.ones(len(batch["x"]))
+def live(folder: Path, store: Path, rank: int, size: int, in_background: bool) -> None:
+    """From the last checkpoint to the end."""
+    state: Any = begin()
+    axis: ps.Axis = ps.LocalAxis()
+    if size > 1:
+        place: Any = {"init_method": f"file://{store}", "rank": rank, "world_size": size}
+        dist.init_process_group("gloo", **place, timeout=timedelta(seconds=TIMEOUT))
+        axis = ps.MeshAxis(DeviceMesh("cpu", [*range(size)], mesh_dim_names=("dp",)), "dp")
+        state = *ps.shard(state[:2], axis), state[2]
+    if last := ps.checkpoint.latest(folder):
+        state = ps.checkpoint.load(last, like=state)
+    with ps.checkpoint.Background() as background:
+        save = background.save_step if in_background else ps.checkpoint.save_step
+        train(state, axis, lambda step, state: save(folder, step, state, KEEP))
+    if size > 1:
+        dist.barrier()
 
 
-def life(path: Path) -> int:
-    """A process that trains."""
-    process = os.fork()
-    if process == 0:
-        _live(path)
-    return process
+def life(folder: Path, size: int, in_background: bool) -> list[int]:
+    """Processes that train together."""
+    store, processes = folder.with_name(f"store.{os.urandom(4).hex()}"), []
+    for rank in range(size):
+        process = os.fork()
+        if process == 0:
+            _live(folder, store, rank, size, in_background)
+        processes.append(process)
+    return processes
 
 
-def _live(path: Path) -> NoReturn:
+def _live(*arguments: Any) -> NoReturn:
     code = 1
     try:
-        train(path)
+        live(*arguments)
         code = 0
+    except Exception as error:
+        # Of those who lost another.
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
     finally:
         os._exit(code)
 
@@ -92,59 +121,79 @@ def wait_until(happened: Callable[[], Any], process: int) -> None:
         time.sleep(0.0002)
 
 
-def kill_at_random(path: Path, draw: random.Random, in_a_save: bool) -> bool:
-    """Lets it save a few times, and kills it a moment later; whether that was in the middle of a save."""
-    for left in unfinished(path):
-        shutil.rmtree(left)
-    process = life(path)
-    try:
-        for _ in range(draw.randrange(4)):
-            wait_until(partial(has_changed, path, inode(path)), process)
-        time.sleep(draw.uniform(0, 0.04))
-        if in_a_save:
-            wait_until(lambda: unfinished(path), process)
-    finally:
-        os.kill(process, signal.SIGKILL)
-    assert os.waitpid(process, 0)[1] == signal.SIGKILL, "it ended before it was killed"
-    return bool(unfinished(path))
+def ends(processes: list[int]) -> Iterator[int]:
+    """How each process ends: soon, or when gloo, which may miss a death, has waited long enough.
+
+    A save that waits for the dead may begin a moment later, and then training that waits for it.
+    """
+    until = time.monotonic() + 3 * TIMEOUT
+    for process in processes:
+        while (ended := os.waitpid(process, os.WNOHANG)) == (0, 0):
+            assert time.monotonic() < until, "a rank waits for one that is dead"
+            time.sleep(0.002)
+        yield ended[1]
 
 
-def inode(path: Path) -> int | None:
-    """Which file stands there; each save puts a new one."""
-    return path.stat().st_ino if path.exists() else None
-
-
-def has_changed(path: Path, before: int | None) -> bool:
-    """Whether a different file stands there now."""
-    return inode(path) != before
-
-
-def unfinished(path: Path) -> list[Path]:
+def unfinished(folder: Path) -> list[Path]:
     """What a save has begun to write, or has left there when it was killed."""
-    return [*path.parent.glob("*.unfinished")]
+    return [*folder.glob("*.unfinished")]
+
+
+def has_moved(folder: Path, before: Path | None) -> bool:
+    """Whether a later checkpoint is there now."""
+    return ps.checkpoint.latest(folder) != before
+
+
+def kill_at_random(folder: Path, draw: random.Random, number: int) -> bool:
+    """Lets them save a few times, and kills one or all a moment later; whether that was in the middle of a save."""
+    for left in unfinished(folder):
+        shutil.rmtree(left)
+    processes = life(folder, 1 + number % 3, in_background=number % 4 >= 2)
+    victims = processes if number % 5 == 0 else [draw.choice(processes)]
+    # A process waits for others to make a group with as long as torch allows, so one dies after that.
+    first = 0 if victims == processes else 1
+    try:
+        for _ in range(draw.randrange(first, 3)):
+            wait_until(partial(has_moved, folder, ps.checkpoint.latest(folder)), processes[0])
+        time.sleep(draw.uniform(0, 0.04))
+        if number % 2 == 0:
+            wait_until(lambda: unfinished(folder), processes[0])
+            time.sleep(draw.uniform(0, 0.03) * (len(processes) > 1))
+    finally:
+        for victim in victims:
+            os.kill(victim, signal.SIGKILL)
+    in_a_save = bool(unfinished(folder))
+    try:
+        for process, end in zip(processes, ends(processes), strict=True):
+            expected = signal.SIGKILL if process in victims else 1 << 8
+            assert end == expected, f"a rank ended with {end}"
+    finally:
+        for process in processes:
+            with suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
+    return in_a_save
 
 
 def main(folder: Path) -> None:
-    """Compares a run that was killed again and again with one that was not."""
-    whole, killed = folder / "whole", folder / "killed" / "state"
-    killed.parent.mkdir()
-    assert os.waitpid(life(whole), 0)[1] == 0
-    draw = random.Random(0)
-    in_saves = 0
+    """Compares a run that was killed again and again with one of a single process that saves nothing."""
+    draw, in_saves = random.Random(0), 0
+    folder.mkdir()
     for number in range(LIVES):
-        in_saves += kill_at_random(killed, draw, in_a_save=number % 2 == 0)
-        if killed.exists():
-            ps.checkpoint.load(killed, like=begin())
-    assert os.waitpid(life(killed), 0)[1] == 0
-    expected, found = (ps.checkpoint.load(path, like=begin()) for path in (whole, killed))
+        in_saves += kill_at_random(folder, draw, number)
+        if last := ps.checkpoint.latest(folder):
+            ps.checkpoint.load(last, like=begin())
+    assert [*ends(life(folder, 3, in_background=False))] == [0, 0, 0]
+    last = ps.checkpoint.latest(folder)
+    assert last
+    found = ps.checkpoint.load(last, like=begin())
+    expected = train(begin(), ps.LocalAxis(), lambda step, state: None)
     assert int(found[2]) == 2 * STEPS
-    for name, one, two in zip(
-        tree.paths(found, "state"), tree.leaves_of(found), tree.leaves_of(expected), strict=True
-    ):
-        assert torch.equal(one.view(-1).view(torch.uint8), two.view(-1).view(torch.uint8)), name
-    assert {*killed.parent.iterdir()} == {killed, *unfinished(killed)}
+    paths = tree.paths(found, "state")
+    for name, *both in zip(paths, tree.leaves_of(found), tree.leaves_of(expected), strict=True):
+        assert torch.equal(*both), f"{name} differs"
+    assert len([*folder.iterdir()]) == KEEP, "something was left"
     print(f"killed {LIVES} times, {in_saves} of them in the middle of a save: the same bits")
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1], "series"))
