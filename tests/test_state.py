@@ -157,7 +157,7 @@ def test_names_are_unique_and_say_where_a_leaf_is(state: Any) -> None:
     assert_same_bits(found, state)
 
 
-def test_every_difference_is_named() -> None:
+def test_every_difference_is_named_and_a_message_has_an_end() -> None:
     state = {"a": torch.ones(2), "b": [torch.ones(3), torch.ones(1)], "n": torch.tensor(1)}
     flat: dict[Any, Any] = ps.state_dict(state)
     del flat["tree['a']"]
@@ -173,49 +173,41 @@ def test_every_difference_is_named() -> None:
         "tree['b'][1] is torch.float64 of shape (1,); like has torch.float32 of shape (1,)",
         "tree['n'] is int, no tensor; like has torch.int64 of shape ()",
     ]
-
-
-def test_a_message_has_an_end() -> None:
-    with pytest.raises(
-        ValueError, match=r"\n  tree\[0\] is missing; .*\n(.*\n)+  and 4,992 more$"
-    ) as refusal:
+    with pytest.raises(ValueError, match=r"(\n  tree\[\d+\] is missing; .*){8}\n  and 4,992 more$"):
         ps.load_state_dict([torch.ones(1)] * 5000, {})
-    assert str(refusal.value).count("\n") == 9
 
 
-def test_what_has_no_name_that_stays_is_refused() -> None:
-    one = torch.ones(1)
+class Name(str):
+    """A key that prints its address."""
 
-    class Name(str):
-        def __repr__(self) -> str:
-            return object.__repr__(self)
-
-    class Marker(Enum):
-        A = object()
-
-    key: Any
-    for key in (
-        object(),
-        Marker.A,
-        frozenset({"a", "b"}),
-        (1, test_a_message_has_an_end),
-        Name("w"),
-    ):
-        with pytest.raises(ValueError, match=r"its key is of type .* make it a str"):
-            ps.state_dict({"a": {key: one}})
-    with pytest.raises(ValueError, match="is the name of two leaves"):
-        ps.state_dict([Pair([one, one])])
-    with pytest.raises(ValueError, match="is the name of two leaves"):
-        ps.state_dict({float("nan"): one, -float("nan"): one})
+    def __repr__(self) -> str:
+        return object.__repr__(self)
 
 
-def test_what_is_no_plain_tensor_is_refused() -> None:
-    with pytest.raises(TypeError, match=r"tree\['step'\] is int, no tensor: .* torch.tensor\(3\)"):
-        ps.state_dict({"step": 3})
-    with FakeTensorMode():
-        fake = torch.ones(2)
-    for leaf in (fake, torch.ones(2, device="meta"), torch.eye(2).to_sparse()):
-        with pytest.raises(TypeError, match=r"tree\[0\] is of class .* plain tensors"):
-            ps.state_dict([leaf])
-        with pytest.raises(TypeError, match=r"tree\[0\] is of class .* plain tensors"):
-            ps.load_state_dict([leaf], {"tree[0]": torch.ones(2)})
+class Marker(Enum):
+    """Another."""
+
+    A = object()
+
+
+ONE = torch.ones(1)
+with FakeTensorMode():
+    FAKE = torch.ones(2)
+KEY = r"its key is of type .* make it a str"
+REFUSED: list[tuple[Any, str]] = [
+    *(({"a": {key: ONE}}, KEY) for key in (object(), Marker.A, frozenset({"a", "b"}), (1, noise), Name("w"))),
+    ([Pair([ONE, ONE])], "is the name of two leaves"),
+    ({float("nan"): ONE, -float("nan"): ONE}, "is the name of two leaves"),
+    ({"step": 3}, r"tree\['step'\] is int, no tensor: .* torch.tensor\(3\)"),
+    *(([leaf], r"tree\[0\] is of class .* plain tensors") for leaf in (FAKE, torch.ones(2, device="meta"), torch.eye(2).to_sparse())),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("state", "text"), REFUSED)
+def test_what_has_no_name_that_stays_or_is_no_plain_tensor_is_refused(
+    state: Any, text: str
+) -> None:
+    with pytest.raises((ValueError, TypeError), match=text):
+        ps.state_dict(state)
+    with pytest.raises((ValueError, TypeError), match=text):
+        ps.load_state_dict(state, {"tree[0]": torch.ones(2)})
