@@ -4,21 +4,95 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch.func import grad, jvp, vmap
+from torch.func import grad, jvp, vjp, vmap
 from torch.utils.checkpoint import checkpoint
 
 import purestep as ps
 from proofs.strategies import assert_same
 from purestep import tree
 from purestep.torch_private import may_draw
-from tests.blocks import PARAMS, TRANSFORMS, Function, W, X, block, both, chain, pulled
 from tests.memory import LiveBytes
 from tests.torch_private import attention
+
+Function = Callable[..., Any]
+SGD = ps.optim.sgd(0.5)
+
+
+def integers(*shape: int, seed: int = 0) -> Tensor:
+    """Small ones, so that sums are exact in whatever order they are added up."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(-2, 3, shape, generator=generator).double()
+
+
+PARAMS = [
+    {"w": integers(3, 3, seed=seed), "b": torch.tensor([1, -seed, 2]).double()} for seed in (1, 2)
+]
+X, W = integers(4, 3), integers(4)
+MANY = tree.map(lambda leaf: torch.stack([leaf, leaf + 1, -leaf]), PARAMS)
+ONE = torch.tensor(1.0, dtype=torch.float64)
+
+
+def block(p: Any, x: Tensor, *, power: int = 2, mask: Tensor | None = None) -> dict[str, Any]:
+    """A polynomial, and beside it what is no tensor, or no floating point."""
+    y = (x @ p["w"] + p["b"]) ** power - x
+    return {"y": y, "positive": (y > 0).sum(-1), "mask": mask, "name": "block", "scale": p["b"]}
+
+
+def chain(block: Function) -> Function:
+    """A loss of two blocks, which takes all that they return."""
+
+    def loss(params: Any, x: Tensor) -> Tensor:
+        scale = ONE
+        for p in params:
+            out = block(p, x, power=2, mask=None)
+            assert (out["mask"], out["name"]) == (None, "block")
+            x, scale = out["y"] + out["positive"][:, None], scale * out["scale"].sum()
+        return (x.sum(-1) * scale).sum()
+
+    return loss
+
+
+def both(transform: Callable[[Function], Any], function: Function = block) -> None:
+    """What is made of a function is the same with it under ``remat``."""
+    assert_same(transform(ps.remat(function)), transform(function))
+
+
+def pulled(function: Function, *args: Any) -> Any:
+    """``vjp``, pulled when its level is gone."""
+    return vjp(function, *args)[1](2 * ONE)
+
+
+def recorded(loss: Function, params: Any, x: Tensor, again: bool) -> Any:
+    """Gradients by autograd, or those of their squares' sum."""
+    leaves, structure = tree.flatten((params, x))
+    own = [leaf.clone().requires_grad_() for leaf in leaves]
+    grads = torch.autograd.grad(loss(*tree.unflatten(structure, own)), own, create_graph=again)
+    total = torch.stack([g.square().sum() for g in grads]).sum()
+    return torch.autograd.grad(total, own) if again else grads
+
+
+TRANSFORMS: dict[str, Callable[[Function], Any]] = {
+    "value": lambda f: f(PARAMS, X),
+    "without gradients": lambda f: torch.no_grad()(f)(PARAMS, X),
+    "autograd": lambda f: recorded(f, PARAMS, X, again=False),
+    "autograd twice": lambda f: recorded(f, PARAMS, X, again=True),
+    "ps.grad_and_value": lambda f: ps.grad_and_value(f, argnums=(0, 1))(PARAMS, X),
+    "grad": lambda f: grad(f, argnums=(0, 1))(PARAMS, X),
+    "vjp": lambda f: pulled(f, PARAMS, X),
+    "vmap": lambda f: vmap(f, (0, None))(MANY, X),
+    "vmap of grad": lambda f: vmap(grad(f, argnums=(0, 1)), (0, None))(MANY, X),
+    "jvp": lambda f: jvp(f, (PARAMS, X), (PARAMS, X)),
+    "jvp of grad": lambda f: jvp(grad(f), (PARAMS, X), (PARAMS, X)),
+    "autograd of vmap": lambda f: recorded(lambda p, x: vmap(f, (0, None))(p, x).sum(), MANY, X, again=False),
+}  # fmt: skip
+
 
 EAGER = ["value", "without gradients", "autograd", "ps.grad_and_value"]
 
@@ -234,3 +308,99 @@ def test_attention_draws_where_it_drops() -> None:
     assert may_draw(attention, given, {"dropout_p": 0.1})
     assert may_draw(aten.native_dropout.default, [given[0], 0.0, True], {})
     assert not may_draw(aten.mm.default, given[:2], {})
+
+
+# Inside of steps.
+
+
+def group(rank: int) -> list[dict[str, Tensor]]:
+    """Two microbatches."""
+    return [{"x": integers(4, 3, seed=10 * rank + m)} for m in range(2)]
+
+
+def step(block: Function, **how: Any) -> Any:
+    """Two blocks."""
+
+    def loss_fn(params: Any, m: Any) -> Tensor:
+        return block(params[1], block(params[0], m["x"])).sum(-1)
+
+    return ps.make_update_step(
+        loss_fn, SGD, weight_fn=lambda m: torch.ones(len(m["x"])).double(), **how
+    )
+
+
+def meeting(axis: Any, p: Any, x: Tensor) -> Tensor:
+    """Collectives in a block, and another number on each rank."""
+    y = x @ ps.pvary(p["w"], axis) + ps.pvary(p["b"], axis)
+    total = ps.psum(y.sum(0), axis)
+    return y * total - x * (1 + axis.index) - ps.all_gather(y, axis).sum(0)
+
+
+def apart(axis: Any, p: Any, x: Tensor) -> Tensor:
+    """None: gradients leave while blocks are computed again."""
+    return (x @ p["w"] + p["b"]) ** 2
+
+
+@pytest.mark.parametrize("of", [meeting, apart])
+@pytest.mark.parametrize("donate", [False, True])
+def test_ranks_call_collectives_again_in_one_order(donate: bool, of: Function) -> None:
+    """And do not take gradients that travel meanwhile for them."""
+
+    def run(remat: Any) -> Any:
+        axis = ps.testing.ThreadAxis(3, bucket_bytes=8)
+        update = step(remat(partial(of, axis)), axis=axis, donate=donate)
+
+        def rank(group: Any) -> Any:
+            return update(tree.map(torch.clone, PARAMS), SGD.init(PARAMS), group)
+
+        return axis.map(rank)([group(rank) for rank in range(3)])
+
+    assert_same(run(ps.remat), run(lambda fn: fn))
+
+
+@pytest.mark.parametrize(
+    "compiled",
+    [
+        lambda step: ps.compile(step(), backend="aot_eager", fullgraph=True),
+        lambda step: step(compile=partial(torch.compile, backend="aot_eager")),
+    ],
+)
+def test_a_compiled_step_is_the_step(compiled: Any) -> None:
+    """Nested, closing over params, with views among the results, and random numbers."""
+
+    def of(remat: Any) -> Function:
+        def inner(p: Any, x: Tensor) -> Any:
+            inside = remat(lambda x: block(p, x, power=1)["y"])(x)
+            dropped = torch.nn.functional.dropout(inside)
+            return {**remat(block)(p, dropped), "x": x, "view": x.T}
+
+        def outer(p: Any, x: Tensor) -> Tensor:
+            out = remat(inner)(p, x)
+            return out["y"] + out["positive"][:, None] + out["x"] * out["scale"] + out["view"].sum()
+
+        return outer
+
+    def run(step: Any) -> Any:
+        torch.compiler.reset()
+        torch.manual_seed(0)
+        return step(PARAMS, SGD.init(PARAMS), group(0))
+
+    assert_same(run(compiled(partial(step, of(ps.remat)))), run(step(of(lambda fn: fn))))
+    torch.compiler.reset()
+
+
+def test_a_compiled_function_inside_remat_in_the_first_step() -> None:
+    """The step watches what its first backward pass recomputes; a compiler does not see that."""
+
+    def losses_of(w: Tensor, x: Tensor) -> Tensor:
+        return (x @ w).tanh()
+
+    def run(function: Any) -> Any:
+        torch.compiler.reset()
+        update = ps.make_update_step(
+            lambda w, m: ps.remat(function)(w, m["x"]), SGD, weight_fn=lambda m: torch.ones(4)
+        )
+        return update(torch.ones(3).double(), SGD.init(torch.ones(3)), group(0))
+
+    assert_same(run(torch.compile(losses_of, backend="eager")), run(losses_of))
+    torch.compiler.reset()
