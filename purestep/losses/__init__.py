@@ -7,11 +7,6 @@ from purestep.losses.returns import policy_gradient
 from purestep.losses.rows import mse
 
 __all__ = [
-    "cross_entropy",
-    "linear_cross_entropy",
-    "kl_divergence",
-    "linear_kl_divergence",
-    "mse",
-    "dpo",
-    "policy_gradient",
-]
+    "cross_entropy", "linear_cross_entropy", "kl_divergence", "linear_kl_divergence",
+    "mse", "dpo", "policy_gradient",
+]  # fmt: skip
