@@ -58,9 +58,7 @@ def check_alike(examples: dict[str, Tree], whole: Collection[str] = ()) -> None:
     The first dimension may differ, except in a leaf that belongs to its example as a whole.
     Otherwise values would end up in another field, be broadcast, or be rounded.
     """
-    if not examples:
-        return
-    first_name, first = next(iter(examples.items()))
+    first_name, first = next(iter(examples.items()), ("", None))
     wanted, structure = tree.flatten(first)
     flags = whole_leaves(first, whole)
     for name, example in examples.items():

@@ -104,9 +104,7 @@ class PrefetchedGroup(WeighedGroup):
         return len(self._on_host)
 
     def __getitem__(self, index: Any) -> Any:
-        if isinstance(index, slice):
-            return [self._copies.copy(microbatch) for microbatch in self._on_host[index]]
-        return self._copies.copy(self._on_host[index])
+        return self._copies.copy(self._on_host[index])  # one microbatch, or a list of some
 
     def __iter__(self) -> Iterator[Microbatch]:
         streamed, self._streamed = self._streamed, True
