@@ -9,9 +9,10 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache, partial, reduce
+from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 import peft
@@ -22,7 +23,6 @@ from torch.nn import functional
 
 import purestep as ps
 from purestep import tree
-from purestep.axis import Gather
 from purestep.testing.bounds import gamma
 
 VOCABULARY, WIDTH, LAYERS, HEADS, CONTEXT, WINDOW = 64, 16, 2, 2, 32, 4
@@ -67,57 +67,44 @@ class Family(NamedTuple):
     float32: bool = True
 
 
-def llama(**config: Any) -> Any:
-    """A Llama with these settings besides."""
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**ROTARY, **config))
+def built(name: str, shape: Mapping[str, Any] = ROTARY, **config: Any) -> Any:
+    """A model of transformers with these settings."""
+    kind = getattr(transformers, name)
+    return kind(kind.config_class(**{**shape, **config}))
 
 
-def _gpt2() -> nn.Module:
-    dropouts = dict.fromkeys(["resid_pdrop", "embd_pdrop", "attn_pdrop"], 0.0)
-    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**SHAPE, **dropouts))
+def t5() -> Any:
+    """Its settings have other names."""
+    shape = {"d_model": WIDTH, "d_kv": 8, "d_ff": 2 * WIDTH, "num_layers": LAYERS}
+    config = {"vocab_size": VOCABULARY, "num_heads": HEADS, "decoder_start_token_id": 0}
+    return built("T5ForConditionalGeneration", shape, dropout_rate=0.0, **config)
 
 
-def _t5() -> nn.Module:
-    sizes = {"d_model": WIDTH, "d_kv": 8, "d_ff": 2 * WIDTH, "num_layers": LAYERS}
-    config = transformers.T5Config(
-        vocab_size=VOCABULARY, num_heads=HEADS, dropout_rate=0.0, decoder_start_token_id=0, **sizes
-    )
-    return transformers.T5ForConditionalGeneration(config)
-
-
-def _bert() -> nn.Module:
-    dropouts = dict.fromkeys(["hidden_dropout_prob", "attention_probs_dropout_prob"], 0.0)
-    return transformers.BertForMaskedLM(transformers.BertConfig(**SHAPE, **dropouts))
-
-
-def lora(**config: Any) -> Any:
+def lora() -> Any:
     """Adapters on a Llama, past the zero at which they begin."""
     targets = ["q_proj", "v_proj", "down_proj"]
-    model = peft.get_peft_model(llama(), peft.LoraConfig(r=2, target_modules=targets, **config))
+    model = peft.get_peft_model(
+        built("LlamaForCausalLM"), peft.LoraConfig(r=2, target_modules=targets)
+    )
     for name, parameter in model.named_parameters():
         if "lora_B" in name:
             nn.init.normal_(parameter)
     return model
 
 
+NO_DROPOUT = dict.fromkeys(["resid_pdrop", "embd_pdrop", "attn_pdrop"], 0.0)
+NO_NOISE = dict.fromkeys(["hidden_dropout_prob", "attention_probs_dropout_prob"], 0.0)
 FAMILIES = {
-    "GPT-2": Family(_gpt2, float32=False),
-    "Llama": Family(llama),
-    "Llama, tied": Family(lambda: llama(tie_word_embeddings=True)),
-    "Qwen3": Family(
-        lambda: transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**ROTARY, head_dim=8))
+    "GPT-2": Family(partial(built, "GPT2LMHeadModel", SHAPE, **NO_DROPOUT), float32=False),
+    "Llama": Family(partial(built, "LlamaForCausalLM")),
+    "Llama, tied": Family(partial(built, "LlamaForCausalLM", tie_word_embeddings=True)),
+    "Qwen3": Family(partial(built, "Qwen3ForCausalLM", head_dim=8)),
+    "Mistral": Family(partial(built, "MistralForCausalLM", sliding_window=WINDOW), window=WINDOW),
+    "Gemma": Family(partial(built, "GemmaForCausalLM", head_dim=8)),
+    "T5": Family(t5),
+    "BERT": Family(
+        partial(built, "BertForMaskedLM", SHAPE, **NO_NOISE), causal=False, float32=False
     ),
-    "Mistral": Family(
-        lambda: transformers.MistralForCausalLM(
-            transformers.MistralConfig(**ROTARY, sliding_window=WINDOW)
-        ),
-        window=WINDOW,
-    ),
-    "Gemma": Family(
-        lambda: transformers.GemmaForCausalLM(transformers.GemmaConfig(**ROTARY, head_dim=8))
-    ),
-    "T5": Family(_t5),
-    "BERT": Family(_bert, causal=False, float32=False),
     "LoRA on Llama": Family(lora),
 }
 
@@ -184,9 +171,7 @@ class Setting(NamedTuple):
     checkpoints: bool = False
     dtype: torch.dtype = torch.float64
     axis: Any = None
-    donate: bool = False
-    compile: Any = False
-    gather: Gather | None = None
+    step: Mapping[str, Any] = MappingProxyType({})
 
 
 SETTINGS = {
@@ -198,19 +183,17 @@ SETTINGS = {
     "packed, `position_ids`, eager": Setting("position_ids", "eager"),
     "packed, 4D mask": Setting("packed, 4D mask"),
     "packed, 4D mask, eager": Setting("packed, 4D mask", "eager"),
-    "`donate=True`": Setting(donate=True),
+    "`donate=True`": Setting(step={"donate": True}),
     "`ThreadAxis(2)`": Setting(axis=ps.testing.ThreadAxis(2)),
-    '`gather="step"`': Setting(axis=ps.testing.ThreadAxis(2), gather="step"),
-    '`gather="microbatch"`': Setting(axis=ps.testing.ThreadAxis(2), gather="microbatch"),
-    '`gather="loss"`, checkpoints': Setting(
-        checkpoints=True, axis=ps.testing.ThreadAxis(2), gather="loss"
+    '`gather="microbatch"`, checkpoints': Setting(
+        checkpoints=True, axis=ps.testing.ThreadAxis(2), step={"gather": "microbatch"}
     ),
     "`VmapAxis(2)`, 4D mask": Setting("4D mask", axis=ps.VmapAxis(2)),
     "`VmapAxis(2)`, 4D mask, eager": Setting("4D mask", "eager", axis=ps.VmapAxis(2)),
     "bfloat16": Setting(dtype=torch.bfloat16),
     "bfloat16, packed": Setting("position_ids", dtype=torch.bfloat16),
-    "`compile=True`": Setting(compile=True),
-    "`compile=True`, packed": Setting("position_ids", compile=True),
+    "`compile=True`": Setting(step={"compile": True}),
+    "`compile=True`, packed": Setting("position_ids", step={"compile": True}),
 }
 
 
@@ -239,7 +222,7 @@ def inputs(family: str, setting: Setting, microbatch: Mapping[str, Tensor]) -> d
         return given
     segments = microbatch.get("segments", microbatch["attention_mask"])
     dtype = setting.dtype if setting.attention == "eager" else None
-    mask = functools.partial(ps.segment_mask, segments, dtype)
+    mask = partial(ps.segment_mask, segments, dtype)
     if family == "T5":
         return {**given, "attention_mask": mask(causal=False), "decoder_attention_mask": mask()}
     return {**given, "attention_mask": mask(causal=causal, window=window)}
@@ -254,25 +237,17 @@ def microbatches(family: str, setting: Setting) -> list[list[Any]]:
         return [ps.pack(part, max_tokens=100, multiple_of=ROW) for part in (texts[:3], texts[3:])]
     else:
         parts = ps.pack(texts, max_tokens=20)
-    if setting.gather == "loss":  # as many on each rank
-        ignored = {**parts[0], "labels": torch.full_like(parts[0]["labels"], -100)}
-        return [parts[:1] + [ignored] * (len(parts) - 2), parts[1:]]
     return [parts[:1], parts[1:]] if setting.axis else [parts]
 
 
-def losses(logits: Tensor, labels: Tensor) -> Tensor:
-    """Each token's, in float32 where logits are of half precision."""
-    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    return functional.cross_entropy(wide.flatten(0, 1), labels.flatten(), reduction="none")
-
-
-def plain(
-    plain_model: nn.Module, microbatch: Mapping[str, Tensor], given: Any, tokens: Any
-) -> Grads:
-    """``loss.backward()`` of the model itself."""
-    plain_model.zero_grad()
-    (losses(plain_model(**given).logits, microbatch["labels"]).sum() / tokens).backward()
-    return {name: p.grad for name, p in plain_model.named_parameters() if p.grad is not None}
+def plain(own: nn.Module, microbatch: Mapping[str, Tensor], given: Any, tokens: Any) -> Grads:
+    """``loss.backward()`` of the model itself, each token's loss in float32 where it is of half precision."""
+    own.zero_grad()
+    logits, labels = own(**given).logits, microbatch["labels"]
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32)).flatten(0, 1)
+    losses = functional.cross_entropy(wide, labels.flatten(), reduction="none")
+    (losses.sum() / tokens).backward()
+    return {name: p.grad for name, p in own.named_parameters() if p.grad is not None}
 
 
 class Reference(NamedTuple):
@@ -282,7 +257,7 @@ class Reference(NamedTuple):
     norms: float
 
 
-@functools.cache
+@cache
 def reference(family: str, attention: str) -> Reference:
     """By the plain model, in float64, padded."""
     own, padded = model(family, attention), Setting(attention=attention)
@@ -305,33 +280,26 @@ def step_grads(family: str, setting: Setting, group: list[list[Any]]) -> Grads:
     params, apply = ps.from_module(_model(family, setting))
 
     def loss_fn(params: Any, microbatch: Any) -> Tensor:
-        logits = apply(ps.unshard(params), **inputs(family, setting, microbatch)).logits
+        logits = apply(params, **inputs(family, setting, microbatch)).logits
         return ps.losses.cross_entropy(logits, microbatch["labels"])
 
     optimizer = ps.optim.sgd(0.1, momentum=0.9)
     axis = setting.axis or ps.LocalAxis()
-    step = ps.make_update_step(
-        loss_fn, optimizer, axis=axis, donate=setting.donate, compile=setting.compile,
-        gather=setting.gather or "step",
-    )  # fmt: skip
-    opt_state = optimizer.init(params)
+    step: Any = ps.make_update_step(loss_fn, optimizer, axis=axis, **setting.step)
+    state = params, optimizer.init(params)
     if isinstance(axis, ps.VmapAxis):
-        side_by_side = [
-            tree.map(lambda *ranks: torch.stack(ranks), *each) for each in zip(*group, strict=True)
-        ]
+        stacked = [tree.map(lambda *x: torch.stack(x), *each) for each in zip(*group, strict=True)]
         on_ranks = axis.map(step, in_dims=(None, None, 0), out_dims=None)
-        _, opt_state, _ = on_ranks(params, opt_state, side_by_side)
+        _, opt_state, _ = on_ranks(*state, stacked)
     elif isinstance(axis, ps.testing.ThreadAxis):
 
         def on_rank(mine: list[Any]) -> Any:
-            if setting.gather is None:
-                return step(params, opt_state, mine)[1]
-            pieces, state = ps.shard((params, opt_state), axis)
-            return ps.unshard(step(pieces, state, mine)[1])
+            own = ps.shard(state, axis) if "gather" in setting.step else state
+            return ps.unshard(step(*own, mine)[1])
 
         opt_state = axis.map(on_rank)(group)[0]
     else:
-        _, opt_state, _ = step(params, opt_state, group[0])
+        _, opt_state, _ = step(*state, group[0])
     return opt_state[0].trace
 
 
@@ -353,8 +321,8 @@ class Measured(NamedTuple):
 
 def measure(family: str, setting: Setting) -> Measured:
     """A step of the family in this setting."""
-    attention = setting.attention
-    if FAMILIES[family].window and attention == "eager":
+    attention, known = setting.attention, FAMILIES[family]
+    if known.window and attention == "eager":
         # Where a row may attend to padding alone, transformers in float64 adds its lowest number, which is infinite to
         # the softmax in float32: NaN.
         attention = "sdpa"
@@ -367,19 +335,14 @@ def measure(family: str, setting: Setting) -> Measured:
     off = _norm({name: found[name].to(torch.float64) - expected[name] for name in expected})
     same_bits = None
     # Where each microbatch is summed over ranks, that is another order.
-    summed_first = setting.gather in ("microbatch", "loss")
-    if not (setting.compile or isinstance(setting.axis, ps.VmapAxis) or summed_first):
+    if not ({"compile", "gather"} & setting.step.keys() or isinstance(setting.axis, ps.VmapAxis)):
         same_bits = _same(found, _summed(family, setting, group))
+    bound = torch.inf
+    if setting.dtype.itemsize >= 4:
+        # Of both gradients, in the narrowest dtype in which the model computes.
+        bound = 2 * gamma(ROUNDINGS, torch.float32 if known.float32 else setting.dtype)
     size = _norm(expected)
-    bound = norms / size * _bound(FAMILIES[family], setting.dtype)
-    return Measured(off / size, bound, same_bits)
-
-
-def _bound(family: Family, dtype: torch.dtype) -> float:
-    """Of both gradients, the step's and the reference's, in the narrowest dtype in which the model computes."""
-    if dtype.itemsize < 4:
-        return torch.inf
-    return 2 * gamma(ROUNDINGS, torch.float32 if family.float32 else dtype)
+    return Measured(off / size, norms / size * bound, same_bits)
 
 
 def _summed(family: str, setting: Setting, group: list[list[Any]]) -> Grads:
@@ -390,15 +353,13 @@ def _summed(family: str, setting: Setting, group: list[list[Any]]) -> Grads:
         p.grad_dtype = ps.tree.accumulation_dtype(p.dtype)
     tokens = sum((part["labels"] != -100).sum() for rank in group for part in rank)
 
-    def grads(part: Any) -> Grads:
-        return plain(own, part, inputs(family, setting, part), tokens)
-
     def total(parts: Sequence[Grads]) -> Grads:
-        return {
-            name: functools.reduce(torch.add, [part[name] for part in parts]) for name in parts[0]
-        }
+        return {name: reduce(torch.add, [part[name] for part in parts]) for name in parts[0]}
 
-    return total([total([grads(part) for part in rank]) for rank in group])
+    return total([
+        total([plain(own, part, inputs(family, setting, part), tokens) for part in rank])
+        for rank in group
+    ])  # fmt: skip
 
 
 def _same(found: Grads, expected: Grads) -> bool:

@@ -2,29 +2,42 @@
 
 from __future__ import annotations
 
-import functools
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import transformers
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
 import purestep as ps
-from tests.families import ROTARY, SETTINGS, Setting, cases, examples, measure, model
-from tests.texts import RIGHT, WRONG, off, padded
+from purestep.modules import huggingface
+from tests.families import (
+    FAMILIES,
+    ROW,
+    SETTINGS,
+    SHAPE,
+    WIDTH,
+    WINDOW,
+    Setting,
+    built,
+    cases,
+    examples,
+    measure,
+    model,
+)
+from tests.torch_private import forward_hooks
 
 # Of torch, for flash attention on a CPU under vmap.
 pytestmark = pytest.mark.filterwarnings("ignore:There is a performance drop")
-
-
-# Two whose masks are made of values otherwise. Inductor takes a minute for each family: benchmarks/families.py has them all.
-TRACED = functools.partial(torch.compile, backend="aot_eager")
+TRACED = partial(torch.compile, backend="aot_eager")
 
 
 @pytest.mark.parametrize(
-    ("family", "setting"), [case for case in cases() if not SETTINGS[case[1]].compile]
+    ("family", "setting"),
+    [case for case in cases() if "compile" not in SETTINGS[case[1]].step],
 )
 def test_a_step_is_one_big_batch(family: str, setting: str) -> None:
     error, bound, same_bits = measure(family, SETTINGS[setting])
@@ -35,130 +48,180 @@ def test_a_step_is_one_big_batch(family: str, setting: str) -> None:
 
 @pytest.mark.parametrize(("family", "form"), [("Llama", "position_ids"), ("BERT", "2D mask")])
 def test_compiled_too(family: str, form: Any) -> None:
-    error, bound, _ = measure(family, Setting(form, compile=TRACED))
+    """Two whose masks are made of values otherwise; benchmarks/families.py has all."""
+    error, bound, _ = measure(family, Setting(form, step={"compile": TRACED}))
     assert error <= bound
 
 
-def test_the_models_own_loss_is_a_mean_of_labels_that_it_shifts() -> None:
+def packed(family: str = "Llama") -> dict[str, Any]:
+    return ps.pack_documents(examples(family), row_tokens=ROW)
+
+
+def test_a_microbatch_may_hold_strings_and_its_loss_is_no_mean() -> None:
     params, apply = ps.from_module(model("Llama"))
     (m,) = ps.pack(examples("Llama"), max_tokens=100)
-    optimizer = ps.optim.sgd(0.1)
-    for loss_fn, message in (
-        (lambda p, m: apply(p, **m).loss, "a scalar is most likely a mean"),
-        (lambda p, m: apply(p, **m), "got CausalLMOutputWithPast"),
-    ):
-        with pytest.raises((ValueError, TypeError), match=message):
-            ps.make_update_step(loss_fn, optimizer)(params, optimizer.init(params), [m])
-    unshifted = m["input_ids"].masked_fill(m["attention_mask"] == 0, -100)
-    logits = apply(params, m["input_ids"], m["attention_mask"]).logits
-    losses = ps.losses.cross_entropy(logits, m["labels"])
-    mean = losses.sum() / (m["labels"] != -100).sum()
+    sgd = ps.optim.sgd(0.1)
 
-    def own_loss(labels: Tensor) -> Tensor:
-        return apply(params, m["input_ids"], m["attention_mask"], labels=labels).loss
+    def train(loss_fn: Any) -> Any:
+        group = [transformers.BatchEncoding({**m, "text": ["a", "b"]})]
+        return ps.make_update_step(loss_fn, sgd)(params, sgd.init(params), group)
 
-    assert own_loss(unshifted).dtype == torch.float32
-    # In float32, which rounds logits, their log-sum-exp and each addend.
-    assert abs(own_loss(unshifted).item() - mean.item()) < len(losses) * 1e-6
-    assert abs(own_loss(m["labels"]).item() - mean.item()) > WRONG
-    # The logits are the same, with labels and without.
-    assert off("Llama", padded(), lambda m: m) < RIGHT
+    def loss_fn(p: Any, m: Any) -> Tensor:
+        return ps.losses.cross_entropy(apply(p, m["input_ids"]).logits, m["labels"])
+
+    assert train(loss_fn)[2].num_tokens == (m["labels"] != -100).sum()
+    with pytest.raises(ValueError, match="a scalar is most likely a mean"):
+        train(lambda p, m: apply(p, m["input_ids"], labels=m["labels"]).loss)
+    with pytest.raises(TypeError, match="got CausalLMOutputWithPast"):
+        train(lambda p, m: apply(p, m["input_ids"]))
 
 
-def test_t5_makes_its_decoders_inputs_from_labels_that_are_not_shifted() -> None:
-    inputs = ("input_ids", "attention_mask", "labels")
-    assert off("T5", padded("T5"), lambda m: {key: m[key] for key in inputs}) < RIGHT
-
-
-def test_sources_and_targets_are_padded_to_one_length() -> None:
-    source, target = torch.arange(1, 6), torch.arange(1, 4)
-    uneven = {"input_ids": source, "attention_mask": torch.ones(5), "labels": target}
-    with pytest.raises(ValueError, match="one common first dimension"):
-        ps.pack([uneven], max_tokens=10)
-    even = {**uneven, "labels": functional.pad(target, (0, 2), value=-100)}
-    _, apply = ps.from_module(model("T5"))
-    params, _ = ps.from_module(model("T5"))
-    alone = apply(params, source[None], labels=target[None]).logits[0]
-    (m,) = ps.pack([even], max_tokens=10)
-    together = apply(params, **m).logits[0, :3]
-    # The decoder attends to nothing that comes later.
-    torch.testing.assert_close(together, alone, rtol=1e-12, atol=1e-12)
-
-
-def test_padding_on_the_left_needs_positions() -> None:
-    def left(example: Any) -> dict[str, Tensor]:
-        missing = 10 - len(example["input_ids"])
-        fillings = {"labels": -100}
-        return {
-            key: functional.pad(value, (missing, 0), value=fillings.get(key, 0))
-            for key, value in example.items()
-        }
-
-    group = [{key: torch.stack([left(e)[key] for e in examples("GPT-2")]) for key in ("input_ids", "attention_mask", "labels")}]  # fmt: skip
-
-    def inputs(m: Any, positions: bool) -> dict[str, Any]:
-        mask = m["attention_mask"]
-        given = {"input_ids": m["input_ids"], "attention_mask": mask, "use_cache": False}
-        own = {"position_ids": (mask.cumsum(1) - 1).clamp(min=0)}
-        return {**given, **own} if positions else given
-
-    assert off("GPT-2", group, functools.partial(inputs, positions=True)) < RIGHT
-    assert off("GPT-2", group, functools.partial(inputs, positions=False)) > WRONG
-    labels = ps.shift_labels(group[0]["input_ids"], group[0]["attention_mask"])
-    assert torch.equal(labels, group[0]["labels"])
-
-
-def test_adapters_under_checkpoints_with_inputs_that_require_grad() -> None:
-    own = model("LoRA on Llama", checkpoints=True)
-    own.enable_input_require_grads()
-    inputs = ("input_ids", "attention_mask")
-    assert off("LoRA on Llama", padded(), lambda m: {key: m[key] for key in inputs}, own) < RIGHT
-
-
-def test_tied_embeddings_train_under_either_name() -> None:
-    own = model("Llama, tied")
-    for trainable in ("lm_head.weight", "*embed_tokens*", lambda name, _: name == "lm_head.weight"):
-        params, _ = ps.from_module(own, trainable=trainable)
-        assert [*params] == ["model.embed_tokens.weight"]
-
-
-def test_what_no_tensor_is_may_stand_in_a_microbatch() -> None:
-    group = [transformers.BatchEncoding({**m, "text": ["a", "b"]}) for m in padded()]
-    inputs = ("input_ids", "attention_mask")
-    assert off("Llama", group, lambda m: {key: m[key] for key in inputs}) < RIGHT
-    with pytest.raises(ValueError, match="make tensors of them"):
-        ps.pack([{"input_ids": torch.ones(3), "text": "a"}], max_tokens=4)
-
-
-def mixtral(dtype: torch.dtype = torch.float32) -> Any:
-    config = transformers.MixtralConfig(
-        **ROTARY, num_local_experts=4, num_experts_per_tok=2, output_router_logits=True
-    )
+def changed(own: Any, family: str, m: Any, inputs: Mapping[str, Any]) -> float:
+    """By how much the loss of texts changes in this microbatch."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        return transformers.MixtralForCausalLM(config).to(dtype).train()
+        for parameter in own.parameters():
+            if parameter.ndim > 1:
+                # Not too small for a model to look beyond the last token.
+                nn.init.normal_(parameter, std=0.3)
+    params, apply = ps.from_module(own.to(torch.float64).train())
+
+    def total(m: Any, **more: Any) -> Tensor:
+        logits = apply(params, input_ids=m["input_ids"], **{"use_cache": False, **more}).logits
+        return ps.losses.cross_entropy(logits, m["labels"]).sum().detach()
+
+    alone = sum(total(ps.pack([text], max_tokens=100)[0]) for text in examples(family))
+    return float((total(m, **inputs) / alone - 1).abs())
 
 
-def test_a_routers_loss_belongs_to_the_microbatch() -> None:
-    own = mixtral()
+def left() -> dict[str, Tensor]:
+    """Texts that are padded on the left."""
+
+    def padded(name: str, x: Tensor) -> Tensor:
+        return functional.pad(x, (10 - len(x), 0), value=-100 if name == "labels" else 0)
+
+    texts = [{name: padded(name, x) for name, x in e.items()} for e in examples("GPT-2")]
+    m = {name: torch.stack([text[name] for text in texts]) for name in texts[0]}
+    return {**m, "positions": (m["attention_mask"].cumsum(1) - 1).clamp(min=0)}
+
+
+def at(m: Any) -> dict[str, Any]:
+    return {"position_ids": m["positions"]}
+
+
+def in_2d(m: Any) -> dict[str, Any]:
+    return {**at(m), "attention_mask": m["attention_mask"]}
+
+
+def within(m: Any, window: int | None = None) -> dict[str, Any]:
+    return {**at(m), "attention_mask": ps.segment_mask(m["segments"], window=window)}
+
+
+def of_each_kind(m: Any) -> dict[str, Any]:
+    kinds = {"full_attention": None, "sliding_attention": WINDOW}
+    masks = {kind: within(m, window)["attention_mask"] for kind, window in kinds.items()}
+    return {**at(m), "attention_mask": masks}
+
+
+OPT = partial(
+    built, "OPTForCausalLM", shape=SHAPE, ffn_dim=2 * WIDTH, word_embed_proj_dim=WIDTH, dropout=0.0
+)  # fmt: skip
+GEMMA3 = partial(
+    built, "Gemma3ForCausalLM", head_dim=8, sliding_window=WINDOW, query_pre_attn_scalar=8,
+    layer_types=["sliding_attention", "full_attention"],
+)  # fmt: skip
+BAMBA = partial(
+    built, "BambaForCausalLM", attn_layer_indices=[1], mamba_n_heads=4, mamba_d_head=8, mamba_d_state=4,
+    mamba_chunk_size=4, mamba_n_groups=1,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("make", "family", "inputs", "right"),
+    [
+        ("Llama", "Llama", at, True),
+        ("Llama", "Llama", lambda m: {**at(m), "use_cache": True}, False),
+        ("Llama", "Llama", in_2d, False),
+        ("GPT-2", "GPT-2", in_2d, False),
+        ("BERT", "BERT", at, False),
+        ("Mistral", "Mistral", partial(within, window=WINDOW), True),
+        ("Mistral", "Mistral", within, False),
+        (OPT, "Llama", within, True),
+        (OPT, "Llama", at, False),
+        (GEMMA3, "Llama", at, True),
+        (GEMMA3, "Llama", of_each_kind, True),
+        (GEMMA3, "Llama", within, False),
+        (GEMMA3, "Llama", partial(within, window=WINDOW), False),
+        (BAMBA, "Llama", within, False),
+        ("GPT-2", "left", in_2d, True),
+        ("GPT-2", "left", lambda m: {"attention_mask": m["attention_mask"]}, False),
+    ],
+)
+def test_documents_in_one_row_and_padding_on_the_left(
+    make: Any, family: str, inputs: Callable[[Any], Any], right: bool
+) -> None:
+    """What README.md says of models: the loss of texts is that of each alone, or another, without a word."""
+    own = FAMILIES[make].make() if isinstance(make, str) else make()
+    m, family = (left(), "GPT-2") if family == "left" else (packed(family), family)
+    off = changed(own, family, m, inputs(m))
+    assert off < 1e-6 if right else off > 1e-4
+
+
+@pytest.mark.parametrize("family", ["GPT-2", "Llama", "LoRA on Llama"])
+def test_a_cache_joins_packed_documents_and_is_refused(family: str, fresh_compiler: None) -> None:
+    apply: Any
+    params, apply = ps.from_module(model(family))
+    m = packed(family)
+    ids, positions = {"input_ids": m["input_ids"]}, {"position_ids": m["positions"]}
+    for f in (apply, torch.compile(apply, backend="eager")) if family == "Llama" else (apply,):
+        for more in ({}, {"return_dict": False}):
+            with pytest.raises(ValueError, match=r"filled a cache.* use_cache=False"):
+                f(params, **ids, **positions, **more)
+        f(params, **ids, **positions, use_cache=False)
+    if family == "Llama":
+        with pytest.raises(ValueError, match="filled a cache"):
+            apply(params, m["input_ids"], None, m["positions"])
+    apply(params, **ids)
+    apply(params, **ids, **positions, use_cache=True)
+
+
+@pytest.mark.parametrize("family", ["GPT-2", "LoRA on Llama", "T5"])
+def test_a_mask_of_bools_is_refused_by_eager_attention(family: str) -> None:
+    """Whatever the config says when ``apply`` is called, which is shared."""
+    apply: Any
+    own, m = model(family), packed(family)
     params, apply = ps.from_module(own)
-    group = padded()
+    name = "decoder_attention_mask" if family == "T5" else "attention_mask"
+    names = {"input_ids", "decoder_input_ids"} & m.keys()
+    given, mask = {name: m[name] for name in names}, ps.segment_mask(m["segments"])
+    apply(params, **given, **{name: mask})
+    own.set_attn_implementation("eager")
+    with pytest.raises(ValueError, match=f"{name} .* eager attention would add"):
+        apply(params, **given, **{name: mask})
+    apply(params, **given, **{name: ps.segment_mask(m["segments"], torch.float64)})
+    # Masks of two dimensions are no such masks, whatever their dtype.
+    apply(params, **given, **{name: m["attention_mask"].bool()})
 
-    def loss_fn(params: Any, m: Any) -> ps.LossTerms:
-        output = apply(params, m["input_ids"], m["attention_mask"])
-        losses = ps.losses.cross_entropy(output.logits, m["labels"])
-        return ps.LossTerms(losses, microbatch=output.aux_loss)
 
-    optimizer = ps.optim.sgd(0.1, momentum=0.9)
-    _, opt_state, _ = ps.make_update_step(loss_fn, optimizer)(params, optimizer.init(params), group)
-    tokens = sum((m["labels"] != -100).sum() for m in group)
-    for m in group:
-        output = own(m["input_ids"], m["attention_mask"])
-        losses = ps.losses.cross_entropy(output.logits, m["labels"])
-        (losses.sum() / tokens + output.aux_loss / len(group)).backward()
-    for name, parameter in own.named_parameters():
-        torch.testing.assert_close(opt_state[0].trace[name], parameter.grad)
-    (big,) = ps.pack(examples("Llama"), max_tokens=100)
-    mean = sum(own(m["input_ids"], m["attention_mask"]).aux_loss for m in group) / len(group)
-    whole = own(big["input_ids"], big["attention_mask"]).aux_loss
-    assert abs(mean - whole) > WRONG
+def test_a_mask_of_bools_by_position_and_for_each_kind_of_layer() -> None:
+    own, m = model("Llama", "eager"), packed()
+    params, apply = ps.from_module(own)
+    mask = ps.segment_mask(m["segments"])
+    with pytest.raises(ValueError, match=r"^attention_mask .* eager attention would add"):
+        apply(params, m["input_ids"], mask)
+    masks = {"attention_mask": {"full_attention": mask}}
+    with pytest.raises(ValueError, match=r"^attention_mask .* eager attention would add"):
+        huggingface.check_call(huggingface.models_of(own), (), masks, None)
+
+
+def test_hidden_states_are_those_of_the_call() -> None:
+    """A call registers hooks, which stay in its own objects."""
+    own = model("Llama")
+    params, apply = ps.from_module(own)
+    ids = torch.arange(4)[None]
+    for _ in range(3):
+        assert len(apply(params, ids, output_hidden_states=True).hidden_states) == 3
+    assert forward_hooks(own) == 0
+    axis = ps.testing.ThreadAxis(2)
+    count = axis.map(lambda ids: len(apply(params, ids, output_hidden_states=True).hidden_states))
+    assert count([ids, ids + 4]) == [3, 3]
