@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
-import contextlib
+from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
 import purestep as ps
 from purestep.axis.buckets import Buckets
 from tests.squares import x_ones
 
+W, GROUP = torch.tensor([3.0]), [{"x": torch.ones(1)}] * 3
+
 
 @pytest.mark.parametrize("reentrant", [True, False])
-@pytest.mark.parametrize("announced", [True, False])
-def test_a_checkpoint_of_a_function_that_closes_over_params(
-    reentrant: bool, announced: bool
-) -> None:
+@pytest.mark.parametrize("ready", [None, lambda index, total: total])
+def test_a_checkpoint_of_a_function_that_closes_over_params(reentrant: bool, ready: Any) -> None:
     """Right, or refused: a reentrant one runs a backward pass of its own."""
 
     def loss_fn(w: Tensor, m: dict[str, Tensor]) -> Tensor:
@@ -28,12 +30,9 @@ def test_a_checkpoint_of_a_function_that_closes_over_params(
             x = checkpoint(lambda y: y * w, x, use_reentrant=reentrant)
         return x
 
-    w, group = torch.tensor([3.0]), [{"x": torch.ones(1)}] * 3
-    ready = (lambda index, total: total) if announced else None
     refused = pytest.raises(RuntimeError, match="use_reentrant=False")
-    with refused if reentrant else contextlib.nullcontext():
-        grads, *_ = ps.accumulate(loss_fn, w, group, weight_fn=x_ones, ready=ready)
-        assert grads == 18
+    with refused if reentrant else nullcontext():
+        assert ps.accumulate(loss_fn, W, GROUP, weight_fn=x_ones, ready=ready)[0] == 18
 
 
 class Reversible(torch.autograd.Function):
@@ -58,86 +57,69 @@ def test_a_function_with_a_backward_pass_of_its_own() -> None:
     def loss_fn(w: Tensor, m: dict[str, Tensor]) -> Tensor:
         return Reversible.apply(Reversible.apply(m["x"] + 0 * w, w), w)
 
-    w, group = torch.tensor([3.0]), [{"x": torch.ones(1)}] * 3
-    assert ps.accumulate(loss_fn, w, group, weight_fn=x_ones)[0] == 18
+    assert ps.accumulate(loss_fn, W, GROUP, weight_fn=x_ones)[0] == 18
 
-    def rank(axis: ps.testing.ThreadAxis) -> None:
-        buckets = Buckets(axis, {0: w}, [w.dtype])
-        ps.accumulate(loss_fn, w, group, weight_fn=x_ones, ready=buckets.ready)
+    def rank(_: Any) -> None:
+        buckets = Buckets(axis, {0: W}, [W.dtype])
+        ps.accumulate(loss_fn, W, GROUP, weight_fn=x_ones, ready=buckets.ready)
 
     axis = ps.testing.ThreadAxis(1)
     with pytest.raises(RuntimeError, match="given a gradient twice in one backward pass"):
-        axis.map(lambda _: rank(axis))([0])
+        axis.map(rank)([0])
 
 
 class Block(torch.nn.Module):
-    """A layer that is computed again in the backward pass."""
+    """A layer that may be computed again in the backward pass."""
 
-    def __init__(self) -> None:
+    def __init__(self, run: Callable[..., Any]) -> None:
         super().__init__()
-        self.w = torch.nn.Parameter(torch.ones(3))
+        self.w, self.run = torch.nn.Parameter(torch.ones(3)), run
 
     def forward(self, x: Tensor) -> Tensor:
-        def body(x: Tensor) -> Tensor:
-            return torch.tanh(x * self.w)
+        return self.run(lambda x: torch.tanh(x * self.w), x)
 
-        out: Tensor = checkpoint(body, x, use_reentrant=False)
-        return out
+
+def again(run: Callable[..., Any], *args: Any) -> Any:
+    return checkpoint(run, *args, use_reentrant=False)
 
 
 def layers(block: Block, p: Any, x: Tensor) -> Tensor:
     for w in p["layers"]:
-        x = torch.func.functional_call(block, {"w": w}, (x,))
+        x = functional_call(block, {"w": w}, (x,))
     return x
 
 
 def adapted(block: Block, p: Any, x: Tensor) -> Tensor:
-    adapted_w = block.w + p["up"] @ p["down"]
-    out: Tensor = torch.func.functional_call(block, {"w": adapted_w}, (x,))
-    return out
+    return functional_call(block, {"w": block.w + p["up"] @ p["down"]}, (x,))
 
 
 def closed_over(block: Block, p: Any, x: Tensor) -> Tensor:
-    out: Tensor = block(x * p["up"].sum())
-    return out
+    return block(x * p["up"].sum())
 
 
 @pytest.mark.parametrize("program", [layers, adapted, closed_over])
 @pytest.mark.parametrize("frozen", [False, True])
 def test_a_checkpoint_with_a_modules_own_parameters(program: Any, frozen: bool) -> None:
     """Refused, since nobody can tell whether the forward pass had them too; the way out is right."""
-    block, weights = Block().requires_grad_(not frozen), lambda m: torch.ones(2)
     generator = torch.Generator().manual_seed(0)
-    params = {
-        "layers": torch.rand(2, 3, generator=generator),
-        "up": torch.rand(3, 2, generator=generator),
-        "down": torch.rand(2, generator=generator),
-    }
-    group = [{"x": torch.ones(2, 3)}] * 2
+    shapes = {"layers": (2, 3), "up": (3, 2), "down": (2,)}
+    params = {name: torch.rand(shape, generator=generator) for name, shape in shapes.items()}
+
+    def grads(block: Block, run: Callable[..., Any]) -> Any:
+        def loss_fn(p: Any, x: Tensor) -> Tensor:
+            return run(lambda p, x: program(block, p, x).sum(1), p, x)
+
+        group = [torch.ones(2, 3)] * 2
+        found = ps.accumulate(loss_fn, params, group, weight_fn=lambda x: torch.ones(2))
+        assert block.w.grad is None
+        return found.grads
+
     with pytest.raises(
         ValueError, match=r"own parameter, of shape \(3,\).*ps\.from_module\(module\)"
     ):
-        ps.accumulate(
-            lambda p, m: program(block, p, m["x"]).sum(1), params, group, weight_fn=weights
-        )
-    assert block.w.grad is None
-
-
-def test_the_way_out_of_a_checkpoint_with_a_modules_own_parameters() -> None:
-    block = torch.nn.Linear(3, 3)
-    x, weights = torch.rand(2, 3), lambda m: torch.ones(2)
-    params = {"weight": torch.rand(3, 3)}
-    frozen = {"bias": block.bias.detach()}
-
-    def called(p: Any, x: Tensor) -> Tensor:
-        out: Tensor = torch.func.functional_call(block, {**frozen, **p}, (x,)).tanh()
-        return out
-
-    grads = [
-        ps.accumulate(loss_fn, params, [{"x": x}] * 2, weight_fn=weights)[0]["weight"]
-        for loss_fn in (
-            lambda p, m: called(p, m["x"]).sum(1),
-            lambda p, m: checkpoint(called, p, m["x"], use_reentrant=False).sum(1),
-        )
-    ]
-    assert torch.equal(grads[0], grads[1])
+        grads(Block(again).requires_grad_(not frozen), lambda run, *args: run(*args))
+    plain = Block(lambda run, *args: run(*args)).requires_grad_(not frozen)
+    plain_grads = grads(plain, lambda run, *args: run(*args))
+    if program is layers:
+        around = grads(plain, again)
+        assert all(torch.equal(around[name], plain_grads[name]) for name in params)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from hypothesis import given, strategies as st
@@ -26,7 +28,10 @@ def test_padding_is_what_was_asked_for(
     if dtype.is_floating_point:
         held = bool(wanted.to(dtype).isfinite() | ~wanted.isfinite())
     else:
-        held = float(value).is_integer() and fits(dtype, int(value))
+        low, high = 0, 1
+        if dtype != torch.bool:
+            low, high = torch.iinfo(dtype).min, torch.iinfo(dtype).max
+        held = float(value).is_integer() and low <= value <= high and int(float(value)) == value
     for pad in (value, {"labels": value}):
         for together in (
             lambda pad=pad: ps.pack(examples, max_tokens=99, multiple_of=5, pad=pad)[0],
@@ -41,12 +46,6 @@ def test_padding_is_what_was_asked_for(
             assert torch.equal(filled.nan_to_num(7.0), expected.nan_to_num(7.0))
 
 
-def fits(dtype: torch.dtype, value: int) -> bool:
-    """Whether a tensor of integers, or bools, has this value, and a float64 too."""
-    low, high = (0, 1) if dtype == torch.bool else (torch.iinfo(dtype).min, torch.iinfo(dtype).max)
-    return low <= value <= high and int(float(value)) == value
-
-
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
 def test_padding_that_rounds(dtype: torch.dtype) -> None:
     """-100 is -96 in eight bits, which is a label like any other."""
@@ -59,16 +58,17 @@ def test_padding_that_rounds(dtype: torch.dtype) -> None:
 
 def test_pack_refuses_to_guess_a_padding() -> None:
     examples = [{"x": torch.ones(2, 3)}, {"x": torch.ones(1, 3)}]
-    with pytest.raises(ValueError, match=r"no pad value for example\['x'\]: add it to pad="):
-        ps.pack(examples, max_tokens=8)
+    uneven = [{"x": torch.ones(2), "y": torch.ones(3)}]
+    for run, message in {
+        partial(ps.pack, examples, max_tokens=8): r"no pad value for example\['x'\]: add it to",
+        partial(ps.pack, [{"x": [1]}], max_tokens=8): r"\['x'\]\[0\] int.*make tensors of them",
+        partial(ps.pack, uneven, max_tokens=8): r"examples\[0\] need one common first dimension",
+        partial(ps.pack, examples, max_tokens=0): "max_tokens=0 and .* must be at least 1",
+    }.items():
+        with pytest.raises(ValueError, match=message):
+            run()
     (packed,) = ps.pack(examples, max_tokens=8, pad=-1.0)
     assert packed["x"].tolist() == [[[1.0] * 3] * 2, [[1.0] * 3, [-1.0] * 3]]
-    with pytest.raises(ValueError, match=r"\['x'\]\[0\] int.*make tensors of them"):
-        ps.pack([{"x": [1, 2]}], max_tokens=8)
-    with pytest.raises(ValueError, match=r"examples\[0\] need one common first dimension"):
-        ps.pack([{"x": torch.ones(2), "y": torch.ones(3)}], max_tokens=8)
-    with pytest.raises(ValueError, match="max_tokens=0 and multiple_of=1 must be at least 1"):
-        ps.pack(examples, max_tokens=0)
 
 
 def test_what_hugging_face_models_take_is_padded() -> None:
@@ -88,8 +88,12 @@ def test_documents_with_a_number_as_pad(lengths: list[int], row_tokens: int) -> 
     ]
     packed = ps.pack_documents(examples, row_tokens=row_tokens, pad=-7)
     padding = packed["segments"] == 0
-    assert torch.equal(packed["a"]["x"] == -7, padding[..., None].expand(-1, -1, 2))
-    assert torch.equal(packed["b"][0] == -7, padding)
-    assert torch.equal(packed["labels"] == -7, padding)
+    for leaf in (
+        packed["a"]["x"][..., 0],
+        packed["a"]["x"][..., 1],
+        packed["b"][0],
+        packed["labels"],
+    ):
+        assert torch.equal(leaf == -7, padding)
     assert (packed["positions"][padding] == 0).all()
     assert (~padding).sum() == sum(lengths)
