@@ -60,23 +60,6 @@ class SelfReferring(nn.Module):
         return called + x @ weight + bias + me.a(x)
 
 
-class Forwarding(nn.Module):
-    """Finds in a part what it lacks itself, as wrappers of libraries do."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = linear()
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(super().__getattr__("inner"), name)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.inner(x) @ self.weight
-
-
 def tied() -> nn.Module:
     a, c = linear(), linear()
     c.weight = a.weight
@@ -119,24 +102,26 @@ def attention() -> nn.Module:
 
 
 class Keeping(nn.Module):
-    """Keeps what it should not."""
+    """Keeps what it should not: what it gives depends on how often it has been called."""
 
     count: Tensor
 
     def __init__(self) -> None:
         super().__init__()
-        self.a, self.calls, self.seen = linear(), 0, {"last": 0}
-        self.log: list[Tensor] = []
+        self.a, self.calls, self.nested = linear(), 0, {"log": [1]}
+        self.log: list[Any] = [1]
+        self.config, self.tensor = Helper(self.log), torch.ones(())
         self.register_buffer("count", torch.zeros(()))
 
     def forward(self, x: Tensor) -> Tensor:
         self.log.append(x)
+        self.nested["log"].append(1)
         self.calls += 1
-        self.seen["last"] = self.calls
-        self.count = self.count + 1
+        self.count, self.tensor = self.count + 1, self.tensor + 1
+        self.last = getattr(self, "last", 0) + 1
         self.register_buffer("new", x)
-        self.last = x
-        return self.a(x)
+        times = self.calls * len(self.log) * len(self.nested["log"]) * self.last
+        return self.a(x) * times * self.tensor
 
 
 def patched() -> nn.Module:
@@ -212,7 +197,6 @@ MODULES: dict[str, Callable[[], nn.Module]] = {
         w=nn.ParameterList([torch.randn(D, D) for _ in range(3)]),
         v=nn.ParameterDict({"x": torch.randn(D)}),
     ),
-    "forwarding": Forwarding,
     "tied": tied,
     "hooked": Hooked,
     "parametrized": lambda: nn.Sequential(

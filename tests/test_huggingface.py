@@ -9,25 +9,13 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 
 import purestep as ps
 from purestep.modules import huggingface
-from tests.families import (
-    FAMILIES,
-    ROW,
-    SETTINGS,
-    SHAPE,
-    WIDTH,
-    WINDOW,
-    Setting,
-    built,
-    cases,
-    examples,
-    measure,
-    model,
-)
+from tests import families
+from tests.families import SETTINGS, SHAPE, WIDTH, WINDOW, Setting, built, looking_back, model
 from tests.torch_private import forward_hooks
 
 # Of torch, for flash attention on a CPU under vmap.
@@ -37,10 +25,10 @@ TRACED = partial(torch.compile, backend="aot_eager")
 
 @pytest.mark.parametrize(
     ("family", "setting"),
-    [case for case in cases() if "compile" not in SETTINGS[case[1]].step],
+    [case for case in families.cases() if "compile" not in SETTINGS[case[1]].step],
 )
 def test_a_step_is_one_big_batch(family: str, setting: str) -> None:
-    error, bound, same_bits = measure(family, SETTINGS[setting])
+    error, bound, same_bits = families.measure(family, SETTINGS[setting])
     assert error <= bound
     assert same_bits in (True, None)
     assert bound < torch.inf or same_bits
@@ -49,17 +37,17 @@ def test_a_step_is_one_big_batch(family: str, setting: str) -> None:
 @pytest.mark.parametrize(("family", "form"), [("Llama", "position_ids"), ("BERT", "2D mask")])
 def test_compiled_too(family: str, form: Any) -> None:
     """Two whose masks are made of values otherwise; benchmarks/families.py has all."""
-    error, bound, _ = measure(family, Setting(form, step={"compile": TRACED}))
+    error, bound, _ = families.measure(family, Setting(form, step={"compile": TRACED}))
     assert error <= bound
 
 
 def packed(family: str = "Llama") -> dict[str, Any]:
-    return ps.pack_documents(examples(family), row_tokens=ROW)
+    return ps.pack_documents(families.examples(family), row_tokens=families.ROW)
 
 
 def test_a_microbatch_may_hold_strings_and_its_loss_is_no_mean() -> None:
     params, apply = ps.from_module(model("Llama"))
-    (m,) = ps.pack(examples("Llama"), max_tokens=100)
+    (m,) = ps.pack(families.examples("Llama"), max_tokens=100)
     sgd = ps.optim.sgd(0.1)
 
     def train(loss_fn: Any) -> Any:
@@ -78,19 +66,13 @@ def test_a_microbatch_may_hold_strings_and_its_loss_is_no_mean() -> None:
 
 def changed(own: Any, family: str, m: Any, inputs: Mapping[str, Any]) -> float:
     """By how much the loss of texts changes in this microbatch."""
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        for parameter in own.parameters():
-            if parameter.ndim > 1:
-                # Not too small for a model to look beyond the last token.
-                nn.init.normal_(parameter, std=0.3)
-    params, apply = ps.from_module(own.to(torch.float64).train())
+    params, apply = ps.from_module(looking_back(own))
 
     def total(m: Any, **more: Any) -> Tensor:
         logits = apply(params, input_ids=m["input_ids"], **{"use_cache": False, **more}).logits
         return ps.losses.cross_entropy(logits, m["labels"]).sum().detach()
 
-    alone = sum(total(ps.pack([text], max_tokens=100)[0]) for text in examples(family))
+    alone = sum(total(ps.pack([text], max_tokens=100)[0]) for text in families.examples(family))
     return float((total(m, **inputs) / alone - 1).abs())
 
 
@@ -100,7 +82,7 @@ def left() -> dict[str, Tensor]:
     def padded(name: str, x: Tensor) -> Tensor:
         return functional.pad(x, (10 - len(x), 0), value=-100 if name == "labels" else 0)
 
-    texts = [{name: padded(name, x) for name, x in e.items()} for e in examples("GPT-2")]
+    texts = [{name: padded(name, x) for name, x in e.items()} for e in families.examples("GPT-2")]
     m = {name: torch.stack([text[name] for text in texts]) for name in texts[0]}
     return {**m, "positions": (m["attention_mask"].cumsum(1) - 1).clamp(min=0)}
 
@@ -161,7 +143,7 @@ def test_documents_in_one_row_and_padding_on_the_left(
     make: Any, family: str, inputs: Callable[[Any], Any], right: bool
 ) -> None:
     """What README.md says of models: the loss of texts is that of each alone, or another, without a word."""
-    own = FAMILIES[make].make() if isinstance(make, str) else make()
+    own = families.FAMILIES[make].make() if isinstance(make, str) else make()
     m, family = (left(), "GPT-2") if family == "left" else (packed(family), family)
     off = changed(own, family, m, inputs(m))
     assert off < 1e-6 if right else off > 1e-4

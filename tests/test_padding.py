@@ -41,7 +41,10 @@ def test_padding_is_what_was_asked_for(
                 with pytest.raises(ValueError, match=r"\['a'\]\['labels'\]\[0\] would be"):
                     together()
                 continue
-            filled = together()["a"]["labels"][0][:, -1].double()
+            made = together()
+            filled = made["a"]["labels"][0][:, -1].double()
+            added = made.get("segments", torch.ones(1)) == 0
+            assert not made.get("positions", added)[added].any()
             expected = wanted.to(dtype).double().expand_as(filled)
             assert torch.equal(filled.nan_to_num(7.0), expected.nan_to_num(7.0))
 
@@ -77,23 +80,3 @@ def test_what_hugging_face_models_take_is_padded() -> None:
     texts = [{name: torch.ones(n, dtype=torch.int64) for name in names} for n in (3, 2)]
     (packed,) = ps.pack(texts, max_tokens=6)
     assert all(packed[name].tolist() == [[1, 1, 1], [1, 1, 0]] for name in names)
-
-
-@given(st.lists(st.integers(1, 5), min_size=1, max_size=4), st.integers(5, 20))
-def test_documents_with_a_number_as_pad(lengths: list[int], row_tokens: int) -> None:
-    """One number for every leaf, nested ones too, and for none of what is added."""
-    examples = [
-        {"a": {"x": torch.ones(n, 2)}, "b": [torch.ones(n)], "labels": torch.ones(n).long()}
-        for n in lengths
-    ]
-    packed = ps.pack_documents(examples, row_tokens=row_tokens, pad=-7)
-    padding = packed["segments"] == 0
-    for leaf in (
-        packed["a"]["x"][..., 0],
-        packed["a"]["x"][..., 1],
-        packed["b"][0],
-        packed["labels"],
-    ):
-        assert torch.equal(leaf == -7, padding)
-    assert (packed["positions"][padding] == 0).all()
-    assert (~padding).sum() == sum(lengths)
