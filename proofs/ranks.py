@@ -21,7 +21,6 @@ from proofs.strategies import (
     assert_same,
     cases,
     cut,
-    integer_batch,
     laid_out,
     settings_of_steps,
     shares,
@@ -170,30 +169,6 @@ def evened(groups: Sequence[list[Batch]], case: Case) -> list[list[Batch]]:
     ignored = {**case.batch, "w": torch.zeros_like(case.batch["w"])}
     most = max(map(len, groups))
     return [[*group, *[ignored] * (most - len(group))] for group in groups]
-
-
-def shuffled(case: Case, share: list[Cut], seed: int) -> list[list[Batch]]:
-    """Ranks, their microbatches and the rows in them in another order."""
-    generator = torch.Generator().manual_seed(seed)
-
-    def permuted(values: list[Any]) -> list[Any]:
-        return [values[i] for i in torch.randperm(len(values), generator=generator)]
-
-    return [
-        cut(case.batch, [permuted(rows) for rows in permuted(rank)]) for rank in permuted(share)
-    ]
-
-
-def padded(case: Case, share: list[Cut], seed: int) -> list[list[Batch]]:
-    """Ignored microbatches of any shape, on some of the ranks."""
-    generator = torch.Generator().manual_seed(seed)
-    groups = []
-    for rank in share:
-        rows, length, more = torch.randint(1, 4, (3,), generator=generator).tolist()
-        ignored = case.batch["w"].new_zeros(rows, length)
-        padding = [integer_batch(ignored, generator) for _ in range(more - 1)]
-        groups.append([*padding, *cut(case.batch, rank)])
-    return groups
 
 
 # On a grid of two rows

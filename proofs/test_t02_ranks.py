@@ -6,6 +6,7 @@ the number of collectives does not depend on the number of microbatches.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,7 +15,13 @@ from torch import Tensor
 
 import purestep as ps
 from proofs import models
-from proofs.ranks import ShareCase, check_context_parallel, check_ranks, share_cases
+from proofs.ranks import (
+    ShareCase,
+    check_context_parallel,
+    check_ranks,
+    loss_with_aux,
+    share_cases,
+)
 from proofs.strategies import (
     DTYPES,
     Batch,
@@ -22,109 +29,81 @@ from proofs.strategies import (
     How,
     RealCase,
     assert_same,
-    assignments,
     capture,
     cases,
     check_step,
     cut,
     groups_of,
     hows,
+    ignored_like,
     real_cases,
-    simulate,
-    stack,
+    shares,
+    step_of,
     weights_of,
 )
 from proofs.theorem import System, theorem
 from proofs.worlds import on_threads
 from purestep import tree
-from purestep.testing.strategies import cuts
+from purestep.testing.strategies import taken
+
+Groups = list[list[Batch]]
+RANKS: Any = {"axes": ("simulated", "threads")}
 
 
 @st.composite
-def rank_cases(draw: st.DrawFn) -> tuple[Case, int, list[Batch]]:
-    """A case, a number of ranks, and microbatches with a leading dimension of ranks."""
-    case = draw(cases())
-    assignment = draw(assignments(case.rows))
-    return case, len(assignment), simulate(case, assignment)
-
-
-def on_ranks(
-    system: System,
-    size: int,
-    params: Any,
-    opt_state: Any,
-    group: list[Batch],
-    *how: Any,
-    **settings: Any,
-) -> Any:
-    """One step on ``size`` simulated ranks; ranks that disagree are a failure of the claim."""
-    axis = ps.VmapAxis(size)
-    step = system.make_update_step(*how, axis=axis, **settings)
-    try:
-        return axis.map(step, in_dims=(None, None, 0), out_dims=None)(params, opt_state, group)
-    except ValueError as error:
-        raise AssertionError("the ranks end up in different states") from error
-
-
-@st.composite
-def group_cases(draw: st.DrawFn) -> tuple[Case, How, list[list[Batch]]]:
-    """A case in any dtype, on simulated ranks or threads, in pieces or not, and what each rank holds."""
-    case = draw(cases(dtypes=DTYPES))
-    return case, draw(hows(axes=("simulated", "threads"))), draw(groups_of(case))
+def group_cases(
+    draw: st.DrawFn, /, dtypes: Sequence[torch.dtype] = DTYPES, **fixed: Any
+) -> tuple[Case, How, Groups]:
+    """A case, on simulated ranks or threads, in pieces or not, and what each rank holds of it."""
+    case = draw(cases(dtypes=dtypes))
+    return case, draw(hows(**RANKS, **fixed)), draw(groups_of(case))
 
 
 @theorem("T2", group_cases())
-def rank_invariance(system: System, drawn: tuple[Case, How, list[list[Batch]]]) -> None:
+def rank_invariance(system: System, drawn: tuple[Case, How, Groups]) -> None:
     """The state, the loss, the norm and the counts are those of the one big batch, to the bit."""
     case, how, groups = drawn
     check_step(system, how, case, groups)
 
 
-@theorem("T2", rank_cases())
-def rank_terms(system: System, drawn: tuple[Case, int, list[Batch]]) -> None:
+def loss_with_terms(params: Any, batch: Batch) -> ps.LossTerms:
+    """The losses of the microbatch are a term of it, too."""
+    made = loss_with_aux(params, batch)
+    return ps.LossTerms(made.tokens, microbatch=made.aux["sum"][0], aux=made.aux)
+
+
+@theorem("T2", group_cases([torch.float64], normalize="loss"))
+def rank_terms(system: System, drawn: tuple[Case, How, Groups]) -> None:
     """A term of the microbatch is averaged over the group's non-empty microbatches, whoever holds them."""
-    case, size, group = drawn
-
-    def loss_fn(params: Any, batch: Batch) -> ps.LossTerms:
-        losses = models.integer_loss(params, batch)
-        return ps.LossTerms(losses, microbatch=losses.sum(), aux={"sum": losses.sum()})
-
-    how, weights = (loss_fn, capture()), {"weight_fn": weights_of}
-    flat = [tree.map(lambda x, r=rank: x[r], part) for part in group for rank in range(size)]
+    case, how, groups = drawn
+    ignored = ignored_like(case, taken(case.batch, [0]))
+    groups = [group or [ignored] for group in groups]
+    flat = [part for group in groups for part in group]
     state = case.params, tree.zeros_like(case.params)
-    _, grads, metrics = on_ranks(system, size, *state, group, *how, **weights)
-    _, expected, alone = system.make_update_step(*how, **weights)(*state, flat)
-    assert metrics.num_microbatches == sum(bool(part["w"].sum() > 0) for part in flat)
+    _, grads, metrics = step_of(system, how, state, groups, loss_with_terms, capture())
+    one = system.make_update_step(loss_with_terms, capture(), weight_fn=weights_of)
+    _, expected, alone = one(*state, flat)
+    assert metrics.num_microbatches == sum(bool(part["w"].any()) for part in flat)
     assert_same(metrics.aux, alone.aux, "aux")
     if int(metrics.num_microbatches).bit_count() == 1:
         assert_same((grads, metrics.loss), (expected, alone.loss), "(grads, loss)")
 
 
 @st.composite
-def real_rank_cases(draw: st.DrawFn) -> tuple[RealCase, int, list[Batch]]:
-    """Real text over up to four ranks, each with the same rows but its own share of the weights."""
+def real_group_cases(draw: st.DrawFn) -> tuple[RealCase, How, Groups]:
+    """Real text over up to four ranks."""
     case = draw(real_cases([torch.float64, torch.float32]))
-    size = draw(st.integers(1, 4))
-    owner = draw(st.lists(st.integers(0, size - 1), min_size=case.rows, max_size=case.rows))
-    mine = torch.tensor(owner)
-    parts = [
-        {**case.batch, "labels": case.batch["labels"].masked_fill((mine != rank)[:, None], -100)}
-        for rank in range(size)
-    ]
-    cut_ = draw(cuts(case.rows, 3))
-    per_rank = [cut(part, cut_) for part in parts]
-    return case, size, [stack([rank[k] for rank in per_rank]) for k in range(len(cut_))]
+    share = [[rows for rows in rank if rows] for rank in draw(shares(case.rows))]
+    return case, draw(hows(**RANKS)), [cut(case.batch, rank) for rank in share]
 
 
-@theorem("T2", real_rank_cases())
-def ranks_within_bound(system: System, drawn: tuple[RealCase, int, list[Batch]]) -> None:
+@theorem("T2", real_group_cases())
+def ranks_within_bound(system: System, drawn: tuple[RealCase, How, Groups]) -> None:
     """For the transformer: the exact gradient, but for rounding."""
-    case, size, group = drawn
-    _, grads, metrics = on_ranks(
-        system, size, case.params, tree.zeros_like(case.params), group,
-        models.transformer_loss, capture(),
-    )  # fmt: skip
-    case.assert_within_bound(grads, extra_roundings=size * len(group))
+    case, how, groups = drawn
+    state = case.params, tree.zeros_like(case.params)
+    _, grads, metrics = step_of(system, how, state, groups, models.transformer_loss, capture())
+    case.assert_within_bound(grads, extra_roundings=sum(map(len, groups)))
     case.assert_loss_within_bound(metrics.loss)
 
 
@@ -164,10 +143,10 @@ def traffic(system: System, drawn: tuple[Case, int]) -> None:
 
 @theorem("T2", share_cases())
 def separate_ranks(system: System, drawn: ShareCase) -> None:
-    """Ranks that run programs of their own, with microbatches as they come: the same, to the bit, on each."""
-    case, share, bucket_bytes, settings = drawn
+    """Ranks that run programs of their own: all metrics, evaluation and the order in memory, too, on each."""
+    case, share, *_ = drawn
     groups = [cut(case.batch, rank) for rank in share]
-    check_ranks(on_threads, system, case, groups, bucket_bytes, settings)
+    check_ranks(on_threads, system, case, groups, *drawn[2:])
 
 
 @theorem("T2", share_cases())

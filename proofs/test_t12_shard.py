@@ -30,7 +30,7 @@ from proofs.ranks import (
     share_cases,
     tensor_parallel,
 )
-from proofs.strategies import OPTIMIZERS, assert_same, cut, simulate
+from proofs.strategies import assert_same, cut, side_by_side
 from proofs.theorem import System, theorem
 from proofs.worlds import Grid, Ranks, on_threads
 
@@ -75,8 +75,8 @@ def simulated_layers(system: System, drawn: LayersCase) -> None:
     program = partial(tensor_parallel(system, *drawn[:2]), Grid(rows, columns, rows))
     on_columns = columns.map(program, in_dims=None, out_dims=None)
     on_grid = simulated(rows, on_columns, in_dims=(None, None, 0), out_dims=None)
-    found = on_grid(case.params, case.opt_state, simulate(case, in_two(share)))
-    groups = [cut(case.batch, rank) for rank in share]
+    groups = [cut(case.batch, rank) for rank in in_two(share)]
+    found = on_grid(case.params, case.opt_state, side_by_side(groups))
     assert_same(found, alone(system, case, groups, aux=False)[: len(found)])
 
 
@@ -94,39 +94,9 @@ def simulated_params(system: System, drawn: PiecesCase) -> None:
     program = program_of(system, case, models.integer_loss, settings, gather)
     rank = partial(program, axis)
     on_ranks = simulated(axis, rank, in_dims=(None, None, 0), out_dims=None)
-    found = on_ranks(case.params, case.opt_state, simulate(case, share))
     groups = [cut(case.batch, rank) for rank in share]
+    found = on_ranks(case.params, case.opt_state, side_by_side(groups))
     assert_same(found, alone(system, case, groups, aux=False))
-
-
-def skipped_step(system: System, axis: Any, place: int, recipe: str) -> Any:
-    """A step that one element of the gradient forbids, which one rank holds: the state before and after it."""
-
-    def loss_fn(params: Any, x: Tensor) -> Tensor:
-        here: Tensor = (params["w"] * system.shard(x, axis).piece).sum() + params["b"]
-        return ps.psum(here[None], axis)
-
-    x = torch.ones(models.HIDDEN, dtype=torch.float64)
-    x[place] = torch.inf
-    whole = {"w": torch.ones_like(x), "b": x[:1].new_ones(())}
-    params = {"w": system.shard(whole["w"], axis), "b": whole["b"].clone()}
-    optimizer, how = OPTIMIZERS[recipe], {"weight_fn": lambda x: torch.ones(1)}
-    step = system.make_update_step(loss_fn, optimizer, on_nonfinite="skip", **how)
-    *new, metrics = step(params, optimizer.init(params), [x])
-    return system.unshard(tuple(new)), (whole, optimizer.init(whole)), metrics.applied
-
-
-@theorem(
-    "T12",
-    st.tuples(st.sampled_from([2, 3]), st.integers(0, 3), st.sampled_from([*OPTIMIZERS])),
-)
-def skipped_pieces(system: System, drawn: tuple[int, int, str]) -> None:
-    """A gradient that is not finite on one rank alone is skipped by all of them."""
-    size, *how = drawn
-    program = partial(skipped_step, system)
-    for new, old, applied in on_threads(Ranks(size, 40), program, *[[each] * size for each in how]):
-        assert not applied, "one rank has gone on"
-        assert_same(new, old)
 
 
 @st.composite
@@ -140,7 +110,7 @@ def tensors(draw: st.DrawFn) -> tuple[Tensor, int, int]:
 
 @theorem("T12", tensors())
 def pieces_of_one_tensor(system: System, drawn: tuple[Tensor, int, int]) -> None:
-    """Pieces are ``torch.chunk``'s, norm and clip are those of the whole, and together they are the whole; on all kinds of axes."""
+    """Pieces are ``torch.chunk``'s, norm, clip and what is finite are the whole's, which they are together; on all kinds of axes."""
     whole, dim, size = drawn
     params = {"w": whole, "scale": whole.sum()}
     clip = system.optim.clip_by_global_norm(1.0)
@@ -148,11 +118,13 @@ def pieces_of_one_tensor(system: System, drawn: tuple[Tensor, int, int]) -> None
     def program(axis: Any) -> Any:
         pieces = system.shard(params, axis, dim - whole.ndim)
         clipped, _ = clip.update(pieces, (), None)
-        seen = system.unshard((pieces, clipped)), system.tree.global_norm(pieces)
+        finite = system.tree.all_finite(system.tree.map(torch.reciprocal, pieces))
+        seen = system.unshard((pieces, clipped)), system.tree.global_norm(pieces), finite
         return pieces["w"].piece, seen
 
-    norm = torch.linalg.vector_norm(torch.cat([whole.flatten(), whole.sum()[None]]))
-    expected = (params, clip.update(params, (), None)[0]), norm
+    every = torch.cat([whole.flatten(), whole.sum()[None]])
+    clipped = clip.update(params, (), None)[0]
+    expected = (params, clipped), torch.linalg.vector_norm(every), every.all()
     chunks = [*whole.chunk(size, dim), *[whole.narrow(dim, 0, 0)] * size]
     separate = on_threads(Ranks(size, 40), program) if size > 1 else [program(ps.LocalAxis())]
     for chunk, (piece, seen) in zip(chunks, separate, strict=False):
@@ -215,7 +187,6 @@ test_separate_layers = separate_layers.test()
 test_simulated_layers = simulated_layers.test()
 test_separate_params = separate_params.test()
 test_simulated_params = simulated_params.test()
-test_skipped_pieces = skipped_pieces.test()
 test_pieces_of_one_tensor = pieces_of_one_tensor.test()
 test_summed_cotangents = summed_cotangents.test()
 test_filled_up = filled_up.test()

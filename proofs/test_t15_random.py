@@ -24,6 +24,7 @@ from proofs.ranks import ShareCase, check_ranks, share_cases
 from proofs.strategies import (
     Batch,
     Case,
+    How,
     RealCase,
     assert_same,
     assignments,
@@ -32,10 +33,9 @@ from proofs.strategies import (
     cut,
     integer_batch,
     real_cases,
-    simulate,
+    step_of,
     weights_of,
 )
-from proofs.test_t02_ranks import on_ranks
 from proofs.theorem import System, theorem
 from proofs.worlds import on_threads
 from purestep import tree
@@ -159,10 +159,9 @@ def ranks(system: System, drawn: tuple[Case, list[list[list[int]]]]) -> None:
     case, assignment = drawn
     case, loss_fn = with_keys(system, case), integer_loss(system.random)
     state, _, loss = spec(loss_fn, case.optimizer.update, case.params, case.opt_state, case.batch)
-    *actual, metrics = on_ranks(
-        system, len(assignment), case.params, case.opt_state, simulate(case, assignment),
-        loss_fn, case.optimizer, weight_fn=weights_of,
-    )  # fmt: skip
+    groups, state_ = [cut(case.batch, rank) for rank in assignment], (case.params, case.opt_state)
+    simulated = How("simulated", False, 40, {})
+    *actual, metrics = step_of(system, simulated, state_, groups, loss_fn, case.optimizer)
     assert_same(tuple(actual), state)
     assert_same(metrics.loss, loss, "loss")
 
