@@ -23,82 +23,61 @@ from proofs import models
 from proofs.strategies import (
     Batch,
     Case,
+    How,
     RealCase,
     assert_same,
     capture,
     cases,
+    check_step,
     cut,
     real_cases,
     weights_of,
 )
 from proofs.theorem import System, theorem
 from purestep import tree
-from purestep.testing.specification import spec
 from purestep.testing.strategies import cuts
 
 FLOATS = [torch.float64, torch.float32]
 SIGNED = [*FLOATS, torch.int64, torch.int32, torch.int8]
 COUNTED = [*FLOATS, torch.int64, torch.int16, torch.uint8]
 PADS = [0, 7, -3, -100, 300, 0.5, 1e10]
-STRUCTURES: list[tuple[Callable[[Batch], Any], Callable[[Any], Batch]]] = [
-    (
-        lambda b: {"data": {"x": b["x"], "y": [b["y"]]}, "w": b["w"], "none": None},
-        lambda m: {"x": m["data"]["x"], "y": m["data"]["y"][0], "w": m["w"]},
-    ),
-    (
-        lambda b: UserDict(x=b["x"], rest=[UserDict(y=b["y"], w=b["w"])]),
-        lambda m: {"x": m["x"], **m["rest"][0]},
-    ),
-]
-"""How x, y and w stand in an example, and how a loss finds them: in plain trees, in others' mappings."""
+
+
+def dressed(row: Batch) -> Any:
+    """An example in a mapping of another class, with a list and a None in it."""
+    return UserDict(data={"x": row["x"], "y": [row["y"]]}, w=row["w"], none=None)
+
+
+def undressed(microbatch: Any) -> Batch:
+    """What a loss finds there, in float64, and the weights as they came."""
+    data = {"x": microbatch["data"]["x"], "y": microbatch["data"]["y"][0]}
+    return {**{k: v.to(torch.float64) for k, v in data.items()}, "w": microbatch["w"]}
+
 
 ODD: list[Callable[[Batch], Any]] = [
-    lambda row: {"z": row},
-    lambda row: {**row, "w": row["w"].to(torch.float16)},
-    lambda row: {**row, "x": row["x"][:, :1]},
+    lambda row: {"z": dressed(row)},
+    lambda row: dressed({**row, "w": row["w"].to(torch.float16)}),
+    lambda row: dressed({**row, "x": row["x"][:, :1]}),
 ]
 """An example with another name, dtype or trailing shape."""
 
 
 class Examples(NamedTuple):
-    """A case, and its sequences as examples: of uneven length, perhaps empty, perhaps not alike."""
+    """A case, and its sequences as examples: of uneven length, perhaps empty; and the odd one among them."""
 
     case: Case
     rows: list[Batch]
-    structure: int
     pad: dict[str, float]
     odd: tuple[int, int] | None
 
     @property
-    def examples(self) -> list[Any]:
-        """Those in their structure, of which one may be odd."""
-        examples = [STRUCTURES[self.structure][0](row) for row in self.rows]
-        if self.odd is not None:
-            at, how = self.odd
-            odd = ODD[how](self.rows[at])
-            examples[at] = odd if "z" in odd else STRUCTURES[self.structure][0](odd)
-        return examples
-
-    @property
-    def padding_is_held(self) -> bool:
-        """Whether every leaf can hold what it is filled up with."""
-        dtypes = {name: leaf.dtype for name, leaf in self.full[0].items()}
-        values = {name: torch.tensor(self.pad[name], dtype=torch.float64) for name in dtypes}
-        return all(value.to(dtypes[name]).double() == value for name, value in values.items())
-
-    @property
-    def full(self) -> list[Batch]:
-        """Those that hold anything."""
-        return [row for row in self.rows if len(row["w"])]
-
-    def loss(self, params: Any, microbatch: Any) -> Tensor:
-        """The integer model, whatever the data came in."""
-        batch = STRUCTURES[self.structure][1](microbatch)
-        return models.integer_loss(params, {k: batch[k].to(torch.float64) for k in ("x", "y")})
-
-    def weights(self, microbatch: Any) -> Tensor:
-        """The weights as they came."""
-        return STRUCTURES[self.structure][1](microbatch)["w"]
+    def fit(self) -> bool:
+        """Whether all are alike, and every leaf can hold what it is filled up with."""
+        filled_up = all(
+            torch.tensor(self.pad[name]).to(leaf.dtype).double() == self.pad[name]
+            for name, leaf in next(row for row in self.rows if len(row["w"])).items()
+        )
+        return filled_up and self.odd is None
 
 
 @st.composite
@@ -106,10 +85,8 @@ def example_cases(draw: st.DrawFn) -> Examples:
     """A case cut into examples: ignored tokens at their ends are cut off, and empty examples stand between."""
     case = draw(cases(fractional=draw(st.booleans())))
     counted = FLOATS if case.batch["w"].is_floating_point() else COUNTED
-    dtypes = {
-        name: draw(st.sampled_from(each))
-        for name, each in {"x": SIGNED, "y": SIGNED, "w": counted}.items()
-    }
+    allowed = {"x": SIGNED, "y": SIGNED, "w": counted}
+    dtypes = {name: draw(st.sampled_from(each)) for name, each in allowed.items()}
     rows = []
     for row in range(case.rows):
         example = {key: value[row] for key, value in case.batch.items()}
@@ -122,7 +99,7 @@ def example_cases(draw: st.DrawFn) -> Examples:
     pad, odd = {"x": draw(st.sampled_from(PADS)), "y": draw(st.sampled_from(PADS)), "w": 0.0}, None
     if len(full) > 1 and draw(st.booleans()):
         odd = draw(st.sampled_from(full)), draw(st.integers(0, len(ODD) - 1))
-    return Examples(case, rows, draw(st.integers(0, 1)), pad, odd)
+    return Examples(case, rows, pad, odd)
 
 
 @theorem(
@@ -130,33 +107,28 @@ def example_cases(draw: st.DrawFn) -> Examples:
 )
 def repartition(system: System, drawn: tuple[Examples, int, int, int]) -> None:
     """Balanced over ranks and packed within a budget: the state and loss of the big batch, to the bit, or refused."""
-    data, slack, multiple_of, ranks = drawn
-    case, examples = data.case, data.examples
-    longest = max(len(row["w"]) for row in data.rows)
+    (case, rows, pad, odd), slack, multiple_of, ranks = drawn
+    examples = [dressed(row) for row in rows]
+    if odd is not None:
+        examples[odd[0]] = ODD[odd[1]](rows[odd[0]])
+    longest = max(len(row["w"]) for row in rows)
     budget = max(1, -(-longest // multiple_of) * multiple_of) + slack
 
     def pack(examples: list[Any]) -> list[Any]:
-        return system.pack(examples, max_tokens=budget, multiple_of=multiple_of, pad=data.pad)
+        return system.pack(examples, max_tokens=budget, multiple_of=multiple_of, pad=pad)
 
-    if data.odd is not None or not data.padding_is_held:
+    if not drawn[0].fit:
         error = raised(lambda: pack(examples))
         assert isinstance(error, ValueError), "accepted" if error is None else repr(error)
         assert "example" in str(error)
         return
     shares = system.balance(examples, ranks)
     assert len(shares) == ranks
-    group = [microbatch for share in shares for microbatch in pack(share)]
-    held = [data.weights(microbatch) for microbatch in group]
-    assert all(0 < weights.numel() <= budget for weights in held)
-    assert sum(map(len, held)) == len(data.full), "a row for each example that holds anything"
-    step = system.make_update_step(data.loss, case.optimizer, weight_fn=data.weights)
-    *state, metrics = step(case.params, case.opt_state, group)
-    expected, _, loss = spec(
-        models.integer_loss, case.optimizer.update, case.params, case.opt_state, case.batch
-    )
-    assert_same(tuple(state), expected)
-    assert_same(metrics.loss, loss, "loss")
-    assert metrics.num_tokens == case.batch["w"].sum()
+    group = [undressed(microbatch) for share in shares for microbatch in pack(share)]
+    assert all(0 < microbatch["w"].numel() <= budget for microbatch in group)
+    kept = sum(len(row["w"]) > 0 for row in rows)
+    assert sum(len(microbatch["w"]) for microbatch in group) == kept, "a row for each example"
+    check_step(system, How("one", False, 1, {}), case, [group])
 
 
 def raised(attempt: Callable[[], Any]) -> BaseException | None:
