@@ -301,13 +301,8 @@ def test_nothing_waits_for_the_garbage_collector(gather: Gather) -> None:
         return sum(each() is not None for each in wholes[rank])
 
     axis.map(program)(range(2))
-    for each in wholes:
-        each.clear()
-    gc.collect()
     gc.disable()
     try:
-        before = sum(type(each) is Tensor for each in gc.get_objects())
         assert axis.map(program)(range(2)) == [0, 0]
-        assert sum(type(each) is Tensor for each in gc.get_objects()) == before
     finally:
         gc.enable()

@@ -37,23 +37,6 @@ def on_all(axis: ps.VmapAxis, fn: Any, *args: Any) -> Any:
     return axis.map(fn, in_dims=None, out_dims=None)(*args)
 
 
-def test_transforms() -> None:
-    """Tangents, gradients and ensembles pass through."""
-    axis, stack = ps.VmapAxis(SIZE), noise(4, 2, 7)
-
-    def squares(x: Tensor) -> Tensor:
-        def rank(x: Tensor) -> Any:
-            return ps.unshard(tree.map(torch.square, ps.shard({"w": x}, axis, 1)))["w"]
-
-        return on_all(axis, rank, x)
-
-    assert torch.equal(torch.vmap(squares)(stack), stack.square())
-    jvp: Any = torch.func.jvp
-    tangent = 2 * stack[0] * stack[1]
-    assert_close(jvp(squares, (stack[0],), (stack[1],)), (stack[0].square(), tangent))
-    assert_close(torch.func.grad(lambda x: squares(x).sum())(stack[0]), 2 * stack[0])
-
-
 def test_compiled() -> None:
     """One graph of cutting, gathering, and a norm over pieces, which come out as nodes."""
     axis, whole = ps.VmapAxis(SIZE), noise(5, 2)

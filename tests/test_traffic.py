@@ -15,7 +15,7 @@ from proofs.strategies import assert_same
 from purestep import tree
 from purestep.axis import Gather
 from purestep.testing import ThreadAxis
-from tests.layers import loss_of, network, of_whole, ones, rows
+from tests.layers import loss_of, network, ones, rows
 from tests.torch_private import TorchDispatchMode
 from tests.uneven import SGD, Batch, batch, params, sound, step
 
@@ -150,12 +150,12 @@ def test_buckets_that_crossed_a_collective_of_the_loss_are_refused(ranks: Run) -
 LEAVES = 6
 
 
-def launched_by_then(axis: Any, meets: bool) -> list[int]:
+def launched_by_then(axis: Any, meets: bool, gather: str) -> list[int]:
     """How many of six buckets are on their way when the gradient of each leaf is about to be found.
 
     In the last of two microbatches; that of the last leaf comes first. The loss may meet, too.
     """
-    theta = {f"w{place}": torch.full((3,), place + 1.0).double() for place in range(LEAVES)}
+    theta = {f"w{place}": torch.full((4,), place + 1.0).double() for place in range(LEAVES)}
     launched: list[int] = []
     before = 0
 
@@ -172,15 +172,18 @@ def launched_by_then(axis: Any, meets: bool) -> list[int]:
         return scores
 
     arguments = {**sound(0), "loss_fn": loss, "params": theta, "opt_state": SGD.init(theta)}
+    arguments |= {"gather": gather} if gather else {}
     step(axis, {**arguments, "microbatches": [batch(4)] * 2})
     return launched
 
 
+@pytest.mark.parametrize("gather", ["", "step", "microbatch"])
 @pytest.mark.parametrize("meets", [False, True])
-def test_buckets_leave_during_the_backward_pass(ranks: Run, meets: bool) -> None:
+def test_buckets_leave_during_the_backward_pass(ranks: Run, meets: bool, gather: str) -> None:
     """Each leaves as soon as it is complete, unless the loss communicates over the same axis."""
     expected = [0] * LEAVES if meets else list(range(LEAVES))
-    assert ranks(launched_by_then, [meets] * 4, bucket_bytes=24) == [expected] * 4
+    found = ranks(launched_by_then, [meets] * 4, [gather] * 4, bucket_bytes=32)
+    assert found == [expected] * 4
 
 
 class Log(ThreadAxis):
@@ -241,26 +244,3 @@ def test_sharded_params_are_gathered_and_scattered(gather: Gather, microbatches:
     gathers = 6 if gather == "loss" else 3
     assert axis.map(program)(range(2)) == [(gathers * times, 3 * times)] * 2
     assert axis.large[0] == axis.large[1]
-
-
-@pytest.mark.parametrize(("gather", "expected"), [("step", [0, 2]), ("microbatch", [2, 5])])
-def test_layers_are_scattered_while_the_backward_pass_runs(
-    gather: Gather, expected: list[int]
-) -> None:
-    """When it comes to the first layer, the others are on their way; in each microbatch, or the last."""
-    axis, sgd = Log(), ps.optim.sgd(0.1)
-
-    def program(rank: int) -> list[int]:
-        scattered: list[int] = []
-
-        def loss_fn(layers: Any, x: Tensor) -> Tensor:
-            x = torch.relu(x.repeat(1, 16) @ layers[0])
-            x = in_backward(x, lambda: scattered.append(axis.count("psum_scatter")))
-            return of_whole(layers[1:], x)
-
-        params = ps.shard(network(3, 256), axis)
-        step = ps.make_update_step(loss_fn, sgd, weight_fn=ones, axis=axis, gather=gather)
-        step(params, sgd.init(params), [rows(2)] * 2)
-        return scattered
-
-    assert axis.map(program)(range(2)) == [expected] * 2
