@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
-from typing import Any, NoReturn
+from typing import Any
 
-import optree
 import torch
 from torch import Tensor
 
-from purestep import tree
 from tests.uneven import Batch, loss_fn
 
 
@@ -55,18 +53,6 @@ class Tail(list[Batch]):
     def __iter__(self) -> Iterator[Batch]:
         yield from super().__iter__()
         raise ArithmeticError("θ ≠ θ")
-
-
-class Opaque:
-    """A container that does not show its leaves."""
-
-
-def _hidden(_: Opaque) -> NoReturn:
-    raise ArithmeticError("θ ≠ θ")
-
-
-register: Any = optree.register_pytree_node
-register(Opaque, _hidden, lambda *_: Opaque(), namespace=tree.NAMESPACE)
 
 
 class Unruly(Tensor):

@@ -1,4 +1,4 @@
-"""Axes: what they refuse, and how they behave beside the laws of T11."""
+"""Axes beside the laws of T11: what they refuse, worlds within worlds, and threads that cannot meet."""
 
 from __future__ import annotations
 
@@ -11,12 +11,18 @@ import optree
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 import purestep as ps
+from proofs.strategies import assert_same
+from proofs.worlds import Ranks, on_threads
 from purestep import tree
 from purestep.testing import ThreadAxis
-from tests.uneven import sound, step
+from tests.uneven import SGD, Batch, alone, batch, cut, sound, step
 
+pytestmark = pytest.mark.timeout(60)
+
+X = torch.ones(2)
 LAWS: list[Any] = [ps.psum, ps.pmean, ps.pvary, ps.all_gather, ps.psum_scatter]
 SIMULATED = [ps.VmapAxis, ThreadAxis]
 
@@ -31,23 +37,10 @@ def test_outside_of_map(make: Any) -> None:
             use()
 
 
-@pytest.mark.parametrize("make", SIMULATED)
-@pytest.mark.parametrize("size", [0, -1, 2.0, "2"])
-def test_size(make: Any, size: Any) -> None:
-    with pytest.raises(ValueError, match=rf"{make.__name__}\(size={size!r}\): an axis has a whole"):
-        make(size)
-
-
-@pytest.mark.parametrize("bucket_bytes", [0, -8, 8.0, None])
-def test_bucket_bytes(bucket_bytes: Any) -> None:
-    with pytest.raises(ValueError, match=rf"bucket_bytes={bucket_bytes} must be a whole number"):
-        ThreadAxis(2, bucket_bytes=bucket_bytes)
-
-
 def test_an_error_inside_leaves_the_axis_usable() -> None:
     axis = ps.VmapAxis(2)
 
-    def fails(x: torch.Tensor) -> torch.Tensor:
+    def fails(x: Tensor) -> Tensor:
         raise KeyError("mine")
 
     with pytest.raises(KeyError, match="mine"):
@@ -55,19 +48,6 @@ def test_an_error_inside_leaves_the_axis_usable() -> None:
     with pytest.raises(RuntimeError, match="has ranks only while it maps"):
         ps.psum(torch.ones(2), axis)
     assert axis.map(lambda x: ps.psum(x, axis), out_dims=None)(torch.ones(2)) == 2
-
-
-@pytest.mark.parametrize(
-    ("x", "dims", "message"),
-    [
-        (torch.arange(3), {"out_dims": None}, "not the same on all 3 ranks: psum it"),
-        ({"a": torch.arange(3)}, {"in_dims": ({"b": 0},)}, r"in_dims=.* does not fit .*'a'"),
-        (torch.arange(3), {"out_dims": (0, 0)}, "out_dims="),
-    ],
-)
-def test_dims_that_do_not_fit(x: Any, dims: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        ps.VmapAxis(3).map(lambda x: x, **dims)(x)
 
 
 register: Any = optree.dataclasses.dataclass
@@ -122,19 +102,12 @@ def test_what_is_no_axis(axis: Any, message: str) -> None:
             attempt()
 
 
-@pytest.mark.parametrize(("tiled", "wanted"), [(False, "exactly 2"), (True, "a multiple of 2")])
-def test_scatter_needs_an_entry_for_each_rank(tiled: bool, wanted: str) -> None:
-    axis = ps.VmapAxis(2)
-    with pytest.raises(ValueError, match=rf"along dim=0 needs {wanted} entries .*\(3,\)"):
-        axis.map(lambda x: ps.psum_scatter(x, axis, tiled=tiled))(torch.ones(2, 3))
-
-
 def test_threads_do_not_meet() -> None:
     """One axis object mapped by two threads at once: each has its own ranks."""
     axis, barrier, totals = ps.VmapAxis(2), threading.Barrier(2), {}
 
     def work(value: float) -> None:
-        def rank(x: torch.Tensor) -> torch.Tensor:
+        def rank(x: Tensor) -> Tensor:
             barrier.wait(timeout=10)
             return ps.psum(x, axis)
 
@@ -157,3 +130,263 @@ def test_integers_are_summed_in_int64_on_every_axis(law: Any, dtype: torch.dtype
         summed = axis.map(lambda block: law(block, axis), in_dims=in_dims)(argument)
         assert summed.dtype == torch.int64
     assert law(x[0], ps.LocalAxis()).dtype == torch.int64
+
+
+FOUR, TWO, THREADS = ThreadAxis(4), ps.VmapAxis(2), ThreadAxis(2)
+
+
+def scatter(tiled: bool) -> Any:
+    """Three entries on each of two ranks."""
+    return TWO.map(lambda x: ps.psum_scatter(x, TWO, tiled=tiled))(torch.ones(2, 3))
+
+
+REFUSED: list[tuple[Callable[..., Any], list[Any], str]] = [
+    (ps.VmapAxis, [0, -1, 2.0, "2"], r"VmapAxis\(size=.*\): an axis has a whole number of ranks"),
+    (ThreadAxis, [0, -1, 2.0, "2"], r"ThreadAxis\(size=.*\): an axis has a whole number of ranks"),
+    (
+        lambda size: ThreadAxis(2, bucket_bytes=size),
+        [0, -8, 8.0, None],
+        r"bucket_bytes=.* must be a whole number",
+    ),
+    (
+        lambda sizes: FOUR.split(*sizes),
+        [(), (3,), (2, 3), (4, 0)],
+        r"\(4\)\.split\(.* multiply to 4",
+    ),
+    (
+        lambda x: THREADS.map(lambda a, b: a)([1, 2], x),
+        [[1, 2, 3]],
+        r"argument 1 has 3 entries, but ThreadAxis\(2\) takes one for each rank",
+    ),
+    (
+        lambda x: FOUR.split(2, 2)[0].map(lambda x: x)(x),
+        [[1, 2]],
+        "map over the axis that was split",
+    ),
+    (
+        TWO.map(lambda x: x, out_dims=None),
+        [torch.arange(2)],
+        "not the same on all 2 ranks: psum it",
+    ),
+    (
+        TWO.map(lambda x: x, in_dims=({"b": 0},)),
+        [{"a": torch.arange(2)}],
+        r"in_dims=\(\{'b': 0\},\) does not fit .*'a'",
+    ),
+    (TWO.map(lambda x: x, out_dims=(0, 0)), [torch.arange(2)], "out_dims="),
+    (scatter, [False], r"along dim=0 needs exactly 2 entries .*\(3,\)"),
+    (scatter, [True], r"along dim=0 needs a multiple of 2 entries .*\(3,\)"),
+]
+
+
+@pytest.mark.parametrize(("call", "values", "message"), REFUSED)
+def test_refused(call: Callable[..., Any], values: list[Any], message: str) -> None:
+    for value in values:
+        with pytest.raises(ValueError, match=message):
+            call(value)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (
+            lambda: torch.func.grad(lambda w: sum(THREADS.map(lambda x: w * x)([1, 2])))(X[0]),
+            "transform inside fn",
+        ),
+        (lambda: THREADS.map(lambda x: THREADS.map(lambda y: y)([x, x]))([1, 2]), "no other map"),
+    ],
+)
+def test_threads_do_not_follow_into(call: Callable[..., Any], message: str) -> None:
+    with pytest.raises(RuntimeError, match=message):
+        call()
+
+
+# Threads
+
+
+def test_what_is_launched_is_handed_over_at_once() -> None:
+    """What is written to the buffer later is lost, as it may be between processes."""
+
+    def program(axis: Any, rank: int) -> tuple[list[int], list[Any]]:
+        flats = [torch.full((2,), 10.0**place * (rank + 1)) for place in range(3)]
+        waits = [axis.launch(flat) for flat in flats]
+        begun = axis.meetings
+        for flat in flats:
+            flat.fill_(-1.0)
+        for wait in waits[::-1] if rank else waits:
+            wait()
+        return [begun, axis.meetings], [flat.tolist() for flat in flats]
+
+    for begun, sums in on_threads(Ranks(3), program, range(3)):
+        assert begun == [3, 3]
+        assert sums == [[6.0] * 2, [60.0] * 2, [600.0] * 2]
+
+
+def test_what_comes_out_is_each_ranks_own() -> None:
+    """To write into, say."""
+    axis = ThreadAxis(3)
+    for law, total in ((ps.psum, 3), (ps.all_gather, 1)):
+        results = axis.map(lambda rank, law=law: law(X, axis).add_(rank))(range(3))
+        assert [float(result.flatten()[0]) for result in results] == [total, total + 1, total + 2]
+
+
+def errors_of(axis: ThreadAxis, *programs: Callable[[], Any]) -> list[str]:
+    """What ranks raise that run these programs and cannot meet."""
+
+    def error_of(program: Callable[[], Any]) -> str:
+        try:
+            program()
+        except ps.RankError as error:
+            return str(error)
+        return "nothing"
+
+    return axis.map(error_of)(programs)
+
+
+def test_a_skipped_collective_or_step_is_an_error() -> None:
+    axis = ThreadAxis(3)
+    for call, name in (
+        (lambda: ps.psum(X, axis), "psum of torch.float32 (2,)"),
+        (lambda: step(axis, sound(0)), "psum of torch.float64 (16,)"),
+    ):
+        errors = errors_of(axis, call, lambda: None, call)
+        assert errors[1] == "nothing"
+        for rank in (0, 2):
+            assert errors[rank].startswith("these ranks cannot meet: ")
+            assert f"rank {rank} calls {name} over ThreadAxis(3)" in errors[rank]
+            assert "rank 1 has returned" in errors[rank]
+
+
+def test_an_error_does_not_wait_for_those_who_still_compute() -> None:
+    axis, raised = ThreadAxis(3), threading.Event()
+
+    def program(rank: int) -> bool:
+        if rank == 0:
+            with pytest.raises(ps.RankError, match="rank 1 has returned; rank 2 still computes"):
+                ps.psum(X, axis)
+            raised.set()
+        return rank == 1 or raised.wait(timeout=10)
+
+    assert all(axis.map(program)(range(3)))
+
+
+@pytest.mark.parametrize(
+    ("law", "x", "calls"),
+    [
+        (ps.all_gather, X, ["psum of", "all_gather of"]),
+        (ps.psum, torch.ones(3), ["(2,)", "(3,)"]),
+        (ps.psum, X.double(), ["torch.float32", "torch.float64"]),
+    ],
+    ids=["law", "shape", "dtype"],
+)
+def test_collectives_that_do_not_match(law: Any, x: Tensor, calls: list[str]) -> None:
+    axis = ThreadAxis(2)
+    one, other = errors_of(axis, lambda: ps.psum(X, axis), lambda: law(x, axis))
+    assert one == other
+    parts = one.removeprefix("these ranks cannot meet: ").split("; ")
+    for rank, (part, call) in enumerate(zip(parts, calls, strict=True)):
+        assert part.startswith(f"rank {rank} calls")
+        assert call in part
+
+
+def test_a_ring_of_waiting_ranks_is_an_error() -> None:
+    """Along two axes: each waits for the next, and no two of them are in the same group."""
+    world = ThreadAxis(4)
+    first, second = world.split(2, 2)
+    axes = [first, second, second, first]
+    errors = errors_of(world, *(lambda axis=axis: ps.psum(X, axis) for axis in axes))
+    assert len(set(errors)) == 1
+    for rank, axis in enumerate(axes):
+        assert f"rank {rank} calls psum of torch.float32 (2,) over {axis!r}" in errors[0]
+
+
+@pytest.mark.parametrize("mine", [KeyError("mine"), None])
+def test_an_exception_comes_out_as_it_is_with_its_rank(mine: Exception | None) -> None:
+    """That of a rank that misses another only where there is nothing else; and the axis goes on."""
+    axis, errors = ThreadAxis(3), []
+
+    def program(rank: int) -> None:
+        if rank == 1:
+            if mine is not None:
+                raise mine
+            return
+        try:
+            ps.psum(X, axis)
+        except ps.RankError as error:
+            errors.append(error)
+            raise
+
+    for _ in range(2):
+        with pytest.raises((KeyError, ps.RankError)) as info:
+            axis.map(program)(range(3))
+        assert info.value is mine if mine else info.value in errors
+        assert info.value.__notes__[-1] == f"raised by rank {1 if mine else 0} of 3"
+        end = "rank 1 has raised KeyError: 'mine'" if mine else "rank 1 has returned"
+        assert all(end in str(error) for error in errors)
+        assert axis.map(lambda x: ps.psum(x, axis))(torch.arange(3)) == [3, 3, 3]
+    assert len(errors) == 4
+
+
+def test_one_axis_in_many_threads() -> None:
+    """Each ``map`` is a world of its own; so are the parts of an axis that was split."""
+    axis = ThreadAxis(4)
+    rows, columns = axis.split(2, 2)
+    begin = threading.Barrier(3)
+
+    def program(x: Tensor) -> list[Tensor]:
+        return [ps.psum(x, part) for _ in range(20) for part in (rows, columns, axis)]
+
+    def mapped(number: int) -> None:
+        begin.wait(timeout=30)
+        results[number] = axis.map(program)([torch.tensor(number * 10**rank) for rank in range(4)])
+
+    results: dict[int, Any] = {}
+    callers = [threading.Thread(target=mapped, args=(number,), daemon=True) for number in (1, 2, 3)]
+    for caller in callers:
+        caller.start()
+    for caller in callers:
+        caller.join(30)
+    for number in (1, 2, 3):
+        for rank, sums in enumerate(results[number]):
+            row, column = divmod(rank, 2)
+            expected = [101 * 10**column, 11 * 100**row, 1111]
+            assert sums == [number * total for total in expected] * 20
+
+
+def test_a_world_inside_of_a_rank() -> None:
+    outer, inner = ThreadAxis(2), ThreadAxis(2)
+
+    def program(x: Tensor) -> Tensor:
+        parts = inner.map(lambda y: ps.psum(y, inner))([x, x + 1])
+        return ps.psum(parts[0], outer)
+
+    assert outer.map(program)([torch.tensor(1), torch.tensor(10)]) == [24, 24]
+
+
+def test_replicas_along_another_axis_are_not_counted() -> None:
+    world = ThreadAxis(4)
+    dp, tp = world.split(2, 2)
+    assert (dp.size, tp.size) == (2, 2)
+    groups = cut(batch(), [[3, 2], [8, 1, 1, 1]])
+
+    def program(rank: int) -> Any:
+        assert (dp.rank, tp.rank, int(dp.index), int(tp.index)) == (*divmod(rank, 2),) * 2
+        return step(dp, {**sound(0), "microbatches": groups[dp.rank]})
+
+    for result in world.map(program)(range(4)):
+        assert_same(result, alone())
+
+
+def test_thirty_runs_are_one() -> None:
+    """With numbers that round: in which order threads arrive does not matter."""
+    numbers = torch.randn(16, 4, generator=torch.Generator().manual_seed(0))
+    groups = cut({"x": numbers[:, :3], "y": numbers[:, 3]})
+    state = {"b": torch.tensor(0.1), "w": torch.tensor([0.2, 0.3, 0.4])}
+
+    def program(axis: ps.Axis, group: list[Batch]) -> Any:
+        own = {"params": state, "opt_state": SGD.init(state), "microbatches": group}
+        return step(axis, {**sound(0), **own})
+
+    first, *runs = (on_threads(Ranks(4, 8), program, groups) for _ in range(30))
+    for run in [first, *runs]:
+        assert_same(run, [first[0]] * 4)
