@@ -1,4 +1,7 @@
-"""T9, reverse mode. ``ps.grad_and_value`` equals ``torch.func.grad_and_value``, bitwise; and so does a step that runs on either."""
+"""T9, reverse mode. ``ps.grad_and_value`` equals ``torch.func.grad_and_value``, bitwise.
+
+So does a step that runs on either.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +12,10 @@ from hypothesis import given, strategies as st
 
 import purestep as ps
 from proofs import models
-from proofs.strategies import RealCase, assert_same, real_cases
-from purestep import tree
+from proofs.strategies import RealCase, assert_same, cut, real_cases
 
-DTYPES = [torch.float64, torch.float32, torch.bfloat16]
+CASES = real_cases([torch.float64, torch.float32, torch.bfloat16])
+WAYS = (ps.grad_and_value, torch.func.grad_and_value)
 
 
 def loss(params: Any, batch: Any) -> torch.Tensor:
@@ -20,22 +23,16 @@ def loss(params: Any, batch: Any) -> torch.Tensor:
     return models.transformer_loss(params, batch).sum()
 
 
-@given(real_cases(DTYPES))
+@given(CASES)
 def test_first_derivative(case: RealCase) -> None:
-    """Value and gradients of a transformer."""
-    ours = ps.grad_and_value(loss)(case.params, case.batch)
-    assert_same(ours, torch.func.grad_and_value(loss)(case.params, case.batch))
-
-
-@given(real_cases(DTYPES))
-def test_rematerialised(case: RealCase) -> None:
-    """The transformer under ``ps.remat``, by either: the gradients of the transformer itself."""
+    """Value and gradients of a transformer, whose activations may be computed again."""
     expected = torch.func.grad_and_value(loss)(case.params, case.batch)
-    for transform in (ps.grad_and_value, torch.func.grad_and_value):
+    assert_same(ps.grad_and_value(loss)(case.params, case.batch), expected)
+    for transform in WAYS:
         assert_same(transform(ps.remat(loss))(case.params, case.batch), expected)
 
 
-@given(real_cases([torch.float64]), st.booleans())
+@given(CASES, st.booleans())
 def test_aux(case: RealCase, both: bool) -> None:
     """Aux as a tree, and any positions; keywords go along."""
 
@@ -43,45 +40,43 @@ def test_aux(case: RealCase, both: bool) -> None:
         losses = models.transformer_loss(params, batch)
         return scale * losses.sum(), {"losses": losses, "labels": [batch["labels"]]}
 
-    scale = torch.tensor(0.3, dtype=torch.float64)
     argnums = (0, 1) if both else 1
     ours, theirs = (
-        transform(with_aux, argnums=argnums, has_aux=True)(scale, case.params, batch=case.batch)
-        for transform in (ps.grad_and_value, torch.func.grad_and_value)
+        transform(with_aux, argnums=argnums, has_aux=True)(
+            torch.tensor(0.3), case.params, batch=case.batch
+        )
+        for transform in WAYS
     )
     assert_same(ours, theirs)
 
 
-@given(real_cases([torch.float64]))
-def test_higher_derivatives(case: RealCase) -> None:
+OUTER: list[Any] = [
+    lambda slope, x: torch.func.grad(slope)(x),
+    lambda slope, x: torch.func.jvp(slope, (x,), (x,)),
+    lambda slope, x: torch.func.vmap(slope)(torch.stack([x, x + 1])),
+]
+
+
+@given(real_cases([torch.float64]), st.sampled_from(OUTER))
+def test_higher_derivatives(case: RealCase, outer: Any) -> None:
     """Inside vmap, grad and jvp: the same bits."""
-    embedding = case.params["embedding"]
 
-    def slope(transform: Any, embedding: torch.Tensor) -> Any:
-        params = {**case.params, "embedding": embedding}
-        grads, value = transform(loss)(params, case.batch)
-        return value + sum(leaf.square().sum() for leaf in grads["attention"].values())
+    def by(transform: Any) -> Any:
+        def slope(embedding: torch.Tensor) -> Any:
+            params = {**case.params, "embedding": embedding}
+            grads, value = transform(loss)(params, case.batch)
+            return value + sum(leaf.square().sum() for leaf in grads["attention"].values())
 
-    for outer in (
-        lambda transform: torch.func.grad(lambda e: slope(transform, e))(embedding),
-        lambda transform: torch.func.jvp(lambda e: slope(transform, e), (embedding,), (embedding,)),
-        lambda transform: torch.func.vmap(lambda e: slope(transform, e))(
-            torch.stack([embedding, embedding + 1])
-        ),
-    ):
-        assert_same(outer(ps.grad_and_value), outer(torch.func.grad_and_value))
+        return outer(slope, case.params["embedding"])
+
+    assert_same(by(ps.grad_and_value), by(torch.func.grad_and_value))
 
 
 @given(real_cases([torch.float32, torch.float64]), st.booleans(), st.booleans(), st.data())
 def test_the_steps_own_path(case: RealCase, counted: bool, term: bool, data: st.DataObject) -> None:
-    """Sums over microbatches by either: the backward pass that begins with weights / N is that of the whole objective."""
-    rows = len(case.batch["labels"])
-    edge = data.draw(st.integers(1, rows))
-    group = [
-        tree.map(lambda leaf, span=span: leaf[span], case.batch)
-        for span in (slice(edge), slice(edge, rows))
-    ]
-    group = [microbatch for microbatch in group if len(microbatch["labels"])]
+    """Sums by either: a backward pass that begins with weights / N is that of the objective."""
+    edge = data.draw(st.integers(1, case.rows))
+    group = cut(case.batch, [[*range(edge)], [*range(edge, case.rows)]][: 1 + (edge < case.rows)])
 
     def loss_fn(params: Any, microbatch: Any) -> ps.LossTerms:
         losses = models.transformer_loss(params, microbatch)
@@ -91,6 +86,6 @@ def test_the_steps_own_path(case: RealCase, counted: bool, term: bool, data: st.
     total = ps.count(group) if counted else None
     ours, theirs = (
         ps.accumulate(loss_fn, case.params, group, total=total, grad_and_value=transform)
-        for transform in (ps.grad_and_value, torch.func.grad_and_value)
+        for transform in WAYS
     )
     assert_same(ours, theirs)
