@@ -12,11 +12,6 @@ from proofs.test_t08_optimizers import random_params
 HALVES = [torch.bfloat16, torch.float16]
 
 
-def linear_loss(params: Any, microbatch: Any) -> Tensor:
-    """w · x for each row, in the dtype of w."""
-    return microbatch["x"] @ params["w"]
-
-
 def weights_of(microbatch: Any) -> Tensor:
     """The weights stand in the batch."""
     found: Tensor = microbatch["w"]

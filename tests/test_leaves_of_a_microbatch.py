@@ -1,4 +1,7 @@
-"""Each microbatch has leaves of its own: what a loss does to them ends with it, and params are never written to."""
+"""Each microbatch has leaves for itself alone, and every sum has its memory.
+
+T1 says so of losses that do what they like to their leaves. Here stands what no equation shows.
+"""
 
 from __future__ import annotations
 
@@ -11,50 +14,14 @@ import torch
 from torch import Tensor
 
 import purestep as ps
+from purestep.tree import accumulation_dtype
 from tests.squares import WAYS, squares, x_ones
 from tests.torch_private import TorchDispatchMode
 
-
-def test_a_loss_that_freezes_a_leaf() -> None:
-    """For its own microbatch alone."""
-
-    def loss_fn(p: Any, m: dict[str, Tensor]) -> Tensor:
-        if m["x"] == 1:
-            p[0].requires_grad_(False)
-        return (p[0] + p[1]) * m["x"]
-
-    group = [{"x": torch.tensor([x])} for x in (1.0, 2.0, 1.0)]
-    params = [torch.ones(1), torch.ones(1)]
-    grads, *_ = ps.accumulate(loss_fn, params, group, weight_fn=x_ones)
-    assert [grad.item() for grad in grads] == [2, 4]
-
-
-def test_a_loss_that_gives_a_leaf_other_values() -> None:
-    """For its own microbatch alone: each begins with the params as they were given."""
-
-    def loss_fn(w: Tensor, m: dict[str, Tensor]) -> Tensor:
-        w.data = 2 * w.data
-        return w.square() * m["x"]
-
-    group = [{"x": torch.tensor([2.0**m])} for m in range(3)]
-    params = torch.ones(1)
-    grads, loss, *_ = ps.accumulate(loss_fn, params, group, weight_fn=x_ones)
-    assert [grads.item(), loss.item(), params.item()] == [2 * 2 * 7, 4 * 7, 1]
-
-
-def test_a_hook_acts_on_its_own_microbatch() -> None:
-    """Not on those that come later, whose losses put hooks there themselves."""
-
-    def loss_fn(w: Tensor, m: dict[str, Tensor]) -> Tensor:
-        w.register_hook(lambda grad: 2 * grad)
-        return w * m["x"]
-
-    group = [{"x": torch.tensor([2.0**m])} for m in range(3)]
-    assert ps.accumulate(loss_fn, torch.ones(1), group, weight_fn=x_ones).grads == 14
+GROUP = [{"x": torch.tensor([2.0**m])} for m in range(3)]
 
 
 def test_what_a_loss_keeps_of_its_leaves_is_a_constant_later() -> None:
-    """The leaves of one microbatch are not those of the next."""
     kept: list[Tensor] = []
 
     def loss_fn(w: Tensor, m: dict[str, Tensor]) -> Tensor:
@@ -65,8 +32,19 @@ def test_what_a_loss_keeps_of_its_leaves_is_a_constant_later() -> None:
     assert ps.accumulate(loss_fn, torch.ones(1), group, weight_fn=x_ones).grads == 2 + 1 + 1
 
 
-def test_autocast_keeps_nothing_of_ours() -> None:
-    """Its casts of a microbatch's leaves go with the microbatch, in a long-lived autocast too."""
+def test_a_hook_after_accumulation_sees_the_sum() -> None:
+    seen: list[float] = []
+
+    def loss_fn(w: Tensor, m: dict[str, Tensor]) -> Tensor:
+        w.register_post_accumulate_grad_hook(lambda leaf: seen.append(leaf.grad.item()))
+        return w * m["x"]
+
+    assert ps.accumulate(loss_fn, torch.ones(1), GROUP, weight_fn=x_ones).grads == 7
+    assert seen == [1, 3, 7]
+
+
+def test_autocast_keeps_no_casts_of_leaves() -> None:
+    """They go with the microbatch, in a long-lived autocast too."""
     casts: list[weakref.ref[Tensor]] = []
 
     class Seen(TorchDispatchMode):
@@ -93,32 +71,101 @@ def test_autocast_keeps_nothing_of_ours() -> None:
 
 @pytest.mark.parametrize("how", WAYS, ids=["own", "torch.func"])
 @pytest.mark.parametrize("recorded", [True, False])
-def test_params_are_not_written_to_in_any_way(how: dict[str, Any], recorded: bool) -> None:
+@pytest.mark.parametrize("name", ["w", "beside"])
+def test_params_are_not_written_to(how: dict[str, Any], recorded: bool, name: str) -> None:
     """Neither to one that the loss needs nor to one beside it."""
 
-    def loss_fn(name: str, p: Any, m: dict[str, Tensor]) -> Tensor:
+    def loss_fn(p: Any, m: dict[str, Tensor]) -> Tensor:
         with torch.no_grad():
             p[name].lerp_(m["x"], 0.5)
         return squares(p["w"], m)
 
-    for name in ("running", "w"):
-        params = {key: torch.zeros(1, requires_grad=recorded) for key in ("running", "w")}
-        with pytest.raises(ValueError, match=rf"loss_fn wrote to params\['{name}'\] in place"):
-            ps.accumulate(
-                partial(loss_fn, name), params, [{"x": torch.ones(1)}], weight_fn=x_ones, **how
-            )
+    params = {key: torch.zeros(1, requires_grad=recorded) for key in ("beside", "w")}
+    with pytest.raises(ValueError, match=rf"loss_fn wrote to params\['{name}'\] in place"):
+        ps.accumulate(loss_fn, params, [{"x": torch.ones(1)}], weight_fn=x_ones, **how)
 
 
-def test_a_loss_that_marks_its_microbatch() -> None:
-    """``requires_grad_`` on what it is given, to differentiate by it: the data stay as they were, step after step."""
+def test_evaluation_does_not_mark_its_data() -> None:
+    m = {"x": torch.ones(2)}
+    evaluate = ps.make_eval_step(lambda w, m: w * m["x"].requires_grad_(), weight_fn=x_ones)
+    evaluate(torch.tensor(1.0), [m])
+    assert not m["x"].requires_grad
 
-    def loss_fn(w: Tensor, m: dict[str, Tensor]) -> Tensor:
-        m["x"].requires_grad_()
-        (force,) = torch.autograd.grad((m["x"] * w).square().sum(), m["x"], create_graph=True)
-        return force
 
-    microbatch = {"x": torch.tensor([3.0])}
-    for _ in range(2):
-        grads, *_ = ps.accumulate(loss_fn, torch.ones(1), [microbatch], weight_fn=x_ones)
-        assert grads == 2 * 2 * 3
-        assert not microbatch["x"].requires_grad
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("accum_dtype", [None, torch.float64])
+def test_a_sum_that_is_ready_is_taken(dtype: torch.dtype, accum_dtype: Any) -> None:
+    """Once, when it is final, and it lies where it was taken to; others have their own memory.
+
+    Where bit m of i is set, leaf i has a gradient of 2 ** m in microbatch m.
+    """
+    params = [torch.ones(1, dtype=dtype) for _ in range(8)]
+    wide = accum_dtype or accumulation_dtype(dtype)
+    places = [torch.zeros(1, dtype=wide) for _ in params]
+    seen: dict[int, float] = {}
+
+    def ready(index: int, total: Tensor) -> Tensor:
+        assert index not in seen
+        assert total.dtype == wide
+        seen[index] = total.item()
+        return places[index].copy_(total)
+
+    def loss_fn(p: list[Tensor], m: Any) -> Tensor:
+        parts = [leaf for i, leaf in enumerate(p) if i & int(m["x"])]
+        return torch.stack(parts).sum(0).float() * m["x"]
+
+    run = partial(ps.accumulate, loss_fn, params, GROUP, weight_fn=x_ones, accum_dtype=accum_dtype)
+    for grads in (run(ready=ready).grads, run().grads):
+        assert torch.cat(grads).tolist() == list(range(8))
+        assert len({grad.data_ptr() for grad in grads}) == 8
+    assert seen == {index: index for index in (4, 5, 6, 7)}
+
+
+@pytest.mark.parametrize("normalize", ["loss", "grads"])
+def test_a_shared_gradient_in_a_recorded_step(normalize: Any) -> None:
+    """Recorded by data that its gradients do not depend on, a step works on them in place."""
+    optimizer = ps.optim.sgd(1.0, 0.5)
+    step = ps.make_update_step(
+        lambda p, m: torch.stack(p).sum(0) * m["x"] + m["z"],
+        optimizer,
+        weight_fn=x_ones,
+        normalize=normalize,
+    )
+    params: Any = [torch.zeros(1), torch.zeros(1)]
+    state = optimizer.init(params)
+    z = torch.zeros(1, requires_grad=True)
+    group = [{"x": torch.tensor([2.0**m]), "z": z} for m in range(4)]
+    for expected in (-15 / 4, -15 / 4 * 2.5):
+        params, state, _ = step(params, state, group)
+        assert torch.cat(params).tolist() == [expected] * 2
+
+
+class Dot(torch.autograd.Function):
+    """Its backward pass returns a tensor that it has saved."""
+
+    @staticmethod
+    def forward(ctx: Any, w: Tensor, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return (w * x).sum().view(1)
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> Any:
+        (x,) = ctx.saved_tensors
+        return x.detach(), None
+
+
+@pytest.mark.parametrize("normalize", ["loss", "grads"])
+@pytest.mark.parametrize("k", [1, 3])
+def test_a_gradient_that_is_the_data(normalize: Any, k: int) -> None:
+    """Data are not written to, by sums or by clipping."""
+    apply: Any = Dot.apply
+    optimizer = ps.optim.chain(ps.optim.clip_by_global_norm(1e-3), ps.optim.sgd(1.0))
+    step = ps.make_update_step(
+        lambda w, m: apply(w, m["x"]),
+        optimizer,
+        weight_fn=lambda _: torch.ones(1),
+        normalize=normalize,
+    )
+    w, m = torch.zeros(2), {"x": torch.tensor([1.0, 2.0])}
+    step(w, optimizer.init(w), [m] * k)
+    assert m["x"].tolist() == [1, 2]
