@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import namedtuple
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,40 +14,6 @@ from torch import Tensor
 import purestep as ps
 from tests.line import MICROBATCH, PARAMS, SGD, loss_fn, step_with, weight_fn
 
-NO_STATE: Any = ()
-SCHEDULER = torch.optim.lr_scheduler.StepLR(torch.optim.SGD([torch.ones(1)], lr=0.1), 3)
-
-
-@pytest.mark.parametrize("reduce", [torch.mean, torch.sum])
-def test_a_reduced_loss(reduce: Any) -> None:
-    with pytest.raises(
-        ValueError, match=r'shape \(\) against .*\(2,\).*one loss per token.*mean.*reduction="none"'
-    ):
-        step_with(lambda p, m: reduce(loss_fn(p, m)))
-
-
-def test_losses_of_another_shape_are_not_broadcast() -> None:
-    with pytest.raises(
-        ValueError, match=r"\(2, 1\) against weights of shape \(2,\):.* reshape the losses"
-    ):
-        step_with(lambda p, m: loss_fn(p, m)[:, None])
-    with pytest.raises(ValueError, match=r"\(2,\) against weights of shape \(1,\)"):
-        step_with(weight_fn=lambda m: torch.ones(1))
-
-
-@pytest.mark.parametrize("output", [3.0, None, torch.tensor([1, 2])])
-def test_a_loss_that_is_no_loss(output: Any) -> None:
-    with pytest.raises(TypeError, match="must return a floating point tensor, one loss per token"):
-        step_with(lambda p, m: output)
-
-
-def test_bad_weights() -> None:
-    with pytest.raises(ValueError, match="weights must be finite and not negative, but one is -1"):
-        step_with(weight_fn=lambda m: -weight_fn(m))
-
-
-Optax = namedtuple("Optax", "init update")
-
 
 class Batch(NamedTuple):
     """A microbatch that is a tuple too."""
@@ -55,142 +22,160 @@ class Batch(NamedTuple):
     y: Tensor
 
 
-@pytest.mark.parametrize(
-    ("microbatches", "found"),
-    [
-        (MICROBATCH, "dict"),
-        (torch.ones(2, 3), "Tensor"),
-        (Batch(torch.ones(2), torch.ones(2)), "Batch"),
-        (iter([MICROBATCH]), "list_iterator"),
-    ],
-)
-def test_what_is_no_sequence_of_microbatches(microbatches: Any, found: str) -> None:
-    step = ps.make_update_step(loss_fn, SGD, weight_fn=weight_fn)
-    with pytest.raises(TypeError, match=rf"got {found}: cut a stacked batch with ps\.split"):
-        step(PARAMS, SGD.init(PARAMS), microbatches)
-    with pytest.raises(TypeError, match=rf"got {found}"):
-        ps.make_eval_step(loss_fn, weight_fn=weight_fn)(PARAMS, microbatches)
+Optax = namedtuple("Optax", "init update")
+ONES = torch.ones(2)
+SHORT = {key: value[:1] for key, value in MICROBATCH.items()}
+TORCH_SGD = torch.optim.SGD([torch.ones(1)], lr=0.1)
+SCHEDULER = torch.optim.lr_scheduler.StepLR
 
 
-@pytest.mark.parametrize(
-    ("leaf", "found"),
-    [
-        (torch.tensor([1, 2]), "torch.int64"),
-        (torch.tensor(True), "torch.bool"),
-        (torch.ones(1, dtype=torch.complex64), "torch.complex64"),
-        (1.0, "float"),
-    ],
-)
-def test_params_that_have_no_gradient(leaf: Any, found: str) -> None:
-    params = {"layers": [{"w": torch.ones(())}, {"w": leaf}]}
-    step = ps.make_update_step(loss_fn, SGD, weight_fn=weight_fn)
-    with pytest.raises(
-        TypeError, match=rf"params\['layers'\]\[1\]\['w'\] is {found}: params are dense"
-    ):
-        step(params, NO_STATE, [])
+def with_aux(aux: Any) -> Any:
+    """A loss with what this function makes of a microbatch as aux."""
+    return lambda p, m: ps.LossTerms(loss_fn(p, m), aux=aux(m))
 
 
-def test_no_params() -> None:
-    with pytest.raises(ValueError, match="params holds no tensors"):
-        ps.make_update_step(loss_fn, SGD)({"nothing": None}, NO_STATE, [])
+REDUCED = r'shape \(\) against .*\(2,\).*one loss per token.*mean.*reduction="none"'
+NO_LOSS = "must return a floating point tensor, one loss per token"
+SEQUENCE = r"must be a sequence of microbatches, got {}: cut a stacked batch with ps\.split"
+SCHEDULE = r"got StepLR: .* a schedule .*ps\.optim\.linear_schedule"
+NO_OPTIMIZER: list[tuple[Any, str]] = [
+    (ps.optim.scale_by_adam(), r"got Transform: end the chain with one: ps\.optim\.chain"),
+    (TORCH_SGD, r"got SGD: its algorithm .* is ps\.optim\.from_torch\(SGD, lr=\.\.\.\)"),
+    (torch.optim.AdamW, r"got AdamW: .*ps\.optim\.from_torch\(AdamW, lr=\.\.\.\)"),
+    (SCHEDULER, SCHEDULE),
+    (SCHEDULER(TORCH_SGD, 3), SCHEDULE),
+    (ps.optim.adamw, r"got function: call it with its settings first"),
+    (Optax(None, None), "got Optax: a NamedTuple of init"),
+    (None, "got NoneType"),
+]
+MISTAKES: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"loss": lambda p, m: loss_fn(p, m).mean()}, ValueError, REDUCED),
+    ({"loss": lambda p, m: loss_fn(p, m).sum()}, ValueError, REDUCED),
+    (
+        {"loss": lambda p, m: loss_fn(p, m)[:, None]},
+        ValueError,
+        r"\(2, 1\) against weights of shape \(2,\):.* reshape the losses",
+    ),
+    (
+        {"weight_fn": lambda m: torch.ones(1)},
+        ValueError,
+        r"\(2,\) against weights of shape \(1,\)",
+    ),
+    *(
+        ({"loss": lambda p, m, output=output: output}, TypeError, NO_LOSS)
+        for output in (3.0, None, torch.tensor([1, 2]))
+    ),
+    (
+        {"loss": lambda p, m: (loss_fn(p, m), 1)},
+        TypeError,
+        r"one loss per token, or name the parts as ps\.LossTerms\(tokens.* got tuple",
+    ),
+    (
+        {"weight_fn": lambda m: -weight_fn(m)},
+        ValueError,
+        "weights must be finite and not negative, but one is -1",
+    ),
+    *(({"optimizer": optimizer}, TypeError, hint) for optimizer, hint in NO_OPTIMIZER),
+    (
+        {"normalize": "mean"},
+        ValueError,
+        "normalize='mean' must be one of 'loss', 'grads'",
+    ),
+    (
+        {"on_nonfinite": "raise"},
+        ValueError,
+        "on_nonfinite='raise' must be one of 'propagate', 'skip'",
+    ),
+    *(
+        ({"accum_dtype": dtype}, ValueError, f"{dtype} must be a floating point dtype")
+        for dtype in (torch.int64, torch.float8_e4m3fn)
+    ),
+    ({"weight_fn": None}, ValueError, 'weight_fn=None .* pass normalize="grads", or a weight_fn'),
+    ({"weight_fn": ONES}, TypeError, "weight_fn must be a function, got Tensor"),
+    ({"loss": {}}, TypeError, "loss_fn must be a function, got dict"),
+    ({"grad_and_value": None}, TypeError, "grad_and_value must be a function, got NoneType"),
+    ({"axis": "dp"}, TypeError, "axis must be an axis object, got 'dp'"),
+    ({"axis": ps.VmapAxis}, TypeError, "axis must be an axis object"),
+    (
+        {"loss": with_aux(lambda m: {str(len(m["x"])): ONES}), "group": [MICROBATCH, SHORT]},
+        ValueError,
+        r"trees differ in structure: .*'2'.* against .*'1'",
+    ),
+    (
+        {"loss": with_aux(lambda m: m["x"]), "group": [MICROBATCH, SHORT]},
+        ValueError,
+        r"shape \(2,\) in one microbatch and \(1,\) in another",
+    ),
+]
 
 
-@pytest.mark.parametrize(
-    ("optimizer", "hint"),
-    [
-        (ps.optim.scale_by_adam(), r"got Transform: end the chain with one: ps\.optim\.chain"),
-        (
-            torch.optim.SGD([torch.ones(1)], lr=0.1),
-            r"got SGD: its algorithm .* is ps\.optim\.from_torch\(SGD, lr=\.\.\.\)",
-        ),
-        (torch.optim.AdamW, r"got AdamW: .*ps\.optim\.from_torch\(AdamW, lr=\.\.\.\)"),
-        (
-            torch.optim.lr_scheduler.StepLR,
-            r"got StepLR: .* a schedule .*ps\.optim\.linear_schedule",
-        ),
-        (SCHEDULER, r"got StepLR: .* a schedule .*ps\.optim\.linear_schedule"),
-        (ps.optim.adamw, r"got function: call it with its settings first"),
-        (Optax(None, None), "got Optax: a NamedTuple of init"),
-        (None, "got NoneType"),
-    ],
-)
-def test_what_is_no_optimizer(optimizer: Any, hint: str) -> None:
-    with pytest.raises(TypeError, match=hint):
-        ps.make_update_step(loss_fn, optimizer)
-
-
-def test_settings() -> None:
-    with pytest.raises(ValueError, match="normalize='mean' must be one of 'loss', 'grads'"):
-        step_with(normalize="mean")
-    with pytest.raises(ValueError, match="on_nonfinite='raise' must be one of 'propagate', 'skip'"):
-        step_with(on_nonfinite="raise")
-    for dtype in (torch.int64, torch.float8_e4m3fn):
-        with pytest.raises(ValueError, match=f"accum_dtype={dtype} must be a floating point dtype"):
-            step_with(accum_dtype=dtype)
-    with pytest.raises(
-        ValueError, match=r'weight_fn=None .* pass normalize="grads", or a weight_fn'
-    ):
-        step_with(weight_fn=None)
-    with pytest.raises(TypeError, match="loss_fn must be a function, got dict"):
-        ps.make_update_step({}, SGD)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="loss_fn must be a function, got int"):
-        ps.make_eval_step(3)  # type: ignore[arg-type]
-
-
-def test_aux_of_different_structure() -> None:
-    def changing(params: Any, microbatch: Any) -> ps.LossTerms:
-        losses = loss_fn(params, microbatch)
-        return ps.LossTerms(losses, aux={str(len(losses)): losses.sum()})
-
-    step = ps.make_update_step(changing, SGD, weight_fn=weight_fn)
-    other = {key: value[:1] for key, value in MICROBATCH.items()}
-    with pytest.raises(ValueError, match=r"trees differ in structure: .*'2'.* against .*'1'"):
-        step(PARAMS, SGD.init(PARAMS), [MICROBATCH, other])
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"axis": "dp"}, r"axis must be an axis object, got 'dp'"),
-        ({"axis": ps.VmapAxis}, "axis must be an axis object"),
-        ({"grad_and_value": None}, "grad_and_value must be a function, got NoneType"),
-        ({"weight_fn": torch.ones(1)}, "weight_fn must be a function, got Tensor"),
-        ({"optimizer": ps.optim.adamw}, r"got function: call it with its settings first"),
-        (
-            {"loss": lambda p, m: (loss_fn(p, m), 1)},
-            r"one loss per token, or name the parts as ps\.LossTerms\(tokens.* got tuple",
-        ),
-    ],
-)
-def test_first_mistakes(arguments: dict[str, Any], message: str) -> None:
-    with pytest.raises(TypeError, match=message):
+@pytest.mark.parametrize(("arguments", "error", "message"), MISTAKES)
+def test_mistakes(arguments: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
         step_with(**arguments)
 
 
-def test_a_module_is_not_its_params() -> None:
-    with pytest.raises(TypeError, match=r"params is a module, Linear: .*ps\.from_module"):
-        ps.make_update_step(loss_fn, SGD)(torch.nn.Linear(1, 1), NO_STATE, [])
+@pytest.mark.parametrize("microbatches", [MICROBATCH, ONES, Batch(ONES, ONES), iter([MICROBATCH])])
+def test_a_group_that_is_no_sequence(microbatches: Any) -> None:
+    """At the first step and later, and in evaluation."""
+    step = ps.make_update_step(loss_fn, SGD, weight_fn=weight_fn)
+    evaluate = ps.make_eval_step(loss_fn, weight_fn=weight_fn)
+    state, found = (PARAMS, SGD.init(PARAMS)), SEQUENCE.format(type(microbatches).__name__)
+    for call in (partial(step, *state), partial(evaluate, PARAMS)):
+        with pytest.raises(TypeError, match=found):
+            call(microbatches)
+        call([MICROBATCH])
+        with pytest.raises(TypeError, match=found):
+            call(microbatches)
 
 
-def test_a_module_is_not_its_params_for_init_either() -> None:
-    """The optimizer is the first to see params; other leaves that are no tensors are refused alike."""
-    linear = torch.nn.Linear(2, 2)
-    optimizers = [
+@pytest.mark.parametrize(
+    ("params", "error", "message"),
+    [
+        *(
+            ({"layers": [{"w": torch.ones(())}, {"w": leaf}]}, TypeError, message)
+            for leaf, found in [
+                (torch.tensor([1, 2]), "torch.int64"),
+                (torch.tensor(True), "torch.bool"),
+                (torch.ones(1, dtype=torch.complex64), "torch.complex64"),
+                (ONES.to(torch.float8_e4m3fn), "torch.float8_e4m3fn"),
+                (1.0, "float"),
+            ]
+            for message in [
+                rf"params\['layers'\]\[1\]\['w'\] is {found}: params are .* in bfloat16 or wider"
+            ]
+        ),
+        ({"nothing": None}, ValueError, "params holds no tensors"),
+        (torch.nn.Linear(1, 1), TypeError, r"params is a module, Linear: .*ps\.from_module"),
+    ],
+)
+def test_params_that_are_none(params: Any, error: type[Exception], message: str) -> None:
+    step: Any = ps.make_update_step(loss_fn, SGD, weight_fn=weight_fn)
+    with pytest.raises(error, match=message):
+        step(params, (), [])
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
         ps.optim.adamw(0.1),
-        ps.optim.sgd(0.1),
-        ps.optim.master_weights(ps.optim.sgd(0.1)),
-        ps.optim.ema(ps.optim.sgd(0.1), 0.9),
-        ps.optim.partition("all", {"all": ps.optim.sgd(0.1)}),
+        SGD,
+        ps.optim.master_weights(SGD),
+        ps.optim.ema(SGD, 0.9),
+        ps.optim.partition("all", {"all": SGD}),
         ps.optim.from_torch(torch.optim.SGD, lr=0.1),
-    ]
-    for optimizer in optimizers:
-        for what, path in (
-            (linear, "params is of type Linear"),
-            (linear.parameters(), "params is of type generator"),
-            ({"w": torch.ones(2), "s": 3.0}, r"params\['s'\] is of type float"),
-        ):
-            with pytest.raises(TypeError, match=rf"{path}, no tensor: .*ps\.from_module"):
-                optimizer.init(what)
+    ],
+)
+def test_init_refuses_them_too(optimizer: Any) -> None:
+    """The optimizer is the first to see params."""
+    linear = torch.nn.Linear(2, 2)
+    for params, path in (
+        (linear, "params is of type Linear"),
+        (linear.parameters(), "params is of type generator"),
+        ({"w": ONES, "s": 3.0}, r"params\['s'\] is of type float"),
+    ):
+        with pytest.raises(TypeError, match=rf"{path}, no tensor: .*ps\.from_module"):
+            optimizer.init(params)
 
 
 @pytest.mark.parametrize("donate", [False, True])
@@ -206,42 +191,22 @@ def test_parameters_that_require_grad(donate: bool) -> None:
     assert not step(frozen, SGD.init(frozen), [MICROBATCH])[0]["w"].requires_grad
 
 
-def test_aux_of_different_shapes_is_not_broadcast() -> None:
-    step = ps.make_update_step(
-        lambda p, m: ps.LossTerms(loss_fn(p, m), aux=m["x"]), SGD, weight_fn=weight_fn
-    )
-    other = {key: value[:1] for key, value in MICROBATCH.items()}
-    with pytest.raises(ValueError, match=r"shape \(2,\) in one microbatch and \(1,\) in another"):
-        step(PARAMS, SGD.init(PARAMS), [MICROBATCH, other])
-
-
 @pytest.mark.parametrize("normalize", ["loss", "grads"])
 def test_labels_that_the_loss_shifts(normalize: Any) -> None:
-    """Counted before they are shifted: one too many in each row, and the message says how to shift them."""
-    x = torch.randn(2, 5, 3)
-    labels = torch.zeros(2, 6, dtype=torch.int64)
+    """Counted before they are shifted: the message says how to shift them."""
     step = ps.make_update_step(
         lambda p, m: ps.losses.cross_entropy(m["x"] * p["w"], m["labels"][:, 1:]),
         SGD,
         normalize=normalize,
     )
+    microbatch = {"x": torch.randn(2, 5, 3), "labels": torch.zeros(2, 6, dtype=torch.int64)}
     with pytest.raises(
         ValueError, match=r"dimension 1 differs by one, as where loss_fn shifts the labels: shift"
     ):
-        step(PARAMS, SGD.init(PARAMS), [{"x": x, "labels": labels}])
+        step(PARAMS, SGD.init(PARAMS), [microbatch])
 
 
 @pytest.mark.parametrize("labels", [np.zeros((2, 5), dtype=np.int64), [[0] * 5] * 2])
 def test_labels_that_are_no_tensor(labels: Any) -> None:
-    with pytest.raises(
-        TypeError, match=r"microbatch\['labels'\] is a (ndarray|list), not a tensor"
-    ):
+    with pytest.raises(TypeError, match=r"\['labels'\] is a (ndarray|list), not a tensor"):
         ps.make_update_step(loss_fn, SGD)(PARAMS, SGD.init(PARAMS), [{"labels": labels}])
-
-
-def test_params_in_eight_bits() -> None:
-    params = {"w": torch.ones(2).to(torch.float8_e4m3fn)}
-    with pytest.raises(
-        TypeError, match=r"params\['w'\] is torch.float8_e4m3fn: .* in bfloat16 or wider"
-    ):
-        ps.make_update_step(loss_fn, SGD, weight_fn=weight_fn)(params, NO_STATE, [MICROBATCH])

@@ -8,6 +8,7 @@ from typing import Any
 import optree
 import pytest
 import torch
+from torch import Tensor
 from torch.autograd import forward_ad
 
 from purestep import tree
@@ -19,38 +20,29 @@ register: Any = optree.dataclasses.dataclass
 
 
 @register(namespace=tree.NAMESPACE)
-class Layer:
-    """A class of one's own."""
-
+class _Layer:
     weight: torch.Tensor
 
 
+Layer: Any = _Layer
+"""A class of the user's."""
+
+
 def test_map_knows_registered_classes() -> None:
-    make: Any = Layer
-    params = {"layer": make(torch.ones(2)), "none": None, "list": [torch.zeros(1)]}
+    params = {"layer": Layer(torch.ones(2)), "none": None, "list": [torch.zeros(1)]}
     doubled = tree.map(lambda a, b: a + b, params, params)
     assert torch.equal(doubled["layer"].weight, torch.full((2,), 2.0))
     assert doubled["none"] is None
     assert tree.paths(params, "params") == ["params['layer'].weight", "params['list'][0]"]
 
 
-def test_broadcast_prefix_knows_registered_classes() -> None:
-    """As a node of the tree below a leaf of the prefix, and as a node of both."""
-    make: Any = Layer
-    params = {"layers": [make({"a": 1, "b": 2}), make(3)], "last": make(4)}
-    assert tree.broadcast_prefix({"layers": "all", "last": "one"}, params) == ["one", *["all"] * 3]
-    prefix = {"layers": [make("first"), "second"], "last": make("last")}
-    assert tree.broadcast_prefix(prefix, params) == ["last", "first", "first", "second"]
-
-
 def test_plain_makes_dicts_of_mappings_alone() -> None:
     class Own(dict[str, Any]):
         """Of which optree knows nothing, either."""
 
-    make: Any = Layer
     inner = Own(b=UserDict(c=1))
-    done = tree.plain([UserDict(a=inner), make(UserDict(d=2)), {"e": (3, None)}])
-    assert done == [{"a": {"b": {"c": 1}}}, make({"d": 2}), {"e": (3, None)}]
+    done = tree.plain([UserDict(a=inner), Layer(UserDict(d=2)), {"e": (3, None)}])
+    assert done == [{"a": {"b": {"c": 1}}}, Layer({"d": 2}), {"e": (3, None)}]
     assert [type(done[0]), type(done[0]["a"]), type(done[0]["a"]["b"])] == [dict] * 3
     same = {"x": [1]}
     assert tree.plain(same) is same
@@ -62,23 +54,6 @@ def test_map_refuses_another_structure(other: object) -> None:
         tree.map(lambda a, b: a, {"w": 1}, other)
     with pytest.raises(ValueError, match="trees differ in structure"):
         tree.select(torch.tensor(True), {"w": torch.ones(())}, other)
-
-
-def test_select_takes_bits_and_leaves_order() -> None:
-    chosen, other = (
-        [torch.tensor(1.0), torch.tensor(2)],
-        [torch.tensor(float("nan")), torch.tensor(7)],
-    )
-    assert tree.select(torch.tensor(True), chosen, other) == chosen
-    assert tree.select(torch.tensor(False), other, chosen) == chosen
-
-
-def test_global_norm() -> None:
-    leaves = {"a": torch.full((4,), 1e15), "b": torch.zeros(2, 0)}
-    assert tree.global_norm(leaves) == pytest.approx(2e15)
-    assert tree.global_norm({"half": torch.full((4,), 300.0, dtype=torch.float16)}) == 600
-    assert torch.equal(torch.func.grad(tree.global_norm)(torch.zeros(3)), torch.zeros(3))
-    assert tree.global_norm(()) == 0
 
 
 @pytest.mark.parametrize(
@@ -96,29 +71,52 @@ def test_accumulation_dtype(dtype: torch.dtype, wide: torch.dtype) -> None:
     assert tree.zeros_like([torch.ones(1).to(dtype)])[0].dtype == wide
 
 
+def test_global_norm() -> None:
+    leaves = {"a": torch.full((4,), 1e15), "b": torch.zeros(2, 0)}
+    assert tree.global_norm(leaves) == pytest.approx(2e15)
+    assert tree.global_norm({"half": torch.full((4,), 300.0, dtype=torch.float16)}) == 600
+    assert tree.global_norm(()) == 0
+
+
+@pytest.mark.parametrize("rest", [[], [3.0, 4.0]])
+@pytest.mark.parametrize("sizes", [(2,), (2, 0, 3), (SMALL, 2)])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_the_norm_of_zero_has_the_derivative_zero(dtype: torch.dtype) -> None:
-    """In both modes, batched, recorded, and of second order; beside leaves that are not zero, too."""
-    zero, rest = torch.zeros(3, dtype=dtype), torch.tensor([3.0, 4.0], dtype=dtype)
-    ones = torch.ones_like(zero)
+def test_the_norm_of_zero_has_the_derivative_zero(
+    dtype: torch.dtype, sizes: tuple[int, ...], rest: list[float]
+) -> None:
+    """In both modes, batched, recorded; beside leaves that are not zero, too."""
+    zeros = [torch.zeros(size, dtype=dtype) for size in sizes]
+    ones = tree.map(torch.ones_like, zeros)
 
-    def norm(x: torch.Tensor) -> torch.Tensor:
-        return tree.global_norm({"x": x, "y": x[:0]})
+    def norm(x: Any) -> Tensor:
+        return tree.global_norm([*x, torch.tensor(rest, dtype=dtype)])
 
-    def beside(x: torch.Tensor) -> torch.Tensor:
-        return tree.global_norm({"x": x, "y": rest})
+    own = [x.clone().requires_grad_() for x in zeros]
+    with forward_ad.dual_level():
+        duals = [forward_ad.make_dual(x, one) for x, one in zip(zeros, ones, strict=True)]
+        tangent = forward_ad.unpack_dual(norm(duals)).tangent
+    slope = torch.func.grad(norm)
+    found = [
+        slope(zeros),
+        torch.vmap(slope)([x[None] for x in zeros]),
+        torch.func.jvp(norm, (zeros,), (ones,))[1],
+        torch.autograd.grad(norm(own), own),
+        [] if tangent is None else tangent,
+    ]
+    assert all((leaf == 0).all() for leaf in tree.leaves_of(found))
 
-    for function in (norm, beside):
-        slope = torch.func.grad(function)
-        assert torch.equal(slope(zero), zero)
-        assert torch.equal(torch.vmap(slope)(zero[None])[0], zero)
-        assert torch.func.jvp(function, (zero,), (ones,))[1] == 0
-        own = zero.clone().requires_grad_()
-        assert torch.equal(torch.autograd.grad(function(own), own)[0], zero)
-        with forward_ad.dual_level():
-            tangent = forward_ad.unpack_dual(function(forward_ad.make_dual(zero, ones))).tangent
-        assert tangent is None or tangent == 0
-    assert torch.equal(torch.func.hessian(norm)(zero), zero.new_zeros(3, 3))
+
+@pytest.mark.parametrize("mode", ["reverse", "forward"])
+@pytest.mark.parametrize("sizes", [(2,), (2, 0, 3), (SMALL, 2)])
+def test_the_norm_of_zero_has_the_second_derivative_zero(mode: str, sizes: tuple[int, ...]) -> None:
+    """What clips by it is differentiated twice, too."""
+    slope = torch.func.grad(tree.global_norm)
+    zeros = [torch.zeros(size).double() for size in sizes]
+    if mode == "reverse":
+        second = torch.func.grad(lambda x: sum(leaf.sum() for leaf in slope(x)))(zeros)
+    else:
+        second = torch.func.jvp(slope, (zeros,), (tree.map(torch.ones_like, zeros),))[1]
+    assert all((leaf == 0).all() for leaf in second)
 
 
 @pytest.mark.parametrize(
@@ -132,22 +130,24 @@ def test_the_norm_of_zero_has_the_derivative_zero(dtype: torch.dtype) -> None:
         ([1], (1,), "s has other containers"),
         ({"a": 1}, {"a": "x"}, "s['a'] is int, no tensor, and 'x' was expected"),
         ({"a": 1}, {"a": 2}, None),
+        # Floating point dtypes are alike.
+        (torch.ones(2), torch.ones(2).double(), None),
     ],
 )
 def test_the_first_difference(found: Any, wanted: Any, difference: str | None) -> None:
     assert tree.difference(found, wanted, "s") == difference
 
 
-def test_floating_point_dtypes_are_alike() -> None:
-    one = torch.ones(2)
-    assert tree.difference(one, one.double(), "s") is None
-    for other in (one.to(torch.float8_e4m3fn), one.long(), torch.ones(2, 1)):
-        kinds = f"s is {kind(other)}, and {kind(one)} was expected"
-        assert tree.difference(other, one, "s") == kinds
+@pytest.mark.parametrize("change", [torch.Tensor.long, lambda x: x.to(torch.float8_e4m3fn), list])
+def test_the_difference_of_two_leaves(change: Any) -> None:
+    one, other = torch.ones(2), torch.ones(2, 1)
+    other = other if change is list else change(one)
+    expected = f"s is {kind(other)}, and {kind(one)} was expected"
+    assert tree.difference(other, one, "s") == expected
 
 
-def test_what_the_host_can_read() -> None:
-    """Below wrappers, but not what stands for values that do not exist."""
+def test_the_host_reads_values_below_wrappers() -> None:
+    """But not what stands for values that do not exist."""
     x = torch.tensor([1.0, 2.0])
     seen: list[Any] = []
 
@@ -164,18 +164,23 @@ def test_what_the_host_can_read() -> None:
     assert at_hand(torch.ones(2, device="meta")) is None
 
 
-PAIRED: list[tuple[Any, Any, list[str]]] = [
-    (OrderedDict(z="slow", a="fast"), {"a": 1, "z": 2}, ["fast", "slow"]),
-    ({"a": "fast", "z": "slow"}, OrderedDict(z=1, a=2), ["slow", "fast"]),
-    (defaultdict(str, a="fast", z="slow"), {"z": [1, 2], "a": 3}, ["fast", "slow", "slow"]),
-    ({"a": None, "z": "slow"}, {"a": None, "z": 1}, ["slow"]),
-    ({"a": "any", "z": ("slow",)}, {"a": [], "z": (1,)}, ["slow"]),
-]
+LAYERS = {"layers": [Layer({"a": 1, "b": 2}), Layer(3)], "last": Layer(4)}
 
 
-@pytest.mark.parametrize(("prefix", "whole", "expected"), PAIRED)
+@pytest.mark.parametrize(
+    ("prefix", "whole", "expected"),
+    [
+        (OrderedDict(z="slow", a="fast"), {"a": 1, "z": 2}, ["fast", "slow"]),
+        ({"a": "fast", "z": "slow"}, OrderedDict(z=1, a=2), ["slow", "fast"]),
+        (defaultdict(str, a="fast", z="slow"), {"z": [1, 2], "a": 3}, ["fast", "slow", "slow"]),
+        ({"a": None, "z": "slow"}, {"a": None, "z": 1}, ["slow"]),
+        ({"a": "any", "z": ("slow",)}, {"a": [], "z": (1,)}, ["slow"]),
+        ({"layers": "all", "last": "one"}, LAYERS, ["one", *["all"] * 3]),
+        ({"layers": [Layer("a"), "b"], "last": Layer("z")}, LAYERS, ["z", "a", "a", "b"]),
+    ],
+)
 def test_a_prefix_is_paired_by_key(prefix: Any, whole: Any, expected: list[str]) -> None:
-    """Whatever kind of dict either is, and whatever order it keeps."""
+    """Whatever kind of dict either is, and whatever order it keeps; through classes, too."""
     assert tree.broadcast_prefix(prefix, whole) == expected
 
 
@@ -200,17 +205,3 @@ def test_what_is_no_prefix_is_refused(prefix: Any, whole: Any, compiled: bool) -
     # The compiler cannot follow the message, and says so instead.
     with pytest.raises(RuntimeError if compiled else ValueError):
         run(torch.ones(2))
-
-
-@pytest.mark.parametrize("mode", ["reverse", "forward"])
-@pytest.mark.parametrize("sizes", [(2,), (2, 0, 3), (SMALL, 2)])
-def test_all_derivatives_of_the_norm_at_zero(mode: str, sizes: tuple[int, ...]) -> None:
-    """Zero, in whichever mode: what clips by it is differentiated twice, too."""
-    slope = torch.func.grad(tree.global_norm)
-    zeros = [torch.zeros(size).double() for size in sizes]
-    if mode == "reverse":
-        second = torch.func.grad(lambda x: sum(leaf.sum() for leaf in slope(x)))(zeros)
-    else:
-        ones = tree.map(torch.ones_like, zeros)
-        second = torch.func.jvp(slope, (zeros,), (ones,))[1]
-    assert all((leaf == 0).all() for leaf in (*slope(zeros), *second))
