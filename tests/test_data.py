@@ -15,7 +15,6 @@ from torch.utils.data import DataLoader
 
 import purestep as ps
 from proofs.strategies import assert_same
-from purestep import data
 
 # shift_labels
 
@@ -95,83 +94,43 @@ def test_shift_labels_refuses(message: str) -> None:
 # What belongs to an example as a whole
 
 VOCABULARY, CLASSES = 7, 3
-WHOLE = ["weights"]  # The others have no dimension.
-Reviews = list[dict[str, Any]]
+FILLING = {"tokens": 0, "labels": -100, "id": -1, "weights": 0, "mask": False}
 
 
-@st.composite
-def reviews(draw: st.DrawFn) -> Reviews:
-    """Texts with a class each, some of which do not count, and with what else may belong to a text."""
-    lengths = draw(st.lists(st.integers(1, 6), min_size=1, max_size=8))
-    random = draw(st.randoms(use_true_random=False))
-    return [
+@given(st.lists(st.integers(1, 6), min_size=1, max_size=8), st.integers(6, 20))
+def test_what_belongs_to_an_example_stays_with_it(lengths: list[int], budget: int) -> None:
+    """In rows and in documents: beside its tokens; nothing but padding beside the rest."""
+    examples = [
         {
-            "input_ids": torch.tensor([random.randrange(VOCABULARY) for _ in range(n)]),
-            "attention_mask": torch.ones(n, dtype=torch.bool),
-            "labels": torch.tensor(random.choice([*range(CLASSES), -100])),
-            "more": {
-                "id": torch.tensor(i),
-                "weights": torch.tensor([[random.random()], [random.random()]]),
-            },
+            "tokens": torch.full((n,), i + 1),
+            "mask": torch.ones(n, dtype=torch.bool),
+            "labels": torch.tensor(i % CLASSES),
+            "more": {"id": torch.tensor(i), "weights": torch.tensor([[i], [n]])},
         }
         for i, n in enumerate(lengths)
     ]
-
-
-def classifier() -> dict[str, Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    return {
-        "embedding": torch.randn(VOCABULARY, 4, generator=generator, dtype=torch.float64),
-        "out": torch.randn(4, CLASSES, generator=generator, dtype=torch.float64),
-    }
-
-
-def class_losses(params: Any, microbatch: Any) -> Tensor:
-    """Of each text, by the mean of its tokens."""
-    real = microbatch["attention_mask"].double().unsqueeze(-1)
-    embedded = params["embedding"][microbatch["input_ids"]].tanh() * real
-    logits = embedded.sum(-2) / real.sum(-2) @ params["out"]
-    losses = ps.losses.cross_entropy(logits, microbatch["labels"])
-    return losses * microbatch["more"]["weights"].sum((-2, -1))
-
-
-def class_losses_of_documents(params: Any, microbatch: Any) -> Tensor:
-    """The same, of each segment of each row."""
-    numbers = torch.arange(1, microbatch["labels"].shape[1] + 1)
-    real = (microbatch["segments"].unsqueeze(1) == numbers.view(1, -1, 1)).double()
-    embedded = params["embedding"][microbatch["input_ids"]].tanh()
-    logits = real @ embedded / real.sum(-1, keepdim=True).clamp(min=1) @ params["out"]
-    losses = ps.losses.cross_entropy(logits, microbatch["labels"])
-    return losses * microbatch["more"]["weights"].sum((-2, -1))
-
-
-def update(loss_fn: Any, group: Any) -> tuple[Any, ps.StepMetrics]:
-    optimizer, params = ps.optim.sgd(0.5), classifier()
-    step = ps.make_update_step(loss_fn, optimizer)
-    after, _, metrics = step(params, optimizer.init(params), group)
-    return after, metrics
-
-
-@given(reviews(), st.integers(6, 20), st.integers(1, 4))
-def test_a_classifier_on_packed_text(examples: Reviews, budget: int, multiple_of: int) -> None:
-    """However its texts are packed, over rows or inside of them, its update is that of the texts one by one."""
-    budget = max(budget, 6 + multiple_of)
-    expected, told = update(class_losses, examples)
-    filling = {**data.PAD, "id": -1, "weights": 0}
-    packed = ps.pack(examples, max_tokens=budget, multiple_of=multiple_of, whole=WHOLE)
-    documents = ps.pack_documents(examples, row_tokens=budget, pad=filling, whole=WHOLE)
-    ahead = ps.prefetch(ps.group(packed, len(packed)), "cpu")
-    groups = {
-        "packed": (class_losses, packed),
-        "prefetched": (class_losses, next(ahead)),
-        "documents": (class_losses_of_documents, [documents]),
-        "rows": (class_losses_of_documents, ps.split(documents, len(documents["labels"]))),
-    }
-    for loss_fn, group in groups.values():
-        after, metrics = update(loss_fn, group)
-        assert metrics.num_tokens == told.num_tokens
-        for name in expected:
-            torch.testing.assert_close(after[name], expected[name], rtol=1e-12, atol=1e-12)
+    rows = ps.pack(examples, max_tokens=budget, pad=FILLING, whole=["weights"])
+    documents = ps.pack_documents(examples, row_tokens=budget, pad=FILLING, whole=["weights"])
+    assert documents["more"]["id"].shape[1] == documents["segments"].max()
+    assert (documents["labels"][documents["more"]["id"] < 0] == -100).all()
+    numbers = torch.arange(1, documents["labels"].shape[1] + 1)
+    found: list[list[int]] = [[], []]
+    for packing, (parts, places) in enumerate(
+        (
+            (rows, [part["mask"].unsqueeze(1) for part in rows]),
+            ([documents], [documents["segments"].unsqueeze(1) == numbers.view(1, -1, 1)]),
+        )
+    ):
+        for part, own in zip(parts, places, strict=True):
+            for row, column in (own.sum(-1) > 0).nonzero().tolist():
+                at = (row, column) if packing else (row,)
+                number = int(part["more"]["id"][at])
+                found[packing].append(number)
+                tokens = part["tokens"][row][own[row, column]]
+                assert torch.equal(tokens, examples[number]["tokens"])
+                assert part["labels"][at] == number % CLASSES
+                assert part["more"]["weights"][at].tolist() == [[number], [lengths[number]]]
+    assert [*map(sorted, found)] == [[*range(len(lengths))]] * 2
 
 
 def test_a_mapping_of_any_kind_has_leaves_of_its_own() -> None:

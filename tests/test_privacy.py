@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 import purestep as ps
+from proofs.strategies import cut
 from purestep.examples.differential_privacy import private_update_step
 
 Batch = dict[str, Tensor]
@@ -27,25 +28,19 @@ def zeros(elements: int = 2) -> Batch:
     return {"w": torch.zeros(elements).double(), "b": torch.zeros(()).double()}
 
 
-def data() -> Batch:
-    """Four rows of two tokens, whose weighted gradients have the lengths 13, 3, 0 and 208.
-
-    They are (3, 4, 12), (0, 3, 0), padding, and (48, 64, 192).
-    """
-    x = [[[1, 2], [2, 2]], [[0, 1], [9, 9]], [[NAN, 7], [7, 7]], [[48, 64], [5, 5]]]
-    return {
-        "x": torch.tensor(x).double(),
-        "c": torch.tensor([[8, 4], [0, 9], [NAN, 7], [192, 5]]).double(),
-        "weight": torch.tensor([[1, 1], [3, 0], [0, 0], [1, 0]]),
-    }
+DATA = {
+    "x": torch.tensor(
+        [[[1, 2], [2, 2]], [[0, 1], [9, 9]], [[NAN, 7], [7, 7]], [[48, 64], [5, 5]]]
+    ).double(),
+    "c": torch.tensor([[8, 4], [0, 9], [NAN, 7], [192, 5]]).double(),
+    "weight": torch.tensor([[1, 1], [3, 0], [0, 0], [1, 0]]),
+}
+"""Rows of two tokens, with gradients (3, 4, 12), (0, 3, 0), padding, and (48, 64, 192)."""
 
 
-def pieces(*rows: list[int]) -> list[Batch]:
-    return [{name: leaf[each] for name, leaf in data().items()} for each in rows]
-
-
-def stepped(params: Batch, group: list[Batch], **how: Any) -> Batch:
+def stepped(group: list[Batch], params: Batch | None = None, **how: Any) -> Batch:
     settings: dict[str, Any] = {"clip": 6.5, "noise": 0.0, "batch_size": 4, **how}
+    params = params or zeros()
     new, _ = private_update_step(
         params, SGD.init(params), group, ps.random.key(0),
         loss_fn=linear, optimizer=SGD, weight_fn=lambda m: m["weight"], **settings,
@@ -55,36 +50,35 @@ def stepped(params: Batch, group: list[Batch], **how: Any) -> Batch:
 
 def on_threads(**how: Any) -> Batch:
     axis = ps.testing.ThreadAxis(3)
-    groups = [pieces([0, 3]), [], pieces([1], [2])]
-    first, *others = axis.map(lambda group: stepped(zeros(), group, axis=axis, **how))(groups)
+    groups = [cut(DATA, [[0, 3]]), [], cut(DATA, [[1], [2]])]
+    first, *others = axis.map(lambda group: stepped(group, axis=axis, **how))(groups)
     assert all(torch.equal(other["w"], first["w"]) for other in others)
     return first
 
 
 CUTS: dict[str, Callable[..., Batch]] = {
-    "one": lambda **how: stepped(zeros(), [data()], **how),
-    "three": lambda **how: stepped(zeros(), pieces([2, 3], [0], [1]), **how),
-    "one by one": lambda **how: stepped(zeros(), [data()], chunk_size=1, **how),
+    "one": lambda **how: stepped([DATA], **how),
+    "three": lambda **how: stepped(cut(DATA, [[2, 3], [0], [1]]), **how),
+    "one by one": lambda **how: stepped([DATA], chunk_size=1, **how),
     "threads": on_threads,
 }
 
 
-@pytest.mark.parametrize("cut", CUTS)
-def test_clips_by_hand(cut: str) -> None:
+@pytest.mark.parametrize("how", CUTS)
+def test_clips_by_hand(how: str) -> None:
     """Each row's gradient over the whole tree, to the bit: all numbers are small and dyadic."""
-    new = CUTS[cut]()
+    new = CUTS[how]()
     assert (-4 * new["w"]).tolist() == [1.5 + 0 + 1.5, 2 + 3 + 2]
     assert -4 * new["b"] == 6 + 0 + 6
+    noisy = CUTS[how](noise=0.25)["w"]
+    assert torch.equal(noisy, CUTS["one"](noise=0.25)["w"]), "noise depends on the key alone"
+    assert not torch.equal(noisy, new["w"])
 
 
-@pytest.mark.parametrize("cut", CUTS)
-def test_the_noise_does_not_depend_on_the_cut(cut: str) -> None:
-    """From one key; it comes once, with the deviation noise · clip, to five standard errors."""
-    new = CUTS[cut](noise=0.25)
-    assert torch.equal(new["w"], CUTS["one"](noise=0.25)["w"])
-    assert not torch.equal(new["w"], CUTS["one"]()["w"])
+def test_the_noise_comes_once() -> None:
+    """With the deviation noise · clip, to five standard errors."""
     n, deviation = 200_000, 0.25 * 6.5
-    noise = 4 * stepped(zeros(n), [], noise=0.25)["w"]
+    noise = 4 * stepped([], zeros(n), noise=0.25)["w"]
     assert abs(noise.mean()) < 5 * deviation / math.sqrt(n)
     # The variance of n squares of deviation σ is 2 σ⁴ / n.
     assert abs(noise.square().mean() - deviation**2) < 5 * deviation**2 * math.sqrt(2 / n)
