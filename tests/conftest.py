@@ -20,7 +20,6 @@ pytest.register_assert_rewrite(
     "tests.counted_graphs",
     "tests.held_by_ranks",
     "tests.modules",
-    "tests.on_a_device",
     "tests.optimizers",
     "tests.states",
     "tests.uneven",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import OrderedDict
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -13,7 +12,6 @@ from torch import Tensor
 
 import purestep as ps
 from proofs.strategies import assert_same
-from purestep import tree
 from purestep.compiling.graph import without_libraries, without_surroundings
 from tests.counted_graphs import (
     AOT,
@@ -113,32 +111,6 @@ def test_each_function_has_a_cache() -> None:
             for _ in range(2):
                 assert torch.equal(whole(start()), loss_fn(start(), m))
         assert len(backend.graphs) == 1
-
-
-class Layer(NamedTuple):
-    w: Any
-    v: Any
-
-
-def test_labels_and_masks_in_one_graph() -> None:
-    """Made of the params as docstrings make them, in ``init`` and in ``update``."""
-
-    def matrices(params: Any) -> Any:
-        return tree.map(lambda leaf: leaf.ndim == 2, params)
-
-    optimizer = ps.optim.partition(
-        lambda params: tree.map(lambda leaf: "w" if leaf.ndim == 2 else "v", params),
-        {
-            "w": ps.optim.adamw(0.125, weight_decay=0.5, mask=matrices),
-            "v": ps.optim.lion(0.125, weight_decay=0.5, mask=matrices),
-        },
-    )
-    once: Any = partial(torch.compile, fullgraph=True, backend="eager")
-    params = Layer([start()["w"], None], {"deep": OrderedDict(v=start()["v"])})
-    state = optimizer.init(params)
-    assert_same(once(optimizer.init)(params), state)
-    given = (params, state, params)
-    assert_close(once(optimizer.update)(*given), optimizer.update(*given))
 
 
 def test_ranks_may_be_empty() -> None:

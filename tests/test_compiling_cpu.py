@@ -16,7 +16,6 @@ from purestep.compiling.cpu import (
     MANY,
     compute_once,
     product,
-    rewritten,
     split_addmm,
     use_onednn,
 )
@@ -121,13 +120,6 @@ def test_split_addmm() -> None:
     integers = (x.long() for x in (c, a, b))
     assert operators_after(split_addmm, torch.addmm, *integers) == together
     assert operators_after(split_addmm, partial(torch.addmm, beta=2), c, a, b) == together
-
-
-def test_all_of_it() -> None:
-    a, b = torch.eye(3), torch.arange(9.0).reshape(3, 3)
-    operators = operators_after(rewritten, lambda a, b: torch.addmm(a[0], a, b), a, b)
-    assert operators[-2:] == ["aten.mm.default", "aten.add.Tensor"]
-    assert KEPT in operators_after(rewritten, corrected, STEP, LEAF)
 
 
 def test_a_compiled_step_takes_powers_once() -> None:

@@ -8,13 +8,97 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.autograd import Function
 
 import purestep as ps
 from proofs import models
 from proofs.devices import Waits, lazy, moved, placed
-from proofs.strategies import Batch, assert_same, cut, weights_of
+from proofs.strategies import Batch, assert_same, cut, integer_batch, labels, matrices, weights_of
 from purestep import optim, tree
-from tests.on_a_device import EXACT, OPTIMIZERS, assert_near, on_both, one_leaf, ones, problem, row
+from purestep.testing.bounds import gamma
+
+line = optim.linear_schedule(0.5, 0.25, 4)
+cosine = optim.cosine_decay_schedule(0.5, 8)
+half = torch.tensor(0.5)
+
+
+# Integers, their halves and their signs: no rounding anywhere.
+EXACT = {
+    "tensor": optim.sgd(half),
+    "momentum": optim.sgd(0.5, 0.5),
+    "decayed by a tensor": optim.sgd(0.5, weight_decay=half, mask=matrices),
+    "all of sgd": optim.sgd(line, 0.5, nesterov=True, weight_decay=0.5, mask=matrices),
+    "chain": optim.chain(optim.add_decayed_weights(0.5), optim.momentum(0.5), optim.descend(line)),
+    "lion": optim.lion(0.5, 0.5, 0.5),
+    "all of lion": optim.lion(line, 0.5, 0.5, weight_decay=0.5, mask=matrices),
+    "master": optim.master_weights(optim.sgd(0.5, 0.5)),
+    "ema": optim.ema(optim.sgd(0.5, 0.5), 0.5),
+    "no update_": optim.sgd(0.5, 0.5, weight_decay=0.5, mask=matrices)._replace(update_=None),
+}
+OPTIMIZERS = EXACT | {
+    "adamw": optim.adamw(0.125),
+    "all of adamw": optim.adamw(cosine, 0.8, 0.99, 1e-3, weight_decay=half, mask=matrices),
+    "joined": optim.adamw(optim.join_schedules([line, cosine], [2])),
+    "scale_by_adam": optim.chain(optim.scale_by_adam(), optim.descend(0.125)),
+    "clipped": optim.chain(optim.clip_by_global_norm(1.0), optim.sgd(0.5, 0.5)),
+    "clipped by a tensor": optim.chain(optim.clip_by_global_norm(half), optim.adamw(0.125)),
+    "partition": optim.partition(
+        labels, {"matrix": optim.sgd(0.5, 0.5), "rest": optim.adamw(0.125, mask=matrices)}
+    ),
+}
+
+
+def problem(dtype: torch.dtype = torch.int64) -> tuple[Any, Batch]:
+    """Parameters, and a batch of 8 tokens whose weights sum to 8."""
+    generator = torch.Generator().manual_seed(3)
+    weights = torch.tensor([[1, 2], [0, 1], [1, 1], [2, 0]]).to(dtype)
+    return models.integer_params(generator), integer_batch(weights, generator)
+
+
+def on_both(run: Callable[..., Any], *arguments: Any) -> tuple[Any, Any]:
+    """What a program gives on the device, without a wait, and what it gives on the host."""
+    expected = run(*tree.map(torch.clone, arguments))
+    there = moved(arguments)
+    with Waits() as waits:
+        actual = run(*there)
+    assert waits.seen == []
+    assert {leaf.device for leaf in tree.leaves_of(actual)} == {lazy()}
+    return placed(actual, expected), expected
+
+
+def assert_near(actual: Any, expected: Any, state: Any) -> None:
+    """The gradients are exact; the formula of a step, its powers and its norms round so often."""
+    elements = sum(leaf.numel() for leaf in tree.leaves_of(state[0]))
+    roundings = gamma(2 * (elements + 64), torch.float64)
+    for path, *leaves in zip(
+        tree.paths(state, "state"), *map(tree.leaves_of, (actual, expected, state)), strict=True
+    ):
+        ours, theirs, old = (leaf.to(torch.float64) for leaf in leaves)
+        scale = old.abs() + (theirs - old).abs()
+        assert ((ours - theirs).abs() <= roundings * scale).all(), path
+
+
+def one_leaf(params: Any, batch: Batch) -> Tensor:
+    return batch["x"] @ params["w"] - batch["y"]
+
+
+def row(**more: Any) -> Batch:
+    """A microbatch for it, on the device."""
+    data = {"x": torch.tensor([[1.0, 2.0, 3.0]]), "y": torch.tensor([1.0]), **more}
+    return {key: value.to(lazy()) for key, value in data.items()}
+
+
+def ones(batch: Batch) -> Tensor:
+    return torch.ones_like(batch["y"], dtype=torch.bool)
+
+
+SGD = optim.sgd(0.5)
+
+
+def step_with(params: Any, group: list[Batch], loss_fn: Any = one_leaf, **how: Any) -> Any:
+    step = ps.make_update_step(loss_fn, SGD, **{"weight_fn": ones, **how})
+    return step(params, SGD.init(params), group)
+
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "default": {},
@@ -113,12 +197,9 @@ def test_every_wait_is_seen(read: Callable[[Tensor], Any]) -> None:
         read(params["w"].detach() * 2)
         return one_leaf(params, batch)
 
-    params = {"w": torch.ones(3, device=lazy())}
-    optimizer = optim.sgd(0.5)
-    step = ps.make_update_step(loss_fn, optimizer, weight_fn=ones)
-    data = row()
+    params, data = {"w": torch.ones(3, device=lazy())}, row()
     with Waits() as waits:
-        step(params, optimizer.init(params), [data])
+        step_with(params, [data], loss_fn)
     assert len(waits.seen) == 1
 
 
@@ -155,20 +236,6 @@ def test_the_parts_of_a_step() -> None:
     assert_same(*on_both(by_hand, params, [batch]))
 
 
-def test_half_precision() -> None:
-    """A copy in float32 moves; integers of one digit are exact in bfloat16 as well."""
-    optimizer = optim.master_weights(optim.sgd(0.5, 0.5, weight_decay=0.5, mask={"w": True}))
-    params = {"w": torch.ones(4, dtype=torch.bfloat16)}
-    batch = {"x": torch.tensor([[1.0, 2, 3, 4], [1, 0, 1, 0]], dtype=torch.bfloat16)}
-    step = ps.make_update_step(
-        lambda params, m: (params["w"] * m["x"]).sum(-1),
-        optimizer,
-        weight_fn=lambda m: torch.ones_like(m["x"][:, 0], dtype=torch.bool),
-    )
-    run = lambda params, group: step(params, optimizer.init(params), group)[:2]  # noqa: E731
-    assert_same(*on_both(run, params, [batch]))
-
-
 def test_groups_that_are_prefetched_from_the_host() -> None:
     """Empty ones included: nothing is waited for, and the weights come with them."""
     params, batch = problem()
@@ -186,21 +253,6 @@ def test_groups_that_are_prefetched_from_the_host() -> None:
         *theirs, expected = step(*theirs, group)
         assert_same(placed(metrics.num_tokens, expected.num_tokens), expected.num_tokens)
         assert_same(placed(ours, theirs), theirs)
-
-
-def test_ranks_in_threads() -> None:
-    """They meet on the host, which waits; the answer is the same."""
-    params, batch = problem()
-    axis = ps.testing.ThreadAxis(2)
-    optimizer = optim.sgd(0.5, 0.5)
-    step = ps.make_update_step(models.integer_loss, optimizer, weight_fn=weights_of, axis=axis)
-    groups = [cut(batch, [[0], [1, 2], [3]]), []]
-
-    def run(params: Any, groups: Any) -> Any:
-        return axis.map(lambda group: step(params, optimizer.init(params), group)[:2])(groups)
-
-    expected = run(params, groups)
-    assert_same(placed(run(*moved((params, groups))), expected), expected)
 
 
 def test_steps_that_are_recorded() -> None:
@@ -222,26 +274,90 @@ def test_steps_that_are_recorded() -> None:
     assert_same(*on_both(recorded, *problem()))
 
 
-NO_STATE: Any = ()
-
-
 def test_two_devices_are_refused() -> None:
     params = {"v": torch.ones(3), "w": torch.ones(3, device=lazy())}
-    step = ps.make_update_step(one_leaf, optim.sgd(0.5), weight_fn=ones)
     with pytest.raises(ValueError, match=r"params\['v'\] is on cpu, but params\['w'\] is on lazy"):
-        step(params, NO_STATE, [row()])
+        step_with(params, [row()])
 
 
 def test_data_on_the_host_is_refused_but_not_its_weights() -> None:
     """As on CUDA, the loss meets tensors of two devices."""
-    params = {"w": torch.ones(3, device=lazy())}
-    optimizer = optim.sgd(0.5)
-    step = ps.make_update_step(one_leaf, optimizer, weight_fn=ones)
+    params, data = {"w": torch.ones(3, device=lazy())}, row()
     with pytest.raises(RuntimeError, match="not a lazy tensor"):
-        step(params, optimizer.init(params), [{"x": torch.ones(1, 3), "y": torch.ones(1)}])
-    weighed = ps.make_update_step(one_leaf, optimizer, weight_fn=lambda m: torch.ones(1))
-    data = row()
+        step_with(params, [{"x": torch.ones(1, 3), "y": torch.ones(1)}])
     with Waits() as waits:
-        new = weighed(params, optimizer.init(params), [data])[0]
+        new = step_with(params, [data], weight_fn=lambda m: torch.ones(1))[0]
     assert waits.seen == []
     assert new["w"].tolist() == [0.5, 0, -0.5]
+
+
+@pytest.mark.parametrize(
+    ("make", "match"),
+    [
+        (lambda w: ({"w": w, "v": w}, {}), "'v'.*'w'.* share memory"),
+        (lambda w: ({"w": w, "v": w[:2]}, {}), "'v'.*'w'.* share memory"),
+        (
+            lambda w: ({"w": w}, {"z": w.view(1, 3)}),
+            r"'w'.*microbatches\[0\]\['z'\] shares its memory",
+        ),
+    ],
+)
+def test_donation_sees_tensors_of_one_storage(make: Any, match: str) -> None:
+    params, more = make(torch.ones(3, device=lazy()))
+    with pytest.raises(ValueError, match=match):
+        step_with(params, [row(**more)], donate=True)
+
+
+def test_donation_of_many_leaves() -> None:
+    """Each storage is taken for what it is, however close they lie."""
+    params: dict[str, Any] = {
+        "w": torch.ones(3, device=lazy()),
+        "more": [torch.ones(1000, device=lazy()) for _ in range(50)],
+        "some": torch.ones(9, device=lazy())[2:],
+    }
+    assert step_with(params, [row()], donate=True)[0]["w"] is params["w"]
+    assert params["w"].tolist() == [0.5, 0.0, -0.5]
+
+
+def test_a_loss_that_swaps_the_values_of_its_leaf() -> None:
+    """They are not there for the next microbatch."""
+
+    def loss_fn(params: Any, batch: Batch) -> Tensor:
+        losses = one_leaf(params, batch).square()
+        params["w"].data = torch.full_like(params["w"], 7.0)
+        return losses
+
+    new, _, metrics = step_with({"w": torch.ones(3, device=lazy())}, [row(), row()], loss_fn)
+    assert metrics.loss == 25
+    assert new["w"].tolist() == [-4, -9, -14]
+
+
+class Again(Function):
+    """Computes with a parameter in the backward pass again, as checkpoints do."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, again: Tensor) -> Tensor:
+        ctx.again = again
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        with torch.enable_grad():
+            return grad * ctx.again.sum(), None
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_recomputation_with_a_modules_own_parameter_is_refused(shared: bool) -> None:
+    """But for one that is a leaf's own memory."""
+    parameter = torch.nn.Parameter(torch.ones(3, device=lazy()))
+    params = {"w": parameter.detach() if shared else torch.ones(3, device=lazy())}
+
+    def loss_fn(params: Any, batch: Batch) -> Tensor:
+        again: Tensor = Again.apply(one_leaf(params, batch), parameter)
+        return again
+
+    if shared:
+        assert step_with(params, [row()], loss_fn)[0]["w"].tolist() == [-0.5, -2, -3.5]
+    else:
+        with pytest.raises(ValueError, match="a module's own parameter"):
+            step_with(params, [row()], loss_fn)

@@ -1,20 +1,23 @@
-"""Each optimizer by itself: its state, its defaults, what it clips and decays. T8: torch's."""
+"""Each optimizer by itself, chains, means of params, schedules. T8 compares with torch's."""
 
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, strategies as st
+from torch import Tensor
 
 import purestep as ps
 from proofs.strategies import assert_same, matrices
-from proofs.test_t08_optimizers import Namesake
+from proofs.test_t08_optimizers import Namesake, buffers
 from purestep import tree
+from purestep.step import transition
 from purestep.testing.bounds import gamma
-from tests.optimizers import GRADS, PARAMS, RECIPES, WAYS, updated
+from tests.optimizers import GRADS, PARAMS, RECIPES, TRANSFORMS, updated
 
 
 @given(st.floats(0.1, 10))
@@ -140,23 +143,186 @@ def test_lion_passes_on_what_is_not_finite() -> None:
     assert moved.isnan().tolist() == [True, False, True]
 
 
-@pytest.mark.parametrize("method", WAYS)
-@pytest.mark.parametrize("half", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", RECIPES)
-def test_a_half_precision_gradient_is_what_it_is_in_float32(
-    name: str, dtype: torch.dtype, half: torch.dtype, method: str
-) -> None:
-    """To the bit: 300² is no number of float16, and 257 none of bfloat16."""
-    optimizer = RECIPES[name](0.1)
-    params = [torch.ones(2, 2, dtype=dtype), torch.ones(3, dtype=dtype)]
-    grads = [torch.tensor([[300.0, -3e4], [1e-4, 0.0]]), torch.tensor([1e-4, 257.0, -6e-8])]
-    results = []
-    for kind in (half, torch.float32):
-        state = (params, optimizer.init(params))
-        for _ in range(2):
-            own = [grad.to(half).to(kind) for grad in grads]
-            ours, opt_state = tree.map(torch.clone, state)
-            state = updated(optimizer, method, own, opt_state, ours)
-        results.append(state)
-    assert_same(*results)
+def test_chain_of_transforms_is_a_transform() -> None:
+    chained = ps.optim.chain(TRANSFORMS["clip"], TRANSFORMS["momentum"])
+    assert isinstance(chained, ps.optim.Transform)
+    nested = ps.optim.chain(chained, ps.optim.sgd(0.1))
+    assert isinstance(nested, ps.optim.Optimizer)
+    flat = ps.optim.chain(TRANSFORMS["clip"], TRANSFORMS["momentum"], ps.optim.sgd(0.1))
+    results = [o.update(GRADS, o.init(PARAMS), PARAMS)[0] for o in (nested, flat)]
+    assert torch.equal(results[0]["w"], results[1]["w"])
+
+
+def test_chain_refuses() -> None:
+    with pytest.raises(ValueError, match="at least one"):
+        ps.optim.chain()  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match=r"part 0 of 2 is an Optimizer.*put it last"):
+        ps.optim.chain(ps.optim.sgd(0.1), ps.optim.sgd(0.1))  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="part 1 must be a Transform or an Optimizer, got float"):
+        ps.optim.chain(TRANSFORMS["clip"], 0.1)  # type: ignore[type-var]
+
+
+def test_chain_uses_the_last_optimizers_own_update_() -> None:
+    """Clipping in front of it does not take a fast in-place step away."""
+    calls = []
+
+    def update_(grads: Any, state: Any, params: Any, applied: Any) -> Any:
+        calls.append(grads["w"])
+        return params, state
+
+    own = ps.optim.descend(1.0)._replace(update_=update_)
+    optimizer = ps.optim.chain(TRANSFORMS["clip"], own)
+    updated(optimizer, "update_", tree.map(torch.clone, GRADS), optimizer.init(PARAMS), PARAMS)
+    assert len(calls) == 1
+    assert not torch.equal(calls[0], GRADS["w"])
+
+
+def delayed(grads: Any, state: Any, params: Any) -> Any:
+    """The gradients of the step before; the state keeps those of this one."""
+    return state, grads
+
+
+FIRST = {
+    "keeps a trace": ps.optim.momentum(0.5),
+    "hands on its state": ps.optim.Transform(tree.zeros_like, delayed),
+}
+
+
+@pytest.mark.parametrize("behind", ["clip", "decay", "momentum"])
+@pytest.mark.parametrize("first", FIRST)
+def test_what_comes_behind_a_part_leaves_its_state_alone(first: str, behind: str) -> None:
+    """It may write to the updates that it gets, and they are not the state's memory."""
+    optimizer = ps.optim.chain(FIRST[first], TRANSFORMS[behind], ps.optim.descend(1.0))
+    pure = in_place = (PARAMS, optimizer.init(PARAMS))
+    for scale in (1.0, -2.0, 3.0):
+        grads = tree.map(lambda leaf, scale=scale: leaf * scale, GRADS)
+        pure = optimizer.update(grads, pure[1], pure[0])
+        given = tree.map(torch.clone, (grads, in_place[1], in_place[0]))
+        in_place = updated(optimizer, "update_", *given)
+        assert_same(in_place, pure)
+
+
+@pytest.mark.parametrize("donate", [False, True])
+def test_an_optimizer_that_swaps_its_buffers(donate: bool) -> None:
+    """The old params become state, and the state the params."""
+    swap = ps.optim.Optimizer(tree.zeros_like, lambda grads, state, params: (state, params))
+    params, state = tree.map(torch.clone, (PARAMS, swap.init(PARAMS)))
+    moved, after = transition(swap, GRADS, state, params, torch.tensor(True), donate=donate)
+    assert_same((moved, after), (tree.zeros_like(PARAMS), PARAMS))
+
+
+EMA = ps.optim.ema(ps.optim.sgd(1.0), 0.75)
+
+
+def params_of_ema() -> dict[str, Tensor]:
+    return {"w": torch.tensor([0.0, 8.0]), "b": torch.tensor(16.0)}
+
+
+def loss_of_ema(params: dict[str, Tensor], x: Tensor) -> Tensor:
+    """Its gradient is x for each element."""
+    return x * (params["w"].sum() + params["b"])
+
+
+def lists(params: Any) -> Any:
+    return params["w"].tolist(), params["b"].tolist()
+
+
+@pytest.mark.parametrize("normalize", ["loss", "grads"])
+@pytest.mark.parametrize("donate", [False, True])
+def test_the_mean_by_hand(donate: bool, normalize: Any) -> None:
+    """It moves where the params do, and then alone; it lies in other memory, and stays there."""
+    step = ps.make_update_step(
+        loss_of_ema, EMA, weight_fn=lambda x: x != 0, on_nonfinite="skip",
+        donate=donate, normalize=normalize,
+    )  # fmt: skip
+    params = params_of_ema()
+    first = state = EMA.init(params)
+    assert lists(state.average) == lists(params)
+    places = buffers(state.average)
+    for group, wanted, mean in (
+        ([torch.tensor([-4.0])], ([4.0, 12.0], 20.0), ([1.0, 9.0], 17.0)),
+        ([torch.tensor([float("inf")])], ([4.0, 12.0], 20.0), ([1.0, 9.0], 17.0)),
+        ([torch.tensor([0.0])], ([4.0, 12.0], 20.0), ([1.0, 9.0], 17.0)),
+        ([], ([4.0, 12.0], 20.0), ([1.0, 9.0], 17.0)),
+        ([torch.tensor([-8.0, -8.0])], ([12.0, 20.0], 28.0), ([3.75, 11.75], 19.75)),
+    ):
+        params, state, _ = step(params, state, group)
+        assert (lists(params), lists(state.average)) == (wanted, mean)
+        assert not {*buffers(state.average)} & {*buffers(params)}
+    assert (buffers(state.average) == places) == donate
+    assert donate or lists(first.average) == lists(params_of_ema())
+
+
+def test_half_precision_is_averaged_in_float32() -> None:
+    """256 + (258 - 256) / 4 is no bfloat16; in ``master_weights``, nor is 256 + 1.25 / 4."""
+    theta, sgd = torch.tensor(256.0, dtype=torch.bfloat16), ps.optim.sgd(1.0)
+    rounded = ps.optim.ema(sgd, 0.75)
+    _, state = rounded.update(torch.tensor(-2.0), rounded.init(theta), theta)
+    assert (state.average.dtype, float(state.average)) == (torch.float32, 256.5)
+    wide = ps.optim.master_weights(rounded)
+    _, state = wide.update(torch.tensor(-1.25), wide.init(theta), theta)
+    assert (state.inner.average.dtype, float(state.inner.average)) == (torch.float32, 256.3125)
+
+
+def test_a_decay_for_each_of_an_ensemble() -> None:
+    def averaged(decay: Tensor) -> Tensor:
+        optimizer = ps.optim.ema(ps.optim.sgd(1.0), decay)
+        w = torch.tensor(0.0)
+        return optimizer.update(torch.tensor(-4.0), optimizer.init(w), w)[1].average
+
+    assert torch.vmap(averaged)(torch.tensor([0.0, 0.5, 1.0])).tolist() == [4.0, 2.0, 0.0]
+
+
+def test_ema_refuses() -> None:
+    with pytest.raises(TypeError, match="ema wraps an Optimizer, got Transform"):
+        ps.optim.ema(ps.optim.momentum(0.9), 0.9)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"decay=1\.1 must be from 0 to 1"):
+        ps.optim.ema(ps.optim.sgd(1.0), 1.1)
+    other = EMA.init({"w": torch.ones(3)})
+    with pytest.raises(ValueError, match=r"opt_state was not made by optimizer\.init of these"):
+        EMA.update(params_of_ema(), other, params_of_ema())
+
+
+warmup = ps.optim.warmup_cosine_decay_schedule
+NO_SCHEDULE: dict[str, Callable[[], Any]] = {
+    "transition_steps=0 must be positive": lambda: ps.optim.linear_schedule(0.0, 1.0, 0),
+    "decay_steps=-1 must be positive": lambda: ps.optim.cosine_decay_schedule(1.0, -1),
+    "decay_steps=5 is the whole length .* warmup_steps=5": lambda: warmup(0.0, 1.0, 5, 5),
+    "2 schedules have 1 boundaries between them, but 2 were given": (
+        lambda: ps.optim.join_schedules([lambda s: s, lambda s: s], [1, 2])
+    ),
+}
+
+
+@pytest.mark.parametrize("message", NO_SCHEDULE)
+def test_schedules_refuse(message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        NO_SCHEDULE[message]()
+
+
+def test_schedules_keep_their_precision() -> None:
+    schedule = warmup(0.0, 0.3, 10, 100, 0.03)
+    for step, rate in ((5, 0.15), (10, 0.3), (1000, 0.03)):
+        assert schedule(torch.tensor(step)) == pytest.approx(rate, rel=1e-15)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        ps.optim.sgd,
+        ps.optim.adamw,
+        ps.optim.lion,
+        lambda rate: ps.optim.from_torch(torch.optim.SGD, lr=rate),
+    ],
+)
+def test_a_rate_that_is_none(make: Any) -> None:
+    """torch's schedulers write into torch's optimizers; a schedule is a function."""
+    usual = torch.optim.SGD([torch.ones(1)], lr=0.1)
+    schedulers = torch.optim.lr_scheduler
+    plateau, cosine = schedulers.ReduceLROnPlateau(usual), schedulers.CosineAnnealingLR
+    for scheduler in (schedulers.StepLR(usual, 3), plateau, cosine):
+        with pytest.raises(TypeError, match=r"scheduler of torch.*function of the step: ps\.optim"):
+            make(scheduler)
+    for rate in ("0.1", dict, [0.1]):
+        with pytest.raises(TypeError, match="must be a number, a scalar tensor or a schedule"):
+            make(rate)

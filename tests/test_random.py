@@ -272,22 +272,6 @@ def test_with_keys_by_number_or_by_identity() -> None:
     assert "key" not in EXAMPLES[0]
 
 
-def test_gradients_of_single_examples_draw_for_themselves() -> None:
-    """Rows under ``torch.vmap`` have keys, and draw what they draw in a microbatch."""
-
-    def gradient(m: Any) -> Tensor:
-        sums = ps.accumulate(
-            lambda w, m: ps.random.dropout(m["x"], 0.5, m["key"]) @ w,
-            torch.zeros(4), [m], weight_fn=lambda m: torch.ones(len(m["x"])),
-        )  # fmt: skip
-        grads: Tensor = sums.grads
-        return grads
-
-    microbatch = {"x": torch.randn(4, 4), "key": KEYS}
-    each = torch.vmap(lambda m: gradient({name: leaf[None] for name, leaf in m.items()}))
-    torch.testing.assert_close(each(microbatch).sum(0), gradient(microbatch))
-
-
 def test_public_names_are_what_it_shows() -> None:
     assert dir(ps.random) == sorted(ps.random.__all__)
     assert all(hasattr(ps.random, name) for name in ps.random.__all__)
