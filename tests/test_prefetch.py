@@ -125,14 +125,10 @@ def test_prefetch_raises_what_went_wrong_in_its_turn(error: BaseException, place
     assert list(groups) == []
 
 
-def test_prefetch_takes_no_error_for_the_end() -> None:
-    """StopIteration of anything but the source is an error."""
-
-    def weight_fn(microbatch: Any) -> Tensor:
-        return next(iter([]))
-
+def test_prefetch_refuses() -> None:
+    """StopIteration of anything but the source is an error, not the end."""
     with pytest.raises(RuntimeError, match="raised StopIteration"):
-        next(ps.prefetch([labelled(1)], "cpu", weight_fn=weight_fn))
+        next(ps.prefetch([labelled(1)], "cpu", weight_fn=lambda _: next(iter([]))))
     with pytest.raises(ValueError, match=r"reads microbatch\['labels'\]"):
         next(ps.prefetch([[torch.ones(1)]], "cpu"))
     for bare in ({"labels": torch.ones(2)}, torch.ones(2), ps.Count(torch.ones(2), torch.ones(2))):
@@ -150,16 +146,17 @@ def test_prefetch_leaves_alone_what_is_no_tensor() -> None:
     assert microbatch["more"] == [array, None]
 
 
-class Source:
-    """Groups from an object that counts what its iterator has given, and can be closed."""
+class Source(Iterator[list[Any]]):
+    """Groups from an iterator that counts what it has given, and can be closed."""
 
     def __init__(self, count: int) -> None:
         self.position, self.count, self.closed = 5, count, False
 
-    def __iter__(self) -> Iterator[list[Any]]:
-        for _ in range(self.count):
-            self.position += 2
-            yield labelled(2)
+    def __next__(self) -> list[Any]:
+        if self.position == 5 + 2 * self.count:
+            raise StopIteration
+        self.position += 2
+        return labelled(2)
 
     def close(self) -> None:
         self.closed = True
@@ -228,22 +225,9 @@ def test_prefetch_waits_for_no_source() -> None:
     assert set(asked) <= {"second"}
 
 
-class Stream(Iterator[list[Any]]):
-    """An endless iterator that can be closed."""
-
-    closed = False
-
-    def __next__(self) -> list[Any]:
-        return labelled(1)
-
-    def close(self) -> None:
-        self.closed = True
-
-
-@pytest.mark.parametrize("source", [Source(9), Stream()], ids=["data", "iterator"])
-def test_prefetch_closes_nothing_of_the_users(source: Any) -> None:
-    """A data set, or an iterator of a class of one's own, is as it was."""
-    threads = set(threading.enumerate())
+def test_prefetch_closes_nothing_of_the_users() -> None:
+    """An iterator of a class of one's own is as it was."""
+    source, threads = Source(9), set(threading.enumerate())
     groups = ps.prefetch(source, "cpu")
     next(groups)
     groups.close()

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
 
 import purestep as ps
 from purestep import tree
@@ -22,7 +21,6 @@ from purestep.examples import (
     noise_scale,
 )
 from purestep.testing.bounds import gamma
-from purestep.testing.processes import World, values
 
 
 @pytest.fixture
@@ -43,70 +41,39 @@ def test_a_picture_that_could_not_be_drawn_is_refused_early(
     assert "picture.png: [Errno 2] No such file or directory" in capsys.readouterr().err
 
 
-def off_by(fraction: float) -> ps.optim.Transform:
-    """Each gradient off by this fraction of its tensor's largest element, upward or downward."""
-    generator = torch.Generator().manual_seed(0)
-
-    def off(grad: Tensor) -> Tensor:
-        signs = torch.randint(2, grad.shape, generator=generator) * 2 - 1
-        return grad + fraction * grad.abs().max() * signs
-
-    def update(grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
-        return tree.map(off, grads), state
-
-    return ps.optim.Transform(lambda params: (), update)
+def off(grad: Tensor) -> Tensor:
+    """Off by what rounding of a sum of 2,000 terms may do to its largest element, up or down."""
+    signs = torch.randint(2, grad.shape, generator=torch.Generator().manual_seed(0)) * 2 - 1
+    return grad + gamma(2000, grad.dtype) * grad.abs().max() * signs
 
 
-OPTIMIZER = cut_invariance.OPTIMIZER
+ROUNDED = ps.optim.chain(
+    ps.optim.Transform(lambda params: (), lambda g, s, p: (tree.map(off, g), s)),
+    cut_invariance.OPTIMIZER,
+)
 
 
-def one_rank(
-    dtype: torch.dtype, data: list[list[cut_invariance.Batch]], optimizer: ps.optim.Optimizer
-) -> list[cut_invariance.Params]:
-    """The parameters after each update on one large microbatch."""
-    whole, model = cut_invariance.CUTS["one large microbatch"], cut_invariance.gpt2(dtype)
-    axis = ps.testing.ThreadAxis(1)
-    train = axis.map(lambda _: cut_invariance.train(axis, model, whole, data, optimizer))
-    return train([0])[0]
+def bounds(dtype: torch.dtype, steps: int) -> list[float]:
+    """How far rounding of the gradients' sums takes a run on one rank from itself."""
+    cut, model = cut_invariance.CUTS["one large microbatch"], cut_invariance.gpt2(dtype)
+    data, axis = cut_invariance.groups(steps), ps.testing.ThreadAxis(1)
+    assert max(sum(len(each["tokens"]) for each in group) for group in data) <= 2000
 
+    def train(optimizer: ps.optim.Optimizer) -> Any:
+        return cut_invariance.train(axis, model, cut, data, optimizer)
 
-def bound_of(dtype: torch.dtype, data: list[list[cut_invariance.Batch]]) -> list[float]:
-    """How far rounding of the gradients' sums takes a run from itself, which is γₙ of them in each step."""
-    tokens = max(sum(len(each["tokens"]) for each in group) for group in data)
-    rounded = ps.optim.chain(off_by(gamma(tokens, dtype)), OPTIMIZER)
-    return cut_invariance.worst([one_rank(dtype, data, each) for each in (OPTIMIZER, rounded)])
+    (runs,) = axis.map(lambda _: [*map(train, (cut_invariance.OPTIMIZER, ROUNDED))])([0])
+    return cut_invariance.worst(runs)
 
 
 def test_cuts_are_one_run_of_purestep_and_several_of_the_usual_loop(arguments: list[str]) -> None:
     """No farther apart than rounding explains."""
-    steps = 2
-    far = cut_invariance.main(["--steps", str(steps), *arguments])
+    far = cut_invariance.main(["--steps", "2", *arguments])
     assert_drawn(arguments)
-    data = cut_invariance.groups(steps)
     for dtype in (torch.float64, torch.float32):
         name = str(dtype).removeprefix("torch.")
-        for found, most in zip(far[f"purestep, {name}"], bound_of(dtype, data), strict=True):
+        for found, most in zip(far[f"purestep, {name}"], bounds(dtype, 2), strict=True):
             assert 0 < found < most < far["the usual loop, float64"][-1]
-
-
-def on_process(_: int, cut: str, steps: int) -> list[cut_invariance.Params]:
-    """One of two processes."""
-    axis = ps.MeshAxis(init_device_mesh("cpu", (2,), mesh_dim_names=("dp",)), "dp")
-    model, data = cut_invariance.gpt2(torch.float64), cut_invariance.groups(steps)
-    return cut_invariance.train(axis, model, cut_invariance.CUTS[cut], data)
-
-
-def test_processes_are_the_same_run() -> None:
-    """A cut over two processes of a gloo group, each of which draws for the examples that it has."""
-    data = cut_invariance.groups(2)
-    with World(2, timeout=120) as world:
-        first, second = values(
-            world.run(on_process, ["by length, 256 tokens at most"] * 2, [2] * 2)
-        )
-    assert all(map(torch.equal, tree.leaves_of(first), tree.leaves_of(second)))
-    far = cut_invariance.worst([one_rank(torch.float64, data, OPTIMIZER), first])
-    for found, most in zip(far, bound_of(torch.float64, data), strict=True):
-        assert 0 < found < most
 
 
 def test_an_ensemble_is_its_runs(arguments: list[str]) -> None:
@@ -160,12 +127,13 @@ def test_what_is_learned_through_updates_adapts_in_as_many(arguments: list[str])
 
 
 def test_an_example_is_hidden_by_noise_and_by_others(
-    arguments: list[str], capsys: pytest.CaptureFixture[str]
+    arguments: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Noise costs accuracy, and the same noise less of it among four times as many.
 
     By ten deviations of 4000 answers. Two cuts are one run, noise included, but for rounding.
     """
+    monkeypatch.setattr(differential_privacy, "SEEDS", 1)
     few, more, most = differential_privacy.main(["--steps", "8", *arguments]).values()
     assert_drawn(arguments)
     (apart,) = re.findall(r"or 12, with noise: (\S+) of", capsys.readouterr().out)
