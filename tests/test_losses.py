@@ -123,13 +123,22 @@ def test_mse_is_torchs_over_all_rows() -> None:
 
 @given(st.sampled_from([0.1, 2.0]), st.sampled_from([0.0, 0.2]))
 def test_dpo(beta: float, smoothing: float) -> None:
-    """−(1 − s) log σ(β Δ) − s log σ(−β Δ), whatever Δ, and where it is far from 0, no overflow."""
+    """−(1 − s) log σ(β Δ) − s log σ(−β Δ), and its slopes ±β (σ(β Δ) − 1 + s); without overflow."""
     chosen, rejected, first, second = problem(4, 9, 1).hidden * 3
-    found = ps.losses.dpo(chosen, rejected, first, second, beta=beta, label_smoothing=smoothing)
+
+    def loss(*ours: Tensor) -> Tensor:
+        return ps.losses.dpo(*ours, first, second, beta=beta, label_smoothing=smoothing)
+
+    vjp: Callable[..., Any] = torch.func.vjp
+    found, pull = vjp(loss, chosen, rejected)
     gap = beta * ((chosen - first) - (rejected - second))
     p = 1 / (1 + (-gap).exp())
     expected = -(1 - smoothing) * p.log() - smoothing * (1 - p).log()
-    assert ((found - expected).abs() <= gamma(64, torch.float64) * (1 + gap.exp() + (-gap).exp())).all()  # fmt: skip
+    bound = gamma(64, torch.float64) * (1 + gap.exp() + (-gap).exp())
+    assert ((found - expected).abs() <= bound).all()
+    slopes = pull(torch.ones_like(found))
+    for slope, sign in zip(slopes, (beta, -beta), strict=True):
+        assert ((slope - sign * (p - 1 + smoothing)).abs() <= bound).all()
     far = ps.losses.dpo(*(torch.tensor([x]) for x in (-1e6, 0.0, 0.0, 0.0)), beta=1.0)
     assert far == 1e6
 

@@ -81,23 +81,12 @@ def test_swapped_arguments_have_other_types(tmp_path: Path) -> None:
     assert lines == {*range(calls, calls + 4)}, run.stdout + run.stderr
 
 
-def test_public_names_are_documented() -> None:
-    for namespace in (ps, ps.optim):
-        for name in namespace.__all__:
-            value = getattr(namespace, name)
-            if inspect.isclass(value) or inspect.isfunction(value) or inspect.ismodule(value):
-                assert (inspect.getdoc(value) or "").strip(), f"{name} has no docstring"
-
-
 def test_public_names_show_an_example() -> None:
-    """Every public function and class runs in its own docstring."""
+    """Every public function and class runs in its docstring."""
     for namespace in (ps, ps.optim, ps.losses, ps.random, ps.checkpoint, ps.testing):
         for name, value in vars(namespace).items():
-            if (
-                (inspect.isfunction(value) or inspect.isclass(value))
-                and not name.startswith("_")
-                and value.__module__.startswith("purestep")
-            ):
+            plain = inspect.isfunction(value) or inspect.isclass(value)
+            if plain and name[0] != "_" and value.__module__.startswith("purestep"):
                 assert ">>>" in (inspect.getdoc(value) or ""), f"{name} has no example"
 
 

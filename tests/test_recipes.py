@@ -36,49 +36,6 @@ def gradient(loss_fn: Any, params: Any, group: list[Batch], weight_fn: Any) -> A
     return ps.accumulate(loss_fn, params, group, weight_fn=weight_fn, total=total).grads
 
 
-BETA = 0.5
-
-
-def dpo_loss(logits: Tensor, reference: Tensor, m: Batch) -> Tensor:
-    """One loss for each pair of texts, whose tokens are drawn from one distribution."""
-
-    def of(x: Tensor, which: str) -> Tensor:
-        return (x.log_softmax(-1)[m[which]] * m[f"{which}_mask"]).sum(-1)
-
-    ours, theirs = ([of(x, which) for which in ("chosen", "rejected")] for x in (logits, reference))
-    return ps.losses.dpo(*ours, *theirs, beta=BETA)
-
-
-@pytest.mark.parametrize("rows", CUTS)
-def test_dpo(rows: list[list[int]]) -> None:
-    """Σ −w σ(−β Δ) β (∇ log π(chosen) − ∇ log π(rejected)) / Σ w.
-
-    Here ∇ log π(text) is counts − length · π.
-    """
-    vocabulary, length = 4, 6
-    logits, reference = normal(vocabulary), normal(vocabulary, seed=1)
-    lengths = torch.tensor([[6, 2], [1, 4], [3, 3], [5, 0], [2, 6]])
-    weights = torch.tensor([1.0, 0.5, 2.0, 0.0, 0.25])
-    batch: Batch = {"weight": weights}
-    for column, which in enumerate(("chosen", "rejected")):
-        batch[which] = (normal(ROWS, length, seed=column) * 99).long() % vocabulary
-        batch[f"{which}_mask"] = torch.arange(length) < lengths[:, column, None]
-    group = cut(batch, rows)
-    grads = gradient(lambda p, m: dpo_loss(p, reference, m), logits, group, lambda m: m["weight"])
-
-    policy, hand, sizes = logits.softmax(-1), [], []
-    for i in range(ROWS):
-        texts = [batch[which][i, : lengths[i, c]] for c, which in enumerate(("chosen", "rejected"))]
-        ratio = logits.log_softmax(-1) - reference.log_softmax(-1)
-        gap = ratio[texts[0]].sum() - ratio[texts[1]].sum()
-        slopes = [x.bincount(minlength=vocabulary) - len(x) * policy for x in texts]
-        share = weights[i] * BETA * torch.sigmoid(-BETA * gap)
-        hand.append(-share * (slopes[0] - slopes[1]))
-        # Each token's term is rounded.
-        sizes.append(share * 2 * length * torch.ones(vocabulary))
-    assert_within(grads, hand, sizes, float(weights.sum()))
-
-
 def discriminator_loss(d: Tensor, g: Tensor, m: Batch) -> Tensor:
     """Two tokens for each row: a real one, and a generated one."""
     real, fake = m["x"] @ d, m["z"] @ g @ d
