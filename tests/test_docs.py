@@ -18,6 +18,7 @@ from purestep.torch_private import NEWEST, OLDEST
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs" / "pages"
 PAGES = [ROOT / "README.md", ROOT / "purestep" / "testing" / "README.md", *DOCS.rglob("*.md")]
+OTHERS = [ROOT / f"{each}.md" for each in ("CONTRIBUTING", "CHANGELOG", "SECURITY")]
 CODE = re.compile(r"^```python\n(.*?)^```", re.S | re.M)
 OUTPUT = re.compile(r"^```text\n(.*?)^```", re.S | re.M)
 LINK = re.compile(r"\]\((?!https?:)([^)#\s]+)[^)]*\)")
@@ -76,7 +77,7 @@ def test_every_page_is_in_the_navigation() -> None:
 
 
 def test_links_lead_to_files() -> None:
-    for page in [*PAGES[:2], ROOT / "CONTRIBUTING.md"]:
+    for page in [*PAGES[:2], *OTHERS]:
         for link in LINK.findall(page.read_text()):
             assert (page.parent / link).exists(), f"{name(page)}: {link}"
 
@@ -90,7 +91,7 @@ def sentences(text: str) -> list[str]:
     return [s for p in paragraphs for s in re.split(r"(?<=[.:?!;])\s+", " ".join(p.split())) if s]
 
 
-@pytest.mark.parametrize("page", [*PAGES, ROOT / "CONTRIBUTING.md"], ids=name)
+@pytest.mark.parametrize("page", [*PAGES, *OTHERS], ids=name)
 def test_sentences_are_short_and_plain(page: Path) -> None:
     """CONTRIBUTING.md has the rules; a few sentences of up to twenty-five words remain."""
     text = page.read_text()
