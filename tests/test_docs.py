@@ -20,8 +20,9 @@ DOCS = ROOT / "docs" / "pages"
 PAGES = [ROOT / "README.md", ROOT / "purestep" / "testing" / "README.md", *DOCS.rglob("*.md")]
 OTHERS = [ROOT / f"{each}.md" for each in ("CONTRIBUTING", "CHANGELOG", "SECURITY")]
 CODE = re.compile(r"^```python\n(.*?)^```", re.S | re.M)
+FENCED = re.compile(r"^(`{3,}).*?^\1`*$", re.S | re.M)
 OUTPUT = re.compile(r"^```text\n(.*?)^```", re.S | re.M)
-LINK = re.compile(r"\]\((?!https?:)([^)#\s]+)[^)]*\)")
+LINK = re.compile(r"\]\((?!https?:)([^)#\s]*)(?:#([^)\s]+))?\)")
 NAMESPACES = {"": ps, "optim.": ps.optim, "losses.": ps.losses, "random.": ps.random}
 NAMESPACES |= {"checkpoint.": ps.checkpoint, "tree.": ps.tree, "testing.": ps.testing}
 FOREIGN = r"what is given|of its own|nobody|whoever|is told|its own business"
@@ -76,15 +77,26 @@ def test_every_page_is_in_the_navigation() -> None:
     )
 
 
-def test_links_lead_to_files() -> None:
-    for page in [*PAGES[:2], *OTHERS]:
-        for link in LINK.findall(page.read_text()):
-            assert (page.parent / link).exists(), f"{name(page)}: {link}"
+def anchors(page: Path) -> set[str]:
+    """What the site calls the headings of a page."""
+    heads = re.findall(r"^#+ (.*)", page.read_text(), re.M)
+    return {re.sub(r"[\s-]+", "-", re.sub(r"[^\w\s-]", "", head).strip().lower()) for head in heads}
+
+
+@pytest.mark.parametrize("page", [*PAGES, *OTHERS], ids=name)
+def test_links_lead_to_files_and_headings(page: Path) -> None:
+    """In the site, what the repository has elsewhere stands in ``why``."""
+    for link, anchor in LINK.findall(FENCED.sub("", page.read_text())):
+        file = (page.parent / link).resolve() if link else page
+        if DOCS / "why" in file.parents and not file.exists():
+            file = ROOT / file.relative_to(DOCS / "why")
+        assert file.exists(), f"{name(page)}: {link}"
+        assert not anchor or anchor in anchors(file), f"{name(page)}: {link}#{anchor}"
 
 
 def sentences(text: str) -> list[str]:
     """Of a page without code, tables and pictures."""
-    text = re.sub(r"^(`{3,}).*?^\1`*$", "", text, flags=re.S | re.M)
+    text = FENCED.sub("", text)
     text = re.sub(r"^(?:    |\||!\[|:::|#|\?\?\?|!!!).*$", "\n", text, flags=re.M)
     text = re.sub(r"^\s*(?:[-*]|\d+\.) ", "\n\n", text, flags=re.M)
     paragraphs = re.split(r"\n\s*\n", text)

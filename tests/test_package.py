@@ -116,7 +116,9 @@ def foreign_names(source: str) -> set[str]:
 
     tree = ast.parse(source)
     own = set(
-        re.findall(r"^ *(?:def|class) (_\w+)|^(_\w+)\b.* = |\bself\.(_\w+)\b(?=.* = )", source, re.M)
+        re.findall(
+            r"^ *(?:def|class) (_\w+)|^(_\w+)\b.* = |\bself\.(_\w+)\b(?=.* = )", source, re.M
+        )
     )
     own_names = {name for names in own for name in names} | NAMED_TUPLES
     return {name for name in used() if re.match(r"_[^_]", name)} - own_names
