@@ -76,4 +76,4 @@ format: .venv/installed
 	sed "s/^torch==.*/torch==$$(sed -n 's/^OLDEST, NEWEST = .*, "\(.*\)"/\1/p' purestep/torch_private.py)/" $< > $@
 
 clean:
-	rm -rf .venv* .mypy_cache .pytest_cache .ruff_cache .hypothesis *.egg-info
+	rm -rf .venv* build .mypy_cache .pytest_cache .ruff_cache .hypothesis *.egg-info
