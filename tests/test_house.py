@@ -112,7 +112,7 @@ SEAMS = {
     "optim/leafwise.py": 1,
     "optim/partition.py": 2,
     "optim/torch_optim.py": 1,
-    "optim/master.py": 1,
+    "optim/wrappers.py": 1,
     "losses/vocabulary.py": 2,
     "compiling/graph.py": 3,
 }

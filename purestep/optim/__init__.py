@@ -1,8 +1,6 @@
 """Optimizers as pure functions: what they are, transforms, schedules, recipes."""
 
 from purestep.optim.base import Optimizer, Transform, chain
-from purestep.optim.ema import EmaState, ema
-from purestep.optim.master import MasterState, master_weights
 from purestep.optim.partition import Mask, partition
 from purestep.optim.recipes import AdamWState, DescentState, LionState, adamw, descend, lion, sgd
 from purestep.optim.schedules import (
@@ -22,6 +20,7 @@ from purestep.optim.transforms import (
     momentum,
     scale_by_adam,
 )
+from purestep.optim.wrappers import EmaState, MasterState, ema, master_weights
 
 __all__ = ["Optimizer", "Transform", "chain"]
 __all__ += ["clip_by_global_norm", "momentum", "MomentumState", "scale_by_adam", "AdamState"]
