@@ -90,8 +90,16 @@ class Program:
                 loss_fn = ps.remat(loss_fn) if recomputed else loss_fn
         evaluation = self.make_eval_step(loss_fn, **how)(params, microbatches)
         step = self.make_update_step(loss_fn, OPTIMIZERS[self.recipe], **how, **self.settings)
+        donated = own.own_programs and self.settings.get("donate")
+        buffers = addresses(params) if donated else []
         *new, metrics = step(params, opt_state, microbatches)
+        assert not donated or addresses(new[0]) == buffers, "the buffers of params are used again"
         return *self.unshard(tuple(new)), metrics, evaluation
+
+
+def addresses(params: Any) -> list[int]:
+    """Where leaves lie in memory."""
+    return [leaf.data_ptr() for leaf in tree.leaves_of(params)]
 
 
 def program_of(
@@ -245,13 +253,10 @@ def check_tensor_parallel(
 
 
 def check_pieces(
-    run: Run, system: System, drawn: ShareCase, gather: str, rows: int, size: int = 0
+    run: Run, system: System, drawn: ShareCase, gather: str, grid: tuple[int, int]
 ) -> None:
-    """Params and state spread over the ranks that split the tokens, or over the rows of a grid of them.
-
-    ``size``: of a grid, where it is fixed.
-    """
-    case, share, *_ = drawn
-    share = share + [[]] * (-len(share) % (size or rows) if rows else 0)
+    """Params and state spread over the ranks that split the tokens, or along the rows of a grid of them."""
+    (case, share, *_), (rows, size) = drawn, grid
+    share = share + [[]] * (-len(share) % size)
     groups = [cut(case.batch, rank) for rank in share]
     check_ranks(run, system, case, groups, *drawn[2:], gather=gather, rows=rows)

@@ -9,6 +9,7 @@ same on all ranks is counted once.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -66,12 +67,13 @@ LAWS: dict[str, list[Law]] = {
     "all_gather": [gathering(**how) for how in HOW],
     "psum_scatter": [scattering(**how) for how in HOW],
 }
-TRANSPOSES: dict[str, Law] = {
+TRANSPOSES: dict[str, Callable[[Tensor], Tensor]] = {
     # What psum gives is the same everywhere, so its cotangent is too: counted once, it comes back as it is.
-    "psum": (ps.psum, lambda y: y),
-    "pvary": (ps.pvary, lambda y: y.sum(0).expand_as(y)),
-    "all_gather": (ps.all_gather, lambda y: y.sum(0)),
-    "psum_scatter": (ps.psum_scatter, lambda y: y.expand(len(y), *y.shape)),
+    "psum": lambda y: y,
+    "pmean": lambda y: y / len(y),
+    "pvary": lambda y: y.sum(0).expand_as(y),
+    "all_gather": lambda y: y.sum(0),
+    "psum_scatter": lambda y: y.T.expand(len(y), *y.T.shape),
 }
 
 
@@ -120,54 +122,6 @@ def test_law(law: str, x: Tensor, way: int) -> None:
         assert torch.equal(collective(x[0], ps.LocalAxis()), on_ranks(x)[0])
 
 
-@pytest.mark.parametrize("law", TRANSPOSES)
-@given(x=ranks())
-def test_transpose(law: str, x: Tensor) -> None:
-    """vjp inside the program is the stated transpose; jvp is the law; twice transposed is the law."""
-    collective, transpose = TRANSPOSES[law]
-    axis = ps.VmapAxis(len(x))
-    x = x.movedim(2, 1) if law == "psum_scatter" else x
-
-    def pull(block: Tensor, cotangent: Tensor) -> Tensor:
-        return torch.func.vjp(lambda b: collective(b, axis), block)[1](cotangent)[0]
-
-    y = axis.map(lambda block: collective(block, axis))(x)
-    cotangents = y + 1
-    assert torch.equal(axis.map(pull)(x, cotangents), transpose(cotangents))
-
-    def push(block: Tensor, tangent: Tensor) -> Any:
-        return torch.func.jvp(lambda b: collective(b, axis), (block,), (tangent,))[1]
-
-    assert torch.equal(axis.map(push)(x, x), y)
-
-    def twice(block: Tensor, cotangent: Tensor) -> Tensor:
-        return torch.func.vjp(lambda c: pull(block, c), cotangent)[1](block)[0]
-
-    assert torch.equal(axis.map(twice)(x, cotangents), y)
-
-
-@given(ranks())
-def test_meta_gradient_inside_is_outside(x: Tensor) -> None:
-    """An outer derivative taken by each rank inside the program is the one taken of the program."""
-    axis = ps.VmapAxis(len(x))
-    w = x[0, 0]
-
-    def outer_loss(w: Tensor, block: Tensor) -> Tensor:
-        grads = torch.func.grad(lambda w: (w * block).sum() ** 2)(ps.pvary(w, axis))
-        moved = w - ps.psum(grads, axis) / 8
-        return ps.psum(((ps.pvary(moved, axis) - block) ** 2).sum(), axis)
-
-    inside = axis.map(torch.func.grad(outer_loss), in_dims=(None, 0), out_dims=0)(w, x)
-    outside = torch.func.grad(lambda w: axis.map(outer_loss, (None, 0), None)(w, x))(w)
-
-    def whole(w: Tensor) -> Tensor:
-        total = torch.func.grad(lambda w: ((w * x).sum((1, 2)) ** 2).sum())(w)
-        return ((w - total / 8 - x) ** 2).sum()
-
-    assert torch.equal(outside, torch.func.grad(whole)(w))
-    assert torch.equal(inside, outside.expand_as(inside))
-
-
 @given(ranks())
 def test_index_and_trees(x: Tensor) -> None:
     """Every rank knows its number, collectives take trees, and integers are summed as integers."""
@@ -194,6 +148,17 @@ def separately(
     push = [torch.func.jvp(of, (block,), (block,))[1]] if forward_mode else []
     twice = torch.func.vjp(lambda c: pull(block, c), y)[1](block)[0]
     return [y, *ensemble, *push, pull(block, y + 1), twice]
+
+
+@pytest.mark.parametrize("law", TRANSPOSES)
+@given(x=ranks())
+def test_transpose(law: str, x: Tensor) -> None:
+    """vjp inside the program is the stated transpose; jvp is the law; twice transposed is the law."""
+    axis = ps.VmapAxis(len(x))
+    y, _, _, tangent, pulled, twice = axis.map(partial(separately, axis, law, 0, True))(x)
+    assert torch.equal(pulled, TRANSPOSES[law](y + 1))
+    assert torch.equal(tangent, y)
+    assert torch.equal(twice, y)
 
 
 def check_separate_ranks(

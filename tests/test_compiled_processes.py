@@ -13,6 +13,7 @@ import purestep as ps
 from proofs.ranks import Run
 from proofs.strategies import assert_same
 from proofs.worlds import Ranks, on_processes
+from purestep.axis import Gather
 from purestep.testing.processes import World, values
 from tests.uneven import SGD, Batch, batch, cut, loss_with_aux, ones, params, sound, step
 
@@ -55,26 +56,26 @@ def test_a_compiled_step_with_an_empty_rank_is_refused() -> None:
     assert "give it a microbatch whose weights are zero" in text
 
 
-def compiled_gathers(axis: ps.Axis, rank: int) -> Any:
-    """Steps over pieces: compiled microbatches that gather, and a step compiled whole."""
+def compiled_gathers(axis: ps.Axis, rank: int, gather: Gather, whole: bool) -> Any:
+    """A step over pieces, of which microbatches or all of it are compiled."""
     params = {"w": ps.shard(torch.arange(12.0).view(6, 2).double() - 5, axis)}
     loss_fn: Any = lambda p, x: (x @ ps.unshard(p)["w"]).square().sum(-1)  # noqa: E731
+    how: Any = {"weight_fn": lambda x: torch.ones(len(x)), "axis": axis, "gather": gather}
+    step = ps.make_update_step(loss_fn, SGD, compile=not whole, **how)
+    eager = ps.make_update_step(loss_fn, SGD, **how)
+    step = ps.compile(step, fullgraph=True) if whole else step
     given = params, SGD.init(params), [torch.eye(6).double()[rank : rank + 1]]
-    found = []
-    for gather in ("loss", "microbatch"):
-        how: Any = {"weight_fn": lambda x: torch.ones(len(x)), "axis": axis, "gather": gather}
-        eager = ps.make_update_step(loss_fn, SGD, **how)
-        step = ps.make_update_step(loss_fn, SGD, compile=True, **how)
-        step = step if gather == "loss" else ps.compile(eager, fullgraph=True)
-        found += [(ps.unshard(step(*given)), ps.unshard(eager(*given)))]
-    return found
+    return ps.unshard(step(*given)), ps.unshard(eager(*given))
 
 
-def test_compiled_gathers(processes: Run) -> None:
-    for found in processes(compiled_gathers, range(4)):
-        for compiled, eager in found:
-            assert_same(compiled[:2], eager[:2])
-            assert torch.equal(compiled[2].loss, eager[2].loss)
+@pytest.mark.parametrize(
+    ("gather", "whole"),
+    [("step", False), ("loss", False), ("microbatch", True)],
+)
+def test_compiled_gathers(processes: Run, gather: Gather, whole: bool) -> None:
+    for compiled, eager in processes(compiled_gathers, range(4), [gather] * 4, [whole] * 4):
+        assert_same(compiled[:2], eager[:2])
+        assert torch.equal(compiled[2].loss, eager[2].loss)
 
 
 LAWS: list[Any] = [ps.psum, ps.pvary, ps.pmean, ps.all_gather, ps.psum_scatter]

@@ -139,27 +139,6 @@ def test_pieces_that_are_filled_up_keep_the_step_of_the_whole_layer() -> None:
     assert_close(found, two_steps(network, NETWORK, batch, CLIPPED))
 
 
-def test_donated_pieces_are_reused() -> None:
-    """In float32, over the step's own axis."""
-    axis, batch = ThreadAxis(2), noise(4, 2).float()
-    optimizer, whole = ps.optim.sgd(0.1, momentum=0.5), tree.map(Tensor.float, NETWORK)
-
-    def rank(batch: Tensor) -> Any:
-        params = ps.shard(whole, axis, -1)
-        before = [leaf.data_ptr() for leaf in tree.leaves_of(params)]
-        how: Any = {"weight_fn": ones, "axis": axis, "donate": True}
-        new, *_ = ps.make_update_step(network, optimizer, **how)(
-            params, optimizer.init(params), [batch]
-        )
-        assert [leaf.data_ptr() for leaf in tree.leaves_of(new)] == before
-        return ps.unshard(new)
-
-    step = ps.make_update_step(network, optimizer, weight_fn=ones)
-    expected, *_ = step(whole, optimizer.init(whole), [batch])
-    for found in axis.map(rank)(batch.split(2)):
-        assert_close(found, expected)
-
-
 def test_a_compiled_step_clips_pieces() -> None:
     """With ``compile=True`` an optimizer without kernels is one graph, the norm included."""
     optimizer = ps.optim.chain(ps.optim.clip_by_global_norm(0.1), ps.optim.descend(0.1))

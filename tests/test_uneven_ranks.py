@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -13,7 +11,7 @@ import purestep as ps
 from proofs.ranks import Run
 from proofs.strategies import assert_same
 from purestep import tree
-from tests.uneven import BAD, Batch, batch, cut, loss_fn, ones, params, sound, step
+from tests.uneven import BAD, batch, loss_fn, ones, params, sound, step
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -57,32 +55,6 @@ def test_counts_and_losses_of_two_dtypes(ranks: Run) -> None:
     for metrics in ranks(metrics_of_two_dtypes, range(4)):
         assert_same(metrics.num_tokens, torch.tensor(2**52 + 6).double())
         assert_same(metrics.loss, loss)
-
-
-LIFETIMES = [[2, 1, 1], [1], [1, 1], []]
-"""The tokens of each rank's only microbatch in every step, until its data have run out."""
-
-
-def until_the_end(axis: ps.Axis, groups: Sequence[Sequence[Batch]]) -> list[Any]:
-    """States and metrics of all steps up to the first without tokens."""
-    arguments, history = sound(0), []
-    for number in itertools.count():
-        arguments["microbatches"] = [group[number] for group in groups if number < len(group)]
-        arguments["params"], arguments["opt_state"], metrics = step(axis, arguments)
-        history.append((arguments["params"], arguments["opt_state"], metrics))
-        if metrics.num_tokens == 0:
-            break
-    return history
-
-
-def test_data_that_runs_out_at_different_steps(ranks: Run) -> None:
-    """All ranks stop at the same step, with the states of one rank that has all their data."""
-    expected = until_the_end(ps.LocalAxis(), cut(batch(7), LIFETIMES))
-    assert [int(metrics.num_tokens) for *_, metrics in expected] == [4, 2, 1, 0]
-    assert [bool(metrics.applied) for *_, metrics in expected] == [True] * 3 + [False]
-    assert_same(expected[-1][:2], expected[-2][:2])
-    for history in ranks(until_the_end, [[group] for group in cut(batch(7), LIFETIMES)]):
-        assert_same(history, expected)
 
 
 def metrics_in(axis: ps.Axis, rank: int, accum_dtype: torch.dtype) -> Any:
