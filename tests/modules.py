@@ -276,5 +276,12 @@ def train(apply: Any, params: Params, **settings: Any) -> Params:
     return new
 
 
+def traced(apply: Any) -> Any:
+    """The same, of which a compiler makes one graph, run as it is."""
+    return torch.compile(
+        lambda *args, **more: apply(*args, **more), backend="eager", fullgraph=True
+    )
+
+
 TRACED = functools.partial(ps.compile, backend="aot_eager")
 """A compiler that traces as all do, forward and backward, and takes a tenth of the time."""

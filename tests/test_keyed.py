@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import purestep as ps
 from tests.families import examples, looking_back, model, with_dropout
-from tests.modules import Of
+from tests.modules import Of, traced
 from tests.torch_private import attention_in_steps
 
 KEYS = ps.random.split(ps.random.key(5), 3)
@@ -216,12 +216,10 @@ def test_the_same_under_transforms_and_compiled(fresh_compiler: None) -> None:
     close([leaf.sum(0) for leaf in per_row.values()], [*grads.values()])
     assert not torch.equal(together, apply(params, X, key=KEYS + 1))
 
-    compiled = torch.compile(lambda x: apply(params, x, key=KEYS), backend="eager", fullgraph=True)
-    close(compiled(X), together)
+    close(traced(apply)(params, X, key=KEYS), together)
     _, apply = ps.from_module(Noisy(partial(checkpoint, use_reentrant=False)))
-    compiled = torch.compile(lambda x: apply(params, x, key=KEYS), backend="eager", fullgraph=True)
     with pytest.raises(Exception, match="draws without keys within a checkpoint"):
-        compiled(X)
+        traced(apply)(params, X, key=KEYS)
 
 
 @pytest.mark.parametrize(
@@ -281,8 +279,7 @@ def test_paths_are_dropped_by_example(path: Any, fresh_compiler: None) -> None:
     whole = (made != 0).all(2).all(1)
     assert ((made == 0).all(2).all(1) | whole).all()
     assert abs(whole.double().mean() - 0.375) < 4 * (0.375 * 0.625 / 64) ** 0.5
-    compiled = torch.compile(lambda x, k: apply(params, x, key=k), backend="eager", fullgraph=True)
-    assert torch.equal(made, compiled(x, keys))
+    assert torch.equal(made, traced(apply)(params, x, key=keys))
     assert torch.equal(made, torch.cat([apply(params, x[:1], key=key[None]) for key in keys]))
     alone = torch.vmap(lambda x, key: apply(params, x[None], key=key)[0])(x, keys)
     assert torch.equal(made, alone)

@@ -29,6 +29,7 @@ from tests.modules import (
     losses,
     made,
     ones,
+    traced,
     train,
 )
 
@@ -162,7 +163,7 @@ def test_compiled_it_is_one_graph(name: str, fresh_compiler: None) -> None:
     module, x = made(name), data()
     params, apply = ps.from_module(module)
     before = [id(p) for p in module.parameters()]
-    compiled = torch.compile(lambda p, x: apply(p, x), backend="eager", fullgraph=True)
+    compiled = traced(apply)
     for scale in (1, 2):
         there = {name: scale * p for name, p in params.items()}
         assert torch.equal(compiled(there, x), apply(there, x))
@@ -187,8 +188,7 @@ def test_steps_compiled_and_donated(fresh_compiler: None) -> None:
 def test_hooks_on_the_backward_pass_are_not_compiled(fresh_compiler: None) -> None:
     params, apply = ps.from_module(made("hooked"))
     plain = train(apply, params)
-    whole = torch.compile(lambda p, x: apply(p, x), backend="eager", fullgraph=True)
     with pytest.raises(Exception, match="leaves hooks on a module's backward pass out"):
-        whole(params, data())
+        traced(apply)(params, data())
     with warnings.catch_warnings(action="ignore", category=UserWarning):
         assert close(train(apply, params, compile=TRACED), plain)
