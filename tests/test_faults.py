@@ -17,7 +17,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from copy import copy
 from datetime import timedelta
-from functools import cache, partial
+from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
@@ -32,8 +32,9 @@ from proofs.strategies import assert_same
 from purestep import tree
 from purestep.axis.agreement import described
 from purestep.testing import ThreadAxis
-from purestep.testing.processes import DeadRankError, World, values
+from purestep.testing.processes import DeadRankError, World
 from tests.broken import Tail, Unruly, broken_backward, raising
+from tests.held_by_ranks import axis as axis_of_all
 from tests.uneven import (
     BAD,
     SGD,
@@ -78,7 +79,7 @@ def difference(what: str, right: str, wrong: str, ranks: str = "0, 1, 3", **chan
     return Fault(lambda _: change, error, error)
 
 
-def raises_at(name: str, call: int, kind: type[BaseException] = ArithmeticError) -> Any:
+def raises_at(name: str, call: int, kind: Any = ArithmeticError) -> Any:
     """This function raises when it is called for the (call + 1)-th time."""
     return lambda arguments: {name: raising(arguments[name], call, kind)}
 
@@ -318,51 +319,27 @@ def test_a_count_that_overflows_on_one_rank(held: tuple[float, int], normalize: 
 # What only processes can do to each other
 
 
-@cache
-def over_all() -> ps.MeshAxis:
-    """The axis over all ranks of a world."""
-    ranks = list(range(dist.get_world_size()))
-    return ps.MeshAxis(DeviceMesh("cpu", ranks, mesh_dim_names=("dp",)), "dp")
-
-
-def takes_a_step(rank: int) -> None:
-    """The sound step of one rank."""
-    step(over_all(), sound(0))
-
-
 def dies(rank: int, where: str) -> None:
-    """A step in which rank 1 is killed."""
+    """A sound step, and one in which rank 1 is killed."""
 
-    def killed(function: Callable[..., Any]) -> Callable[..., Any]:
-        def kills(*args: Any) -> Any:
-            if rank == 1 and len(args[-1]["y"]) == 2:
-                os.kill(os.getpid(), signal.SIGKILL)
-            return function(*args)
+    def kill(_: str) -> Any:
+        os.kill(os.getpid(), signal.SIGKILL)
 
-        return kills
-
-    arguments = {**sound(0), "microbatches": [batch(1), batch(2), batch(1)]}
-    step(over_all(), {**arguments, where: killed(arguments[where])})
-
-
-def last_words(world: World, program: Callable[..., Any], *args: Any) -> list[Any]:
-    """What comes of a program that ends a world which has taken a step."""
-    values(world.run(takes_a_step))
-    return world.run(program, *([arg] * world.size for arg in args))
+    arguments: Arguments = sound(BAD)
+    step(axis_of_all(), arguments)
+    step(axis_of_all(), arguments | (raises_at(where, 1, kill)(arguments) if rank == 1 else {}))
 
 
 @pytest.mark.parametrize("where", ["weight_fn", "loss_fn"])
 def test_a_rank_that_is_killed(where: str) -> None:
     """Before the first collective, and between microbatches: the others end before the timeout."""
     with World(3, timeout=30) as world:
-        first, killed, last = last_words(world, dies, where)
+        first, killed, last = world.run(dies, [where] * 3)
     assert isinstance(killed, DeadRankError)
     assert killed.args == (-signal.SIGKILL,)
     for error in (first, last):
         assert type(error) is ps.RankError
-        assert "over MeshAxis('dp', 3 ranks) failed: most likely another rank has died" in str(
-            error
-        )
+        assert "MeshAxis('dp', 3 ranks) failed: most likely another rank has died" in str(error)
         assert "start again from the last checkpoint" in str(error)
 
 
@@ -388,7 +365,7 @@ def fails_before_its_peer(rank: int) -> None:
 def test_a_rank_that_fails_while_a_peer_waits_for_it_elsewhere() -> None:
     """It waits for as long as its group allows, and raises its own error, as the peer does."""
     with World(2, timeout=30) as world:
-        first, peer = last_words(world, fails_before_its_peer)
+        first, peer = world.run(fails_before_its_peer)
     assert (type(first), str(first)) == (ArithmeticError, "too soon")
     assert type(peer) is ps.RankError
     assert str(peer).startswith("a collective over MeshAxis('dp', 2 ranks) failed")
