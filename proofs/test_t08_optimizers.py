@@ -128,8 +128,9 @@ class Algorithm(NamedTuple):
     kernels: Sequence[dict[str, bool]]
 
 
-TWO: list[dict[str, bool]] = [{}, {"foreach": True}]
-THREE = [*TWO, {"fused": True}]
+LOOP: dict[str, bool] = {}
+KERNELS = [LOOP, {"foreach": True}, {"fused": True}]
+FUSED_TOO = {"SGD", "Adam", "AdamW", "Adagrad"}
 ASCENT: dict[str, Any] = {"maximize": True}
 DECAY: dict[str, Any] = {"weight_decay": 0.1}
 UPHILL = {**ASCENT, **DECAY}
@@ -138,61 +139,51 @@ NESTEROV = {**MOMENTUM, "nesterov": True}
 MEANS: dict[str, Any] = {"betas": (0.5, 0.9)}
 DECOUPLED = {**DECAY, "decoupled_weight_decay": True}
 START: dict[str, Any] = {"initial_accumulator_value": 0.3}
-ADAM = [
-    {},
-    {**MEANS, **DECAY, "eps": 1e-3},
-    {"amsgrad": True, **DECAY},
-    {"amsgrad": True, **ASCENT},
-]
-OF_SGD = [
-    {},
-    DECAY,
-    MOMENTUM,
-    {**MOMENTUM, **DECAY, "dampening": 0.5},
-    NESTEROV,
-    {**NESTEROV, **DECAY},
-    {**MOMENTUM, **UPHILL},
-]
-OF_RMSPROP = [
-    {},
-    {"centered": True, "alpha": 0.9},
-    {**MOMENTUM, **DECAY},
-    {**MOMENTUM, "centered": True, **UPHILL},
-    ASCENT,
-]
-OF_ADAFACTOR = [{}, {"d": 1.5, "beta2_decay": -0.5, "eps": (1e-6, 1e-2)}, UPHILL, ASCENT]
-OF_MUON = [
-    {},
-    {"nesterov": False, "momentum": 0.5},
-    {"weight_decay": 0.0, "ns_steps": 3, "adjust_lr_fn": "match_rms_adamw"},
-]
+AMSGRAD: dict[str, Any] = {"amsgrad": True}
+ADAM = [{}, {**MEANS, **DECAY, "eps": 1e-3}, {**AMSGRAD, **DECAY}, {**AMSGRAD, **ASCENT}]
+SETTINGS: dict[str, list[dict[str, Any]]] = {
+    "SGD": [
+        {},
+        DECAY,
+        MOMENTUM,
+        {**MOMENTUM, **DECAY, "dampening": 0.5},
+        NESTEROV,
+        {**NESTEROV, **DECAY},
+        {**MOMENTUM, **UPHILL},
+    ],
+    "Adam": [*ADAM, DECOUPLED],
+    "AdamW": ADAM,
+    "RMSprop": [
+        {},
+        {"centered": True, "alpha": 0.9},
+        {**MOMENTUM, **DECAY},
+        {**MOMENTUM, "centered": True, **UPHILL},
+        ASCENT,
+    ],
+    "Adagrad": [{}, START, {"lr_decay": 0.1, **START, **UPHILL}, ASCENT],
+    "Adafactor": [{}, {"d": 1.5, "beta2_decay": -0.5, "eps": (1e-6, 1e-2)}, UPHILL, ASCENT],
+    "Adadelta": [{}, {"rho": 0.5}, UPHILL, ASCENT],
+    "NAdam": [{}, DECAY, DECOUPLED, {"momentum_decay": 0.1, **UPHILL}, ASCENT],
+    "RAdam": [{}, DECAY, DECOUPLED, {**MEANS, **UPHILL}, ASCENT],
+    "Adamax": [{}, MEANS, UPHILL, ASCENT],
+    "Rprop": [{}, {"etas": (0.4, 1.3), "step_sizes": (1e-3, 0.2)}, ASCENT],
+    "ASGD": [{}, {"t0": 3.0, "lambd": 0.1, "alpha": 0.5}, UPHILL, ASCENT],
+    "Muon": [
+        {},
+        {"nesterov": False, "momentum": 0.5},
+        {"weight_decay": 0.0, "ns_steps": 3, "adjust_lr_fn": "match_rms_adamw"},
+    ],
+}
+
+
+def kernels_of(name: str) -> list[dict[str, bool]]:
+    """Those that it has on the host."""
+    return KERNELS[: 3 if name in FUSED_TOO else 1 if name == "Muon" else 2]
+
+
 ALGORITHMS = {
-    algorithm.make.__name__: algorithm
-    for algorithm in [
-        Algorithm(torch.optim.SGD, OF_SGD, THREE),
-        Algorithm(torch.optim.Adam, [*ADAM, DECOUPLED], THREE),
-        Algorithm(torch.optim.AdamW, ADAM, THREE),
-        Algorithm(torch.optim.RMSprop, OF_RMSPROP, TWO),
-        Algorithm(
-            torch.optim.Adagrad, [{}, START, {"lr_decay": 0.1, **START, **UPHILL}, ASCENT], THREE
-        ),
-        Algorithm(torch.optim.Adafactor, OF_ADAFACTOR, TWO),
-        Algorithm(torch.optim.Adadelta, [{}, {"rho": 0.5}, UPHILL, ASCENT], TWO),
-        Algorithm(
-            torch.optim.NAdam,
-            [{}, DECAY, DECOUPLED, {"momentum_decay": 0.1, **UPHILL}, ASCENT],
-            TWO,
-        ),
-        Algorithm(torch.optim.RAdam, [{}, DECAY, DECOUPLED, {**MEANS, **UPHILL}, ASCENT], TWO),
-        Algorithm(torch.optim.Adamax, [{}, MEANS, UPHILL, ASCENT], TWO),
-        Algorithm(
-            torch.optim.Rprop, [{}, {"etas": (0.4, 1.3), "step_sizes": (1e-3, 0.2)}, ASCENT], TWO
-        ),
-        Algorithm(
-            torch.optim.ASGD, [{}, {"t0": 3.0, "lambd": 0.1, "alpha": 0.5}, UPHILL, ASCENT], TWO
-        ),
-        Algorithm(torch.optim.Muon, OF_MUON, TWO[:1]),
-    ]
+    name: Algorithm(getattr(torch.optim, name), settings, kernels_of(name))
+    for name, settings in SETTINGS.items()
 }
 RATES = ["number", "default", "tensor", "schedule"]
 CASES = [
@@ -322,12 +313,13 @@ def test_from_torch_equals_torch(
     for place, dtype in enumerate(DTYPES):
         kind = RATES[(number + place) % 4]
         rate = torch.tensor(0.05, dtype=dtype)
-        ours, theirs = {
+        rates: dict[str, tuple[Any, Any]] = {
             "number": ({"lr": 0.05}, {"lr": 0.05}),
             "default": ({}, {}),
             "tensor": ({"lr": rate}, {"lr": float(rate)}),
             "schedule": ({"lr": lambda step: 0.25 * inverse(step)}, {"lr": 0.25}),
-        }[kind]
+        }
+        ours, theirs = rates[kind]
         generator = torch.Generator().manual_seed(seed)
         params = random_params(shapes_for(name), dtype, generator)
 
@@ -383,7 +375,8 @@ def test_adamw_is_the_fused_kernel(
 
     rate = (lambda step: how["lr"] * inverse(step)) if scheduled else how["lr"]
     mask = decays if masked else None
-    optimizer = ps.optim.adamw(rate, *how["betas"], how["eps"], how["weight_decay"], mask)
+    b1, b2 = how["betas"]
+    optimizer = ps.optim.adamw(rate, b1, b2, how["eps"], how["weight_decay"], mask)
     generator = torch.Generator().manual_seed(seed)
     params = random_params(WHOLE_VECTORS if whole else SHAPES, torch.float32, generator)
     namesake = Namesake(params, make, scheduled=scheduled)

@@ -181,7 +181,7 @@ def test_what_is_read_may_change(how: str) -> None:
 
     compiler: Any = partial(ps.compile, backend="eager")
     step = make(PLAIN, scaled, compile=compiler if how == "a microbatch" else False)
-    whole = compiler(scaled if how == "a loss" else step) if how != "a microbatch" else step
+    whole: Any = compiler(scaled if how == "a loss" else step) if how != "a microbatch" else step
 
     def loss() -> float:
         if how == "a loss":

@@ -178,7 +178,7 @@ RATED: dict[str, Any] = {
 @pytest.mark.parametrize(("name", "donate"), [*((name, True) for name in RATED), ("lion", False)])
 def test_a_rate_that_requires_grad(name: str, donate: bool) -> None:
     """What is recorded is not written over: the derivative is right, and the params stay."""
-    slopes = []
+    slopes: list[Tensor] = []
     for compile in (False, partial(torch.compile, backend="eager")):
         rate, params = torch.tensor(0.5, dtype=torch.float64, requires_grad=True), start()
         optimizer = RATED[name](rate)
@@ -291,8 +291,9 @@ def test_gradients_that_share_memory_are_sums_of_their_own(shared: str) -> None:
     group = [{"x": torch.arange(1.0, 3.0) * 2**m} for m in range(3)]
     before = tree.map(torch.clone, group)
     found: list[Any] = []
-    for how in ({}, {"compile": AOT, "donate": True}):
-        step = ps.make_update_step(SHARED[shared], optimizer, weight_fn=x_ones, **how)
+    settings: list[dict[str, Any]] = [{}, {"compile": AOT, "donate": True}]
+    for how in settings:
+        step: Any = ps.make_update_step(SHARED[shared], optimizer, weight_fn=x_ones, **how)
         params = [torch.zeros(2), torch.zeros(2)]
         state: Any = params, optimizer.init(params)
         for number in (1, 3):

@@ -94,43 +94,39 @@ def test_shift_labels_refuses(message: str) -> None:
 # What belongs to an example as a whole
 
 VOCABULARY, CLASSES = 7, 3
-FILLING = {"tokens": 0, "labels": -100, "id": -1, "weights": 0, "mask": False}
+FILLING = {"tokens": 0, "labels": -100, "id": -1, "weights": 0}
 
 
 @given(st.lists(st.integers(1, 6), min_size=1, max_size=8), st.integers(6, 20))
 def test_what_belongs_to_an_example_stays_with_it(lengths: list[int], budget: int) -> None:
     """In rows and in documents: beside its tokens; nothing but padding beside the rest."""
-    examples = [
+    examples: list[dict[str, Any]] = [
         {
             "tokens": torch.full((n,), i + 1),
-            "mask": torch.ones(n, dtype=torch.bool),
             "labels": torch.tensor(i % CLASSES),
             "more": {"id": torch.tensor(i), "weights": torch.tensor([[i], [n]])},
         }
         for i, n in enumerate(lengths)
     ]
+
+    def check(part: Any, row: int, own: Tensor, *place: int) -> int:
+        """What belongs to the example that has these tokens of a row."""
+        number = int(part["more"]["id"][place])
+        assert torch.equal(part["tokens"][row][own], examples[number]["tokens"])
+        assert part["labels"][place] == number % CLASSES
+        assert part["more"]["weights"][place].tolist() == [[number], [lengths[number]]]
+        return number
+
     rows = ps.pack(examples, max_tokens=budget, pad=FILLING, whole=["weights"])
-    documents = ps.pack_documents(examples, row_tokens=budget, pad=FILLING, whole=["weights"])
-    assert documents["more"]["id"].shape[1] == documents["segments"].max()
-    assert (documents["labels"][documents["more"]["id"] < 0] == -100).all()
-    numbers = torch.arange(1, documents["labels"].shape[1] + 1)
-    found: list[list[int]] = [[], []]
-    for packing, (parts, places) in enumerate(
-        (
-            (rows, [part["mask"].unsqueeze(1) for part in rows]),
-            ([documents], [documents["segments"].unsqueeze(1) == numbers.view(1, -1, 1)]),
-        )
-    ):
-        for part, own in zip(parts, places, strict=True):
-            for row, column in (own.sum(-1) > 0).nonzero().tolist():
-                at = (row, column) if packing else (row,)
-                number = int(part["more"]["id"][at])
-                found[packing].append(number)
-                tokens = part["tokens"][row][own[row, column]]
-                assert torch.equal(tokens, examples[number]["tokens"])
-                assert part["labels"][at] == number % CLASSES
-                assert part["more"]["weights"][at].tolist() == [[number], [lengths[number]]]
-    assert [*map(sorted, found)] == [[*range(len(lengths))]] * 2
+    packed = ps.pack_documents(examples, row_tokens=budget, pad=FILLING, whole=["weights"])
+    found = [check(m, i, m["tokens"][i] > 0, i) for m in rows for i in range(len(m["labels"]))]
+    assert sorted(found) == [*range(len(lengths))]
+    ids, segments = packed["more"]["id"], packed["segments"]
+    assert ids.shape[1] == segments.max()
+    assert (packed["labels"][ids < 0] == -100).all()
+    held = (ids >= 0).nonzero().tolist()
+    found = [check(packed, row, segments[row] == at + 1, row, at) for row, at in held]
+    assert sorted(found) == [*range(len(lengths))]
 
 
 def test_a_mapping_of_any_kind_has_leaves_of_its_own() -> None:

@@ -241,7 +241,7 @@ def test_groups_that_are_prefetched_from_the_host() -> None:
     params, batch = problem()
     groups = [cut(batch, [[0, 1], [2], [3]]), [], [batch]]
     optimizer = optim.sgd(0.5, 0.5)
-    step = ps.make_update_step(models.integer_loss, optimizer, weight_fn=weights_of)
+    step: Any = ps.make_update_step(models.integer_loss, optimizer, weight_fn=weights_of)
     ours: Any = moved(params), optimizer.init(moved(params))
     theirs: Any = params, optimizer.init(params)
     stream = ps.prefetch(groups, lazy(), weight_fn=weights_of)

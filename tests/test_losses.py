@@ -126,8 +126,8 @@ def test_dpo(beta: float, smoothing: float) -> None:
     """−(1 − s) log σ(β Δ) − s log σ(−β Δ), and its slopes ±β (σ(β Δ) − 1 + s); without overflow."""
     chosen, rejected, first, second = problem(4, 9, 1).hidden * 3
 
-    def loss(*ours: Tensor) -> Tensor:
-        return ps.losses.dpo(*ours, first, second, beta=beta, label_smoothing=smoothing)
+    def loss(chosen: Tensor, rejected: Tensor) -> Tensor:
+        return ps.losses.dpo(chosen, rejected, first, second, beta=beta, label_smoothing=smoothing)
 
     vjp: Callable[..., Any] = torch.func.vjp
     found, pull = vjp(loss, chosen, rejected)

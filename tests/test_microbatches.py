@@ -48,10 +48,10 @@ class Flaky(Iterator[int]):
     """Fails once, at the third microbatch."""
 
     def __init__(self) -> None:
-        self.rest = iter([0, 1, OSError("disk"), 2, 3, 4])
+        self.rest: Iterator[Any] = iter([0, 1, OSError("disk"), 2, 3, 4])
 
     def __next__(self) -> int:
-        found = next(self.rest)
+        found: int | OSError = next(self.rest)
         if isinstance(found, OSError):
             raise found
         return found

@@ -135,9 +135,11 @@ def test_the_same_everywhere(name: str) -> None:
     assert torch.equal(torch.vmap(draw)(KEYS), drawn)
     twice = torch.vmap(torch.vmap(draw))(KEYS.view(2, 2))
     assert torch.equal(twice.flatten(0, 1), drawn)
-    differentiate: Callable[..., Any] = torch.func.grad(
-        lambda x: (x.sum(), draw(KEYS)), has_aux=True
-    )
+
+    def sum_beside(x: Tensor) -> tuple[Tensor, Any]:
+        return x.sum(), draw(KEYS)
+
+    differentiate: Callable[..., Any] = torch.func.grad(sum_beside, has_aux=True)
     assert torch.equal(differentiate(torch.ones(2))[1], drawn)
     assert torch.equal(torch.get_rng_state(), before)
 

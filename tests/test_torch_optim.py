@@ -166,8 +166,7 @@ def test_a_gradient_may_be_one_number_for_many_elements(how: dict[str, bool]) ->
     )
     expanded = tree.map(lambda leaf: leaf[0, 0].expand(2, 2), GRADS)
     given = (optimizer.init(PARAMS), PARAMS)
-    moved = [optimizer.update(grads, *given) for grads in (expanded, GRADS)]
-    assert_same(*moved)
+    assert_same(optimizer.update(expanded, *given), optimizer.update(GRADS, *given))
     assert_same(expanded, GRADS)
 
 
@@ -203,7 +202,7 @@ NOT_TAKEN: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     ),
     **{
         f"differentiable {name}": (
-            lambda name=name: init(getattr(torch.optim, name), differentiable=True),
+            partial(init, getattr(torch.optim, name), differentiable=True),
             ValueError, rf"differentiable=True.*{way_out}",
         )
         for name, way_out in WAYS_OUT.items() if name != "Muon"
@@ -310,7 +309,7 @@ IDLE: list[list[Any]] = [
 def test_a_step_that_is_not_taken_leaves_no_trace(name: str) -> None:
     """No tokens, no microbatches, a skipped infinity: before the first step and after it."""
     optimizer = case(name, lr=ps.optim.linear_schedule(0.1, 0.01, 3))[0]
-    plain = ps.make_update_step(loss_fn, optimizer, weight_fn=weight_fn)
+    plain: Any = ps.make_update_step(loss_fn, optimizer, weight_fn=weight_fn)
     for donate in (False, True):
         step = ps.make_update_step(
             loss_fn, optimizer, weight_fn=weight_fn, donate=donate, on_nonfinite="skip"
