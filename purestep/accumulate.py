@@ -6,8 +6,6 @@
 there is no pass over the gradients to scale them, and nothing to forget.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -6,8 +6,6 @@ Cheap comparisons run at every step. Deeper ones run at the first update with pa
 * Does the loss write to params? Does a checkpoint recompute with other ones?
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn, get_args
 

@@ -1,7 +1,5 @@
 """The same loss, counted in the same way, without gradients."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import cast
 

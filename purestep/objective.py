@@ -6,8 +6,6 @@ The same weights that were counted multiply the losses here, shape against shape
 denominator cannot disagree.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import NamedTuple

@@ -5,8 +5,6 @@ bits and four counters. The counters are an element's coordinates within its exa
 place in memory, so that neither padding nor packing nor the cut changes its draw.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias, TypeVar, cast

@@ -1,7 +1,5 @@
 """State as a flat dict of tensors by name: what leaves a program, and comes back into one."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from enum import Enum
 from typing import Any, TypeAlias

@@ -5,8 +5,6 @@
 The sums run over all tokens of all microbatches on all ranks.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from operator import attrgetter
 from typing import Literal

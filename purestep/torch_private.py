@@ -9,8 +9,6 @@ Traceback (most recent call last):
 RuntimeError: torch ... has no torch._no_such_name, which purestep needs for this: install ...
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Sequence
 from functools import partial

@@ -1,7 +1,5 @@
 """What flows through an update step, and the signatures of its functions."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol, TypeAlias
 

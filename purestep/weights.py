@@ -4,8 +4,6 @@ A token is any unit of loss: a token, a sequence in DPO, a pixel, a row. Its wei
 alone, so that all ranks know N = Σ wᵢ before any backward pass begins.
 """
 
-from __future__ import annotations
-
 import math
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence

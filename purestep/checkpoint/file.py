@@ -1,7 +1,5 @@
 """One file in the format of safetensors, with a checksum of its tensors in its metadata."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import shutil

@@ -4,8 +4,6 @@ Each rank writes a file with its pieces, and one rank ``.metadata``, a pickle th
 piece is. The last four bytes of each file are the checksum of the others; readers pass over them.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import zlib

@@ -1,7 +1,5 @@
 """Trees in files and folders: saved, in series and in the background, loaded and exported."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

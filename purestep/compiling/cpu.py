@@ -12,8 +12,6 @@ Values stay the same, to rounding. Three rewrites, which the compiler calls by i
 The import defines an operator, so it happens with the first function that is compiled.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from typing import Any

@@ -3,8 +3,6 @@
 The compiler's own import takes a second, so it happens with the first function that is compiled.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 import re

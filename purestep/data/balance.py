@@ -1,7 +1,5 @@
 """Examples to ranks, so that no rank waits long for another."""
 
-from __future__ import annotations
-
 import heapq
 import math
 from collections.abc import Callable, Collection, Sequence

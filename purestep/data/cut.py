@@ -1,7 +1,5 @@
 """One batch to microbatches, and back; what examples that are put together have in common."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Collection, Sequence

@@ -1,7 +1,5 @@
 """Several examples in one row, and the mask that keeps them apart."""
 
-from __future__ import annotations
-
 from bisect import bisect_left, insort
 from collections.abc import Callable, Collection, Mapping, Sequence
 

@@ -1,7 +1,5 @@
 """A stream of batches as groups, one for each update."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from typing import Any, Literal, get_args
 

@@ -1,7 +1,5 @@
 """What each token of a text is to predict."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """Examples of uneven length to microbatches: the cut is free, so it is chosen for speed."""
 
-from __future__ import annotations
-
 import cmath
 from bisect import bisect_left
 from collections.abc import Collection, Mapping, Sequence

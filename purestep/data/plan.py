@@ -1,7 +1,5 @@
 """How many microbatches make an update."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 from purestep.data.cut import divisors

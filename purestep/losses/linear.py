@@ -1,7 +1,5 @@
 """Losses of hidden states and a matrix, whose product, the logits, is never whole."""
 
-from __future__ import annotations
-
 import torch
 from einops import rearrange
 from torch import Tensor

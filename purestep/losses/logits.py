@@ -1,7 +1,5 @@
 """Losses of logits: one for each token."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

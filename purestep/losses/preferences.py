@@ -1,7 +1,5 @@
 """Preferences: a loss for each pair."""
 
-from __future__ import annotations
-
 from torch import Tensor
 from torch.nn import functional
 

@@ -1,7 +1,5 @@
 """Reinforcement: a loss for each action."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """Regression: a loss for each row."""
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from purestep.losses.shapes import paired

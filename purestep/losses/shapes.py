@@ -1,7 +1,5 @@
 """Tensors of a loss, one value for each unit."""
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from purestep.tree import accumulation_dtype

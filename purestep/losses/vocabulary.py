@@ -6,8 +6,6 @@ summed over all tokens inside of one product. Four products, where logits that a
 the gradient of any cotangent c, Σᵢ cᵢ (pᵢ − yᵢ) ⊗ hᵢ, needs the logits when c is known.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple

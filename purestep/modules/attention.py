@@ -1,7 +1,5 @@
 """torch's two functions of attention, with a dropout of the caller's on their weights."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from types import FunctionType

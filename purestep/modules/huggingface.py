@@ -1,7 +1,5 @@
 """What a model of Hugging Face is passed and returns, where that goes wrong without a word."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple

@@ -5,8 +5,6 @@
 A checkpoint, or ``remat``, that computes again draws the same.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from types import FunctionType, MethodType

@@ -1,7 +1,5 @@
 """Modules and parameters that ``from_module`` refuses, with the way out."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any

@@ -7,8 +7,6 @@ A ``Transform`` turns gradients into updates, as in optax. A ``chain`` of transf
 ``Optimizer`` is an ``Optimizer``.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial

@@ -1,7 +1,5 @@
 """Different optimizers for different parameters."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple, TypeAlias

@@ -1,7 +1,5 @@
 """Learning rates as functions of the step: tensor in, tensor out, so that they trace and batch."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """The algorithms of ``torch.optim`` as pure functions."""
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import torch

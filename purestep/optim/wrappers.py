@@ -1,7 +1,5 @@
 """Optimizers around an optimizer, with a wider or slower copy of the params beside its state."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any, NamedTuple
 

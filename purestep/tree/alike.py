@@ -4,8 +4,6 @@
 ``select`` and ``overwrite`` keep one of two trees, as a condition decides.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -5,8 +5,6 @@ transform of ``torch.func`` or a compiler see it? Sums over leaves know ``Shard`
 those of all ranks of their axis.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence

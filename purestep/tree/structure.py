@@ -3,8 +3,6 @@
 A structure is a tree without its leaves: what containers there are, and what stands where in them.
 """
 
-from __future__ import annotations
-
 import builtins
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from typing import Any, TypeAlias
