@@ -135,7 +135,8 @@ def accumulate(
     grads = filled(sums, leaves)
     if recorded and tree.eager(grads):
         unshare(grads)  # Nothing is recorded after all: they may be written to.
-    return Sums(tree.unflatten(structure, grads), total_loss(losses, leaves[0]), counted, aux)
+    loss = total_loss(losses, leaves[0] if leaves else torch.zeros(()))
+    return Sums(tree.unflatten(structure, grads), loss, counted, aux)
 
 
 def plus(so_far: Tree, aux: Tree) -> Tree:

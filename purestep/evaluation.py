@@ -6,12 +6,14 @@ from typing import cast
 from torch import Tensor
 
 from purestep import checks, tree
-from purestep.accumulate import plus, total_loss
+from purestep.accumulate import accumulate, total_loss
 from purestep.axis import Axis, Gather, LocalAxis
+from purestep.modes import ReverseModes
 from purestep.objective import divisors_of, part_of, value
+from purestep.reverse import Beside, Inputs, Sums as Gradients
 from purestep.step import is_new
-from purestep.types import Count, EvalMetrics, LossFn, Microbatch, Params, Sums, Tree, WeightFn
-from purestep.weights import Group, count, count_of, label_weights, weigh
+from purestep.types import EvalMetrics, LossFn, LossTerms, Microbatch, Params, Ready, WeightFn
+from purestep.weights import count, label_weights, weigh
 
 
 def make_eval_step(
@@ -49,7 +51,11 @@ def make_eval_step(
             total = ranks.agree(count(group), params, (), len(microbatches))
             known = total if weight_fn else None
             wholes = ranks.whole(params, new=is_new(checked, ranks.rank, params))
-            sums = ranks.sum(evaluate(loss_fn, wholes, group, known), ())
+            modes = forward(lambda microbatch: loss_fn(wholes, microbatch))
+            sums = accumulate(loss_fn, (), group, weight_fn=None, total=known, modes=modes)
+            if not group.microbatches:
+                sums = sums._replace(loss=total_loss([], tree.leaves_of(params)[0]))
+            sums = ranks.sum(sums, ())
         loss = sums.loss
         if known is None:
             total = sums.counted
@@ -59,21 +65,12 @@ def make_eval_step(
     return eval_step
 
 
-def evaluate(loss_fn: LossFn, params: Params, group: Group, total: Count | None) -> Sums:
-    """This rank's part of L, and its sums beside it."""
-    divisors = total and divisors_of(total)
-    losses: list[Tensor] = []
-    asked: list[Tensor] = []
-    aux: Tree = ()
-    given: Sequence[Tensor | None] = group.weights or [None] * len(group.microbatches)
-    for microbatch, weights in zip(group.microbatches, given, strict=True):
-        # A loss that marks its data, by requires_grad_() say, does not mark the caller's.
-        data = tree.detached(microbatch) if tree.eager(microbatch) else microbatch
-        part = part_of(loss_fn, params, data, weights, divisors)
-        losses.append(value(*tree.detached(part[:2])))
-        asked.append(part.weights)
-        if part.aux != ():
-            aux = plus(aux, tree.detached(part.aux))
-        del microbatch, weights, data, part
-    loss = total_loss(losses, tree.leaves_of(params)[0])
-    return Sums((), loss, group.counted or count_of(asked), aux)
+def forward(losses_of: Callable[[Microbatch], Tensor | LossTerms]) -> ReverseModes:
+    """The loss of a microbatch, of which nothing is differentiated."""
+
+    def mode(inputs: Inputs, sums: Gradients, ready: Ready | None) -> Beside:
+        part = part_of(lambda _, microbatch: losses_of(microbatch), (), *inputs[2:5])
+        aux = tree.detached(part.aux) if part.aux != () else ()
+        return Beside(value(*tree.detached(part[:2])), part.weights, aux, True)
+
+    return ReverseModes(mode, mode)
