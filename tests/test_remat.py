@@ -206,26 +206,6 @@ def test_random_numbers_are_drawn_again(name: str) -> None:
     both(seeded, dropping)
 
 
-def test_autocast_is_that_of_the_forward_pass() -> None:
-    params, x = tree.map(Tensor.float, (PARAMS, X))
-    dtypes = set()
-
-    def cast(p: Any, x: Tensor) -> Tensor:
-        y = torch.tanh(x @ p["w"] / 8) @ p["w"]
-        dtypes.add(y.dtype)
-        return y @ p["w"]
-
-    def run(block: Function) -> Any:
-        def loss(params: Any) -> Tensor:
-            with torch.autocast("cpu", dtype=torch.bfloat16):
-                return block(params[1], block(params[0], x)).float().square().sum()
-
-        return ps.grad_and_value(loss)(params)
-
-    both(run, cast)
-    assert dtypes == {torch.bfloat16}
-
-
 def test_modules_and_checkpoints() -> None:
     """A module's pure function under remat, a checkpoint inside, and remat inside of a checkpoint."""
     torch.manual_seed(0)
@@ -240,19 +220,6 @@ def test_modules_and_checkpoints() -> None:
 
     for function in (ps.remat(apply), again(ps.remat(apply)), ps.remat(again(apply))):
         assert_same(run(function), run(apply))
-
-
-def test_a_compiled_function_inside() -> None:
-    """Without a word in either pass."""
-
-    def run(remat: Any) -> Any:
-        torch.compiler.reset()
-        compiled = remat(torch.compile(lambda p, x: block(p, x)["y"], backend="aot_eager"))
-        own = tree.map(lambda leaf: leaf.clone().requires_grad_(), PARAMS[0])
-        return torch.autograd.grad(compiled(own, X).sum(), tree.leaves_of(own))
-
-    assert_same(run(ps.remat), run(lambda fn: fn))
-    torch.compiler.reset()
 
 
 def test_the_input_of_each_layer_is_kept_and_all_of_one_layer() -> None:

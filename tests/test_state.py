@@ -19,7 +19,6 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_distribu
 from torch.distributed.checkpoint.state_dict_saver import save as save_distributed
 
 import purestep as ps
-from proofs.devices import lazy
 from purestep import tree
 from tests.states import COMPLEX, DTYPES, Moments, anything, assert_same_bits, noise, zeros
 from tests.torch_private import FakeTensorMode
@@ -112,15 +111,6 @@ def test_what_is_loaded_is_fresh_and_lies_as_like_does() -> None:
     assert not theirs & {t.untyped_storage().data_ptr() for t in tree.leaves_of(found)}
     assert not tree.requires_grad(found)
     assert_same_bits(found, state)
-
-
-def test_devices_follow_like() -> None:
-    state = {"w": torch.randn(3), "n": torch.tensor(2)}
-    like = {"w": torch.zeros(3, device=lazy()), "n": torch.tensor(0)}
-    for where in (state, {**like, "w": state["w"].to(lazy())}):
-        found = ps.load_state_dict(like, ps.state_dict(where | {"n": state["n"]}))
-        assert [found[name].device.type for name in "wn"] == ["lazy", "cpu"]
-        assert_same_bits(tree.map(Tensor.cpu, found), state)
 
 
 KEYS = st.one_of(
