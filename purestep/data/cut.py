@@ -5,6 +5,7 @@ import re
 from collections.abc import Collection, Sequence
 from itertools import compress
 from operator import not_
+from typing import Any
 
 import torch
 from einops import rearrange
@@ -67,7 +68,7 @@ def check_alike(examples: dict[str, Tree], whole: Collection[str] = ()) -> None:
                 f"{tree.describe(structure)}; give all of them the same fields"
             )
         for i, (leaf, other, flag) in enumerate(zip(leaves, wanted, flags, strict=True)):
-            if not _stackable(leaf, other, flag):
+            if _row_kind(leaf, flag) != _row_kind(other, flag):
                 path = tree.paths(example, "")[i]
                 raise ValueError(
                     f"{name}{path} is {tree.kind(leaf)}, but {first_name}{path} is "
@@ -75,11 +76,11 @@ def check_alike(examples: dict[str, Tree], whole: Collection[str] = ()) -> None:
                 )
 
 
-def _stackable(leaf: Tensor, other: Tensor, is_whole: bool) -> bool:
-    if not (isinstance(leaf, Tensor) and isinstance(other, Tensor)) or leaf.ndim != other.ndim:
-        return type(leaf) is type(other) is not Tensor
-    skip = 0 if is_whole else 1
-    return leaf.dtype == other.dtype and leaf.shape[skip:] == other.shape[skip:]
+def _row_kind(leaf: Any, is_whole: bool) -> Any:
+    """What leaves have in common that are put together: all but the first dimension."""
+    if not isinstance(leaf, Tensor):
+        return type(leaf)
+    return leaf.dtype, leaf.ndim, leaf.shape[0 if is_whole else 1 :]
 
 
 def whole_leaves(example: Tree, named: Collection[str] = ()) -> list[bool]:

@@ -1,6 +1,7 @@
 """A stream of batches as groups, one for each update."""
 
 from collections.abc import Iterable, Iterator
+from itertools import islice
 from typing import Any, Literal, get_args
 
 from torch.utils.data import DataLoader, RandomSampler, SubsetRandomSampler, WeightedRandomSampler
@@ -82,15 +83,10 @@ class group(Iterator[list[Microbatch]]):  # noqa: N801
 
     def __next__(self) -> list[Microbatch]:
         """The next group. Batches taken before an error of the source are part of the next one."""
-        while len(self._taken) < self._k:
-            try:
-                batch = next(self._batches)
-            except StopIteration:
-                break
-            if self._to_skip:
-                self._to_skip -= 1
-            else:
-                self._taken.append(batch)
+        while self._to_skip:
+            next(self._batches, None)
+            self._to_skip -= 1
+        self._taken += islice(self._batches, self._k - len(self._taken))
         taken, self._taken = self._taken, []
         if not taken or (len(taken) < self._k and self._last == "drop"):
             raise StopIteration

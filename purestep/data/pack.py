@@ -161,9 +161,8 @@ def padded(leaves: Sequence[Tensor], length: int, pad: Pad, path: str) -> Tensor
     """The leaves of one path as rows of one length."""
     filling = _filling(pad, path, leaves[0].dtype)
     trailing = [0, 0] * (leaves[0].ndim - 1)
-    return torch.stack([
-        functional.pad(leaf, [*trailing, 0, length - len(leaf)], value=filling) for leaf in leaves
-    ])  # fmt: skip
+    rows = [functional.pad(x, [*trailing, 0, length - len(x)], value=filling) for x in leaves]
+    return torch.stack(rows)
 
 
 def _filling(pad: Pad, path: str, dtype: torch.dtype) -> float:
