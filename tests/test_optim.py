@@ -13,10 +13,9 @@ from torch import Tensor
 
 import purestep as ps
 from proofs.strategies import assert_same, matrices
-from proofs.test_t08_optimizers import Namesake, buffers
+from proofs.test_t08_optimizers import buffers
 from purestep import tree
 from purestep.step import transition
-from purestep.testing.bounds import gamma
 from tests.optimizers import GRADS, PARAMS, RECIPES, TRANSFORMS, updated
 
 
@@ -103,27 +102,6 @@ def test_defaults_are_the_papers(name: str) -> None:
     defaults = {key: p.default for key, p in own.items() if p.default is not p.empty}
     defaults.pop("mask", None)
     assert defaults == wanted
-
-
-NAMESAKES: dict[Any, ps.optim.Optimizer] = {
-    torch.optim.AdamW: ps.optim.adamw(0.1),
-    torch.optim.SGD: ps.optim.sgd(0.1),
-    torch.optim.Adam: ps.optim.chain(ps.optim.scale_by_adam(), ps.optim.descend(0.1)),
-}
-
-
-@pytest.mark.parametrize("namesake", NAMESAKES)
-def test_defaults_are_torchs_in_effect(namesake: Any) -> None:
-    """On gradients of the size of eps and far from it: twelve roundings in each of five steps."""
-    params = torch.tensor([1.0, -2.0, 3.0, 0.5], dtype=torch.float64)
-    grad = torch.tensor([1e-8, -3e-9, 1.0, 0.0], dtype=torch.float64)
-    usual = Namesake(params, lambda leaves: namesake(leaves, lr=0.1))
-    state = NAMESAKES[namesake].init(params)
-    for number in range(1, 6):
-        usual.step(grad * number)
-        params, state = NAMESAKES[namesake].update(grad * number, state, params)
-    bound = gamma(2 * 5 * 12, torch.float64) * (params.abs().max() + 5 * 0.1)
-    assert (params - usual.params).abs().max() <= bound
 
 
 def test_lions_defaults_in_effect() -> None:

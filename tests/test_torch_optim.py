@@ -62,11 +62,9 @@ def new_w(result: Any) -> Tensor:
 
 TRANSFORMS: dict[str, Callable[[Update, Any, Any, Any], Any]] = {
     "vmap": lambda update, g, s, p: torch.vmap(update)(twice(g), twice(s), twice(p)),
-    "vmap over grads": lambda update, g, s, p: torch.vmap(update, (0, None, None))(twice(g), s, p),
     "vmap of something else": lambda update, g, s, p: torch.vmap(
         lambda x: new_w(update(g, s, p)) + x
     )(torch.ones(2)),
-    "grad over grads": lambda update, g, s, p: torch.func.grad(lambda g: new_w(update(g, s, p)))(g),
     "grad over params": lambda update, g, s, p: torch.func.grad(lambda p: new_w(update(g, s, p)))(
         p
     ),
