@@ -35,13 +35,9 @@ OPTIMIZERS: dict[str, ps.optim.Optimizer] = {
     "a kernel": ADAMW,
     "no kernel": PLAIN,
     "torch's": from_torch(torch.optim.AdamW),
-    "torch's behind clipping": ps.optim.chain(
-        ps.optim.clip_by_global_norm(1.0), from_torch(torch.optim.RMSprop)
-    ),
     "torch's for a part": ps.optim.partition(
         {"v": "a", "w": "b"}, {"a": ADAMW, "b": from_torch(torch.optim.Muon)}
     ),
-    "torch's with masters": ps.optim.master_weights(from_torch(torch.optim.SGD)),
 }
 
 
