@@ -99,24 +99,6 @@ def test_rates_learned_through_training_serve_unseen_runs(arguments: list[str]) 
     assert gain.mean() > 5 * gain.std() / len(gain) ** 0.5
 
 
-def test_a_hypergradient_is_a_difference_of_runs() -> None:
-    """As central differences have it, to their own accuracy: how far those of twice the step are from them."""
-    run = hypergradients.runs(1, torch.Generator().manual_seed(0))
-    at = {name: torch.tensor(-4.0).double() for name in hypergradients.LAYERS}
-
-    def end(log_rates: dict[str, Tensor]) -> Tensor:
-        return hypergradients.losses_of(log_rates, run)[0, -1]
-
-    gradient = torch.func.grad(end)(at)
-    for name in hypergradients.LAYERS:
-
-        def difference(step: float, name: str = name) -> Tensor:
-            return (end({**at, name: at[name] + step}) - end({**at, name: at[name] - step})) / (2 * step)  # fmt: skip
-
-        near, far = difference(1e-3), difference(2e-3)
-        assert 0 < (near - gradient[name]).abs() < (far - near).abs() < 1e-3 * gradient[name].abs()
-
-
 def test_what_is_learned_through_updates_adapts_in_as_many(arguments: list[str]) -> None:
     """What is trained in the ordinary way does not, with no rate; by five standard errors of the difference."""
     plain, learned = (each.mean(-1) for each in maml.main(["--steps", "100", *arguments]))
@@ -142,18 +124,6 @@ def test_an_example_is_hidden_by_noise_and_by_others(
     assert few[0] > few[3] + ten
     assert more[3] > few[3] + ten
     assert most[5] > more[5] + ten
-
-
-def test_what_an_example_moves_is_what_epsilon_counts_on() -> None:
-    """Two clips of N, however far out it is; but for rounding of the sum of N gradients, none longer than a clip."""
-    data = differential_privacy.people(300, seed=0)
-    outlier = {**data, "x": data["x"].clone()}
-    outlier["x"][7] = -1e3 * data["x"][7]
-    one, other = (differential_privacy.train(each, 0.0, 1, seed=0) for each in (data, outlier))
-    moved = tree.global_norm(tree.map(torch.sub, one, other))
-    rounding = tree.global_norm(one) + tree.global_norm(other)
-    most = 2 * differential_privacy.CLIP / 300 + gamma(2 * 300, torch.float32) * rounding
-    assert 0.5 * most < moved < most
 
 
 def test_microbatches_tell_the_noise_scale_of_all_examples(arguments: list[str]) -> None:
