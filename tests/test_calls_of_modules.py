@@ -13,18 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import purestep as ps
-from tests.modules import (
-    TRACED,
-    Of,
-    Params,
-    assert_equal,
-    close,
-    data,
-    grads,
-    linear,
-    made,
-    train,
-)
+from tests.modules import TRACED, Of, Params, assert_equal, close, data, grads, linear, made, train
 
 
 @pytest.mark.parametrize("name", ["self-referring", "checkpointed", "tied"])

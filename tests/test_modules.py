@@ -13,25 +13,9 @@ import torch
 from torch import Tensor, nn
 
 import purestep as ps
+from tests import modules
 from tests.memory import LiveBytes
-from tests.modules import (
-    MODULES,
-    TRACED,
-    D,
-    Of,
-    Params,
-    assert_equal,
-    backward,
-    close,
-    data,
-    grads,
-    linear,
-    losses,
-    made,
-    ones,
-    traced,
-    train,
-)
+from tests.modules import Of, assert_equal, close, data, grads, linear, losses, made, traced, train
 
 
 def look(module: nn.Module) -> list[Any]:
@@ -45,7 +29,7 @@ def look(module: nn.Module) -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize("name", MODULES)
+@pytest.mark.parametrize("name", modules.MODULES)
 def test_gradients_are_the_modules_own(name: str) -> None:
     module, x = made(name), data()
     before = look(module)
@@ -54,7 +38,7 @@ def test_gradients_are_the_modules_own(name: str) -> None:
     assert look(module) == before
     assert all(p.grad is None for p in module.parameters())
     assert all(not p.requires_grad and type(p) is Tensor for p in params.values())
-    assert_equal(found, backward(module, x))
+    assert_equal(found, modules.backward(module, x))
 
 
 @pytest.mark.parametrize("name", ["self-referring", "tied", "parametrized", "LSTM", "attention"])
@@ -62,11 +46,12 @@ def test_transforms(name: str) -> None:
     module, x = made(name), data()
     params, apply = ps.from_module(module)
 
-    def loss(p: Params) -> Tensor:
+    def loss(p: Any) -> Tensor:
         return losses(apply(p, x)).sum()
 
     grad = torch.func.grad(loss)
-    assert close(grad(params), {n: g for n, g in backward(module, x).items() if n in params})
+    trained = {n: g for n, g in modules.backward(module, x).items() if n in params}
+    assert close(grad(params), trained)
     if name in ("LSTM", "attention", "parametrized"):
         return  # torch has no rules for some of their operations under vmap and jvp.
     many = {name: torch.stack([p, 2 * p]) for name, p in params.items()}
@@ -92,7 +77,7 @@ def test_what_trains_is_chosen_and_tied_params_are_one() -> None:
     params, apply = ps.from_module(module, trainable=lambda name, p: p.ndim == 2 and "a" in name)
     assert [*params] == ["a.weight"]
     found = grads(apply, params, data())["a.weight"]
-    assert torch.equal(found, backward(module, data())["a.weight"])
+    assert torch.equal(found, modules.backward(module, data())["a.weight"])
 
 
 def test_what_is_frozen_is_not_copied() -> None:
@@ -103,18 +88,19 @@ def test_what_is_frozen_is_not_copied() -> None:
     x = torch.ones(2, 512)
     with LiveBytes() as live:
         params, apply = ps.from_module(module)
-        step = ps.make_update_step(lambda p, x: losses(apply(p, x)), optimizer, weight_fn=ones)
+        of_rows = lambda p, x: losses(apply(p, x))  # noqa: E731
+        step = ps.make_update_step(of_rows, optimizer, weight_fn=modules.ones)
         step(params, optimizer.init(params), [x, x])
     assert len(params) == 4
     assert 0 < live.peak < frozen.weight.nbytes / 10
 
 
 def test_evaluation() -> None:
-    module = nn.Sequential(linear(), nn.BatchNorm1d(D), nn.Dropout(0.5)).double()
+    module = nn.Sequential(linear(), nn.BatchNorm1d(6), nn.Dropout(0.5)).double()
     module[1].eval()
     params, apply = ps.from_module(module)
     output = apply.eval(params, data())
-    metrics = ps.make_eval_step(lambda p, x: losses(apply.eval(p, x)), weight_fn=ones)(
+    metrics = ps.make_eval_step(lambda p, x: losses(apply.eval(p, x)), weight_fn=modules.ones)(
         params, [data()]
     )
     assert module.training
@@ -157,7 +143,9 @@ def test_checkpoints_compute_again_with_the_params_of_their_call() -> None:
     assert_equal(*results)
 
 
-@pytest.mark.parametrize("name", sorted({*MODULES} - {"self-referring", "hooked", "patched"}))
+@pytest.mark.parametrize(
+    "name", sorted({*modules.MODULES} - {"self-referring", "hooked", "patched"})
+)
 def test_compiled_it_is_one_graph(name: str, fresh_compiler: None) -> None:
     """But for hooks and objects that lead back to the module. It keeps neither params nor module."""
     module, x = made(name), data()
@@ -181,7 +169,7 @@ def test_steps_compiled_and_donated(fresh_compiler: None) -> None:
         assert_equal(train(apply, params, donate=True), plain)
         refused = pytest.warns(UserWarning, match="cannot make one graph")
         with refused if name == "checkpointed" else nullcontext():
-            assert close(train(apply, params, compile=TRACED, donate=True), plain)
+            assert close(train(apply, params, compile=modules.TRACED, donate=True), plain)
         assert_equal(train(apply, params), plain)
 
 
@@ -191,4 +179,4 @@ def test_hooks_on_the_backward_pass_are_not_compiled(fresh_compiler: None) -> No
     with pytest.raises(Exception, match="leaves hooks on a module's backward pass out"):
         traced(apply)(params, data())
     with warnings.catch_warnings(action="ignore", category=UserWarning):
-        assert close(train(apply, params, compile=TRACED), plain)
+        assert close(train(apply, params, compile=modules.TRACED), plain)
