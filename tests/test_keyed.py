@@ -45,7 +45,7 @@ def kept(place: int, shape: tuple[int, ...], p: float = 0.5) -> Tensor:
     ("function", "shape", "dimensions"),
     [
         (functional.dropout, (4, 6), 2),
-        (nn.Dropout(inplace=True), (4, 6), 2),
+        (lambda x: (nn.Dropout(inplace=True)(x), x)[1], (4, 6), 2),
         (lambda x: functional.dropout(x, 0.5, True, True), (4, 6), 2),
         (lambda x: functional.dropout(x, p=0.5, inplace=True), (4, 6), 2),
         (nn.Dropout1d(), (4, 6), 1),
@@ -88,6 +88,8 @@ def test_what_does_not_train_is_not_drawn() -> None:
         return functional.dropout(x)
 
     close(called(function), torch.where(kept(0, (4, 6)), 2 * X, 0))
+    params, apply = keyed(lambda x: functional.alpha_dropout(x, 0.5))
+    assert torch.equal(traced(apply)(params, X, key=KEYS), X)
     module = nn.Sequential(nn.Linear(6, 2).double(), nn.Dropout())
     params, apply = ps.from_module(module)
     assert torch.equal(apply.eval(params, X, key=KEYS), apply.eval(params, X))
