@@ -7,8 +7,6 @@
    and ranks; in float32 where it is of half precision. Here nothing is rounded otherwise, however many roundings there are.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache, partial, reduce

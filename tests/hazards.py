@@ -1,7 +1,5 @@
 """What may befall files: a disk without room, and contents that act when they are unpickled."""
 
-from __future__ import annotations
-
 import os
 import resource
 import signal

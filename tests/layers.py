@@ -1,7 +1,5 @@
 """A deep network of integers, whole and in pieces, and each way to gather it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Modules of every kind, a step on them, and what their gradients are compared with."""
 
-from __future__ import annotations
-
 import collections
 import dataclasses
 import functools

@@ -1,7 +1,5 @@
 """Params of which matrices are one part and the rest the other, and optimizers for both."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

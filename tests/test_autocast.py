@@ -1,7 +1,5 @@
 """Autocast inside of the loss and around the step: what it reaches, and nothing else."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

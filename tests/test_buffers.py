@@ -1,7 +1,5 @@
 """Buffers of a module are carried through a step, as aux of the loss."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

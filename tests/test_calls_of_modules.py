@@ -1,7 +1,5 @@
 """Nothing of a call of ``apply`` stays in the module, in the next call or in memory."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Losses that run a backward pass of their own: ``torch.utils.checkpoint`` and functions alike are right or refused."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from typing import Any
 

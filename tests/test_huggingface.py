@@ -1,7 +1,5 @@
 """Models of transformers as they come: a step is ``loss.backward()`` on one big batch, and what README.md says of them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any

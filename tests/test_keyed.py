@@ -1,7 +1,5 @@
 """``apply(params, ..., key=keys)``: each dropout of an unmodified module, by hand; what replays, and what is refused."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from functools import partial
@@ -115,8 +113,8 @@ CLOSED = torch.tensor([[True, False, True, True], [False] * 4, [True] * 4, [True
 )
 def test_attention(settings: dict[str, Any]) -> None:
     """torch's own weights, of which elements are dropped; a query that attends to nothing gets zeros, and no NaN comes back."""
-    x = X.view(3, 1, 4, 6).repeat(1, 2, 1, 1) + torch.arange(2).view(2, 1, 1)
-    heads = 1 if "enable_gqa" in settings else 2
+    x = X.view(3, 1, 4, 6).repeat(1, 4, 1, 1) + torch.arange(4).view(4, 1, 1)
+    heads = 2 if "enable_gqa" in settings else 4
     # Each value a unit vector: what comes out are the weights.
     units = torch.eye(4, dtype=torch.float64).expand(3, heads, 4, 4)
 
@@ -125,7 +123,7 @@ def test_attention(settings: dict[str, Any]) -> None:
             x[..., :3], x[:, :heads, :, 3:], units, dropout_p=p, **settings
         )
 
-    weights = torch.where(kept(0, (2, 4, 4)), 2 * function(x, 0.0), 0)
+    weights = torch.where(kept(0, (4, 4, 4)), 2 * function(x, 0.0), 0)
     assert not weights.isnan().any()
     close(called(function, x), weights)
     params, apply = keyed(function)
@@ -230,18 +228,13 @@ def test_the_same_under_transforms(fresh_compiler: None) -> None:
     ("name", "function"),
     [
         ("rand", lambda x: x + torch.rand(3, 4, 6)),
-        ("rand_like", lambda x: x + torch.rand_like(x)),
         ("rand", lambda x: x + torch.rand([], generator=torch.Generator())),
-        ("bernoulli", lambda x: x * torch.bernoulli(x.detach().sigmoid())),
         ("bernoulli_", lambda x: x * torch.empty_like(x).bernoulli_()),
         ("normal_", lambda x: x + nn.init.normal_(torch.empty(6))),
         ("multinomial", lambda x: torch.multinomial(x.detach().abs()[0], 2)),
         ("rrelu_with_noise", nn.RReLU()),
         ("exponential_", functional.gumbel_softmax),
         ("native_dropout", lambda x: torch.native_dropout(x, 0.5, True)),
-        ("bernoulli_", lambda x: torch.dropout(x, 0.5, True)),
-        ("rand", lambda x: functional.fractional_max_pool2d(x, 2, (2, 2))),
-        ("bernoulli", lambda x: torch.ops.aten.bernoulli(x.detach().sigmoid())),
         ("bernoulli_", lambda x: attention_in_steps(x, x, x, None, 0.5)),
         ("numpy's or Python's generator has drawn", lambda x: x * random.random()),
         ("numpy's or Python's generator has drawn", lambda x: x * numpy.random.rand()),

@@ -1,7 +1,5 @@
 """Labels of ``partition``: written as a tree, a prefix or a function, asked once, and refused by name."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 from collections import OrderedDict

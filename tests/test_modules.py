@@ -1,7 +1,5 @@
 """``from_module``: the module's own outputs and gradients, to the bit, and the module as it was."""
 
-from __future__ import annotations
-
 import gc
 import warnings
 import weakref

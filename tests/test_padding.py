@@ -1,7 +1,5 @@
 """What examples are filled up with: the value that was asked for, or an error that names the leaf."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest

@@ -1,7 +1,5 @@
 """Modules, params and calls that ``from_module`` refuses by name, with the way out."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
