@@ -10,13 +10,14 @@ All differentiate the same part of the objective, and have one signature.
 
 import functools
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from purestep import tree
-from purestep.compiling import Compiler, compiled as compiled_function, one_graph, with_fallback
+from purestep import compiling, tree
+from purestep.compiling import Compiler
 from purestep.grad_and_value import grad_and_value as plain_grad_and_value
 from purestep.objective import part_of, value
 from purestep.reverse import Beside, Inputs, Reverse, Sums, by_vjp, in_place, unshare
@@ -55,7 +56,7 @@ def returning(
 
     By ``torch.func.vjp`` it serves transforms, derivatives and compilers: sums keep their graph.
     """
-    run = compiled_function(functools.partial(gradients, loss_fn, differentiate), compile)
+    run = compiling.compiled(functools.partial(gradients, loss_fn, differentiate), compile)
 
     def reverse(inputs: Inputs, sums: Sums, ready: Ready | None) -> Beside:
         params = tree.unflatten(inputs.structure, inputs.leaves)
@@ -85,7 +86,8 @@ def gradients(
     def loss_of(*leaves: Tensor) -> tuple[Tensor, list[Tensor]]:
         nonlocal reached, kind
         params = tree.unflatten(structure, tree.known_to_compilers(leaves))
-        part = part_of(loss_fn, params, microbatch, weights, divisors)
+        with compiling.flat_linear() if torch.compiler.is_dynamo_compiling() else nullcontext():
+            part = part_of(loss_fn, params, microbatch, weights, divisors)
         loss = value(part.terms, part.cotangents)
         reached = loss.requires_grad or not tree.any_requires_grad(leaves)
         aux, kind = tree.flatten(part.aux)
@@ -143,7 +145,7 @@ def compiled(loss_fn: LossFn, compile: bool | Compiler) -> Reverse:
             made.append(so_far.add_(grad) if so_far.ndim else so_far + grad)
         return made, beside
 
-    one = one_graph(functools.wraps(loss_fn)(sums_of), compile)
+    one = compiling.one_graph(functools.wraps(loss_fn)(sums_of), compile)
 
     def reverse(inputs: Inputs, sums: Sums, ready: Ready | None) -> Beside:
         values, dtypes = sums
@@ -163,4 +165,4 @@ def compiled(loss_fn: LossFn, compile: bool | Compiler) -> Reverse:
         values[:] = made
         return beside
 
-    return with_fallback(reverse, in_place(loss_fn))
+    return compiling.with_fallback(reverse, in_place(loss_fn))

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 import purestep as ps
 from purestep import tree
@@ -27,7 +28,7 @@ class Compilations:
 
 
 def loss_fn(params: Any, m: Any) -> Tensor:
-    hidden = (m["x"] @ params["w"]).relu()
+    hidden = functional.linear(m["x"], params["w"].mT, params["v"]).relu()
     return (hidden @ params["v"] - m["y"]).square()
 
 

@@ -4,6 +4,13 @@
 graphs for CPUs.
 """
 
-from purestep.compiling.graph import Compiler, compile, compiled, one_graph, with_fallback
+from purestep.compiling.graph import (
+    Compiler,
+    compile,
+    compiled,
+    flat_linear,
+    one_graph,
+    with_fallback,
+)
 
-__all__ = ["Compiler", "compile", "compiled", "one_graph", "with_fallback"]
+__all__ = ["Compiler", "compile", "compiled", "flat_linear", "one_graph", "with_fallback"]

@@ -11,7 +11,10 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import torch
+from torch import Tensor
 from torch.autograd.graph import disable_saved_tensors_hooks
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
 
 from purestep.torch_private import in_forward_mode, transformed
 
@@ -165,6 +168,27 @@ def one_graph(function: Callable[..., Any], compile_: bool | Compiler) -> Callab
             raise NoGraph(_name(function)) from error
 
     return run
+
+
+class flat_linear(TorchFunctionMode):  # noqa: N801
+    """A context for traces, in which ``F.linear`` with a bias takes its input as rows.
+
+    Under ``torch.func.vjp`` the compiler fixes the sizes of an input of three and more dimensions:
+    there would be a graph for every number of rows, and for every length.
+    """
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        function = _linear_of_rows if func is functional.linear else func
+        return function(*args, **(kwargs or {}))
+
+
+def _linear_of_rows(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    if bias is None or input.ndim < 3:
+        return functional.linear(input, weight, bias)
+    rows = functional.linear(input.flatten(0, -2), weight, bias)
+    return rows.unflatten(0, input.shape[:-1])
 
 
 def _check(compile_: object) -> None:
