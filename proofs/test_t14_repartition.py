@@ -262,19 +262,14 @@ def packed_within_bound(system: System, drawn: tuple[RealCase, int]) -> None:
     """For the transformer: packed by length, or several in one row, the exact gradient, but for rounding."""
     case, slack = drawn
     lengths = case.batch["w"].sum(1).tolist()
-    examples = [
-        {key: case.batch[key][row, :length] for key in ("tokens", "labels")}
-        for row, length in enumerate(lengths)
-    ]
-    zeros = tree.zeros_like(case.params)
-    step = system.make_update_step(models.transformer_loss, capture())
-    packed = system.pack(examples, max_tokens=max(1, *lengths) + slack)
+    text = {key: case.batch[key] for key in ("tokens", "labels")}
+    examples = [{k: x[row, :n] for k, x in text.items()} for row, n in enumerate(lengths)]
     documents = ps.pack_documents(examples, row_tokens=models.CONTEXT)
     documents["mask"] = ps.segment_mask(documents["segments"])
-    for group in (packed, [documents]):
-        _, grads, metrics = step(
-            case.params, zeros, [part for part in group if part["labels"].numel()]
-        )
+    packed = system.pack(examples, max_tokens=max(1, *lengths) + slack)
+    step = system.make_update_step(models.transformer_loss, capture())
+    for group in ([part for part in packed if part["labels"].numel()], [documents]):
+        _, grads, metrics = step(case.params, tree.zeros_like(case.params), group)
         case.assert_within_bound(grads)
         case.assert_loss_within_bound(metrics.loss)
 

@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 import purestep as ps
+from proofs.test_t02_ranks import CountingAxis
 from purestep import tree
 from purestep.testing import ThreadAxis
 
-SIZE = 3
+SIZE, TP, TWO = 3, ps.VmapAxis(2), torch.ones(2)
 
 
 def noise(*shape: int) -> Tensor:
@@ -78,30 +79,21 @@ def test_a_norm_has_the_dtype_of_sums(dtype: torch.dtype, expected: torch.dtype)
 
 def test_a_norm_costs_one_number() -> None:
     """However many leaves are sharded over an axis."""
-    calls: list[tuple[str, int]] = []
-
-    class Counting(ps.LocalAxis):
-        def apply(self, law: str, x: Tensor) -> Tensor:
-            calls.append((law, x.numel()))
-            return super().apply(law, x)
-
-    params = ps.shard({"w": noise(5, 2), "v": noise(3), "b": torch.ones(())}, Counting())
-    tree.global_norm(params)
-    assert calls == [("psum", 1)]
+    axis = CountingAxis()
+    tree.global_norm(ps.shard({"w": noise(5, 2), "v": noise(3), "b": torch.ones(())}, axis))
+    assert axis.calls == [("psum", 1)]
 
 
 def test_states_are_trees_of_nodes() -> None:
     """By name, and of the same structure as the params."""
-    axis = ps.LocalAxis()
-    params = {"w": ps.Shard(torch.ones(2), axis, (2,), dim=-1)}
-    assert params["w"].shape == (2,)
+    params = {"w": ps.Shard(TWO, ps.LocalAxis(), (2,), dim=-1)}
     assert params["w"].dim == 0
     assert isinstance(ps.optim.adamw(0.1).init(params).mu["w"], ps.Shard)
     assert list(ps.state_dict(params)) == ["tree['w'].piece"]
     with pytest.raises(ValueError, match="differ in structure"):
-        tree.map(torch.add, params, {"w": ps.Shard(torch.ones(2), axis, (4,))})
+        tree.map(torch.add, params, {"w": ps.Shard(TWO, ps.LocalAxis(), (4,))})
     count = torch.tensor(3)
-    assert ps.unshard(ps.Shard(count, axis, (4, 6))) is count, "what an optimizer keeps beside"
+    assert ps.unshard(ps.Shard(count, ps.LocalAxis(), (4, 6))) is count, "kept beside a param"
 
 
 # Steps
@@ -215,10 +207,6 @@ def step_once(axis: Any, w: Any) -> Any:
         lambda p, x: p["w"].sum() * x, sgd, weight_fn=torch.ones_like, axis=axis
     )
     return step({"w": w}, sgd.init({"w": w}), [torch.ones(2)])
-
-
-TP = ps.VmapAxis(2)
-TWO = torch.ones(2)
 
 
 @pytest.mark.parametrize(

@@ -22,10 +22,9 @@ def step_of_other_dtypes(axis: ps.Axis, rank: int, normalize: Any) -> Any:
         **sound(rank),
         "loss_fn": lambda params, m: loss_fn(params, m).float(),
         "weight_fn": lambda m: m["y"].abs() + 0.5,
-        "normalize": normalize,
         "microbatches": [batch(3)] if rank in (-1, BAD) else [],
     }
-    return step(axis, arguments)
+    return step(axis, {**arguments, "normalize": normalize})
 
 
 @pytest.mark.parametrize("normalize", ["loss", "grads"])
@@ -39,22 +38,17 @@ def test_an_empty_rank_reports_what_the_others_do(ranks: Run, normalize: str) ->
 
 def metrics_of_two_dtypes(axis: ps.Axis, rank: int) -> Any:
     """Weights are integers or floats, too large to be added as integers; losses are of two dtypes."""
-    weight = torch.tensor([2**52 if rank == 0 else 2])
-    arguments = {
-        **sound(rank),
-        "loss_fn": lambda p, m: loss_fn(p, m).to(torch.float64 if rank == 0 else torch.float32),
-        "weight_fn": lambda m: weight.double() if rank == 0 else weight,
-        "microbatches": [{name: value[:1] for name, value in batch(1).items()}],
-    }
-    return step(axis, arguments)[2]
+    weight, dtype = (2**52, torch.float64) if rank == 0 else (2, torch.float32)
+    weights = torch.tensor([weight], dtype=torch.int64 if rank else torch.float64)
+    how = {"loss_fn": lambda p, m: loss_fn(p, m).to(dtype), "weight_fn": lambda _: weights}
+    return step(axis, {**sound(rank), **how, "microbatches": [batch(1)]})[2]
 
 
 def test_counts_and_losses_of_two_dtypes(ranks: Run) -> None:
     """Floats and integers are added in float64, and so are losses."""
-    loss = loss_fn(params(), batch(1))[0]
     for metrics in ranks(metrics_of_two_dtypes, range(4)):
         assert_same(metrics.num_tokens, torch.tensor(2**52 + 6).double())
-        assert_same(metrics.loss, loss)
+        assert_same(metrics.loss, loss_fn(params(), batch(1))[0])
 
 
 def metrics_in(axis: ps.Axis, rank: int, accum_dtype: torch.dtype) -> Any:
