@@ -159,14 +159,6 @@ FAULTS = {
 }  # fmt: skip
 
 
-class Aftermath(NamedTuple):
-    """What a rank is left with after a fault: the error, and that it can go on."""
-
-    axis: str
-    error: BaseException | None
-    next_step: Any
-
-
 def caught(program: Callable[[], Any]) -> BaseException | None:
     """The error that a program raises."""
     try:
@@ -176,8 +168,8 @@ def caught(program: Callable[[], Any]) -> BaseException | None:
     return None
 
 
-def faulty_step(axis: ps.Axis, rank: int, name: str, how: Arguments) -> Aftermath:
-    """A step in which some ranks go wrong, which changes no state, and then a sound one."""
+def faulty_step(axis: ps.Axis, rank: int, name: str, how: Arguments) -> Any:
+    """The axis's name, the error of a step that changes no state, and a sound step after it."""
     arguments, fault = {**sound(rank), **how}, FAULTS[name]
     if rank in fault.ranks:
         arguments |= fault.change(arguments)
@@ -185,13 +177,13 @@ def faulty_step(axis: ps.Axis, rank: int, name: str, how: Arguments) -> Aftermat
     before = tree.map(torch.clone, leaves)
     error = caught(partial(step, axis, arguments))
     assert_same(leaves, before)
-    return Aftermath(repr(axis), error, step(axis, {**sound(rank), **how}))
+    return repr(axis), error, step(axis, {**sound(rank), **how})
 
 
-def check_fault(name: str, aftermaths: Sequence[Aftermath]) -> None:
+def check_fault(name: str, results: Sequence[Any]) -> None:
     """Every rank has raised the error of the table, and goes on with a sound step."""
     fault, expected = FAULTS[name], alone()
-    for rank, (axis, error, next_step) in enumerate(aftermaths):
+    for rank, (axis, error, next_step) in enumerate(results):
         kind, text = fault.own if rank in fault.ranks else fault.others
         assert type(error) is kind
         assert text in str(error)
@@ -200,7 +192,7 @@ def check_fault(name: str, aftermaths: Sequence[Aftermath]) -> None:
             assert str(error).startswith(f"{ranks} of {axis} failed")
         elif "disagree" in text:
             assert str(error).startswith(f"the ranks of {axis} disagree")
-            assert str(error) == str(aftermaths[0].error)
+            assert str(error) == str(results[0][1])
         assert_same(next_step, expected)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import gc
 import re
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -80,33 +80,25 @@ def test_a_rank_that_fails_where_its_loss_gathers() -> None:
     assert "rank 1 has returned" in errors[2]
 
 
-def gathers(axis: Any, what: str) -> Callable[..., Tensor]:
-    """A loss of two layers, of which rank 1 does something else when its microbatch says so."""
-
-    def loss_fn(params: Any, batch: dict[str, Tensor]) -> Tensor:
-        other = axis.rank == 1 and bool(batch["other"])
-        first, second = reversed(params) if other and what == "swapped" else params
-        if other and what == "skipped":
-            return batch["x"].sum(-1) * ps.unshard(first).sum()
-        x = batch["x"] @ ps.unshard(first)
-        w = ps.unshard(second)
-        return x.sum(-1) + w.detach().sum() if other and what == "unused" else (x @ w).sum(-1)
-
-    return loss_fn
-
-
 def steps_that_gather(axis: Any, rank: int, what: str, when: int) -> str:
-    """Two updates, and the error of the one in which ranks differ."""
-    params = ps.shard(network(2), axis)
-    step = ps.make_update_step(
-        gathers(axis, what), SGD, weight_fn=lambda m: ones(m["x"]), axis=axis, gather="loss"
-    )
-    for update in range(2):
-        batch = {"x": rows(2), "other": torch.tensor(update == when)}
-        try:
-            params, _, _ = step(params, SGD.init(params), [batch] * 2)
-        except ValueError as error:
-            return f"{update}: {error}"
+    """Two updates, in one of which rank 1 does something else, and the error of that one."""
+    update, params = 0, ps.shard(network(2), axis)
+
+    def loss_fn(params: Any, x: Tensor) -> Tensor:
+        other = what if rank == 1 and update == when else ""
+        first, second = reversed(params) if other == "swapped" else params
+        if other == "skipped":
+            return x.sum(-1) * ps.unshard(first).sum()
+        x = x @ ps.unshard(first)
+        w = ps.unshard(second)
+        return x.sum(-1) + w.detach().sum() if other == "unused" else (x @ w).sum(-1)
+
+    step = ps.make_update_step(loss_fn, SGD, weight_fn=ones, axis=axis, gather="loss")
+    try:
+        for update in range(2):  # noqa: B007
+            params, _, _ = step(params, SGD.init(params), [rows(2)] * 2)
+    except ValueError as error:
+        return f"{update}: {error}"
     return ""
 
 
