@@ -77,14 +77,9 @@ def sound(rank: int) -> Arguments:
 def step(axis: ps.Axis, arguments: Arguments) -> Any:
     """One step with these arguments; with ``gather``, of the state in pieces."""
     settings = dict(arguments)
-    theta, opt_state, group = [
-        settings.pop(name) for name in ("params", "opt_state", "microbatches")
-    ]
-    update_step = ps.make_update_step(**settings, axis=axis)
-    if "gather" not in settings:
-        return update_step(theta, opt_state, group)
-    theta, opt_state = ps.shard((theta, opt_state), axis)
-    *new, metrics = update_step(theta, opt_state, group)
+    state, group = (settings.pop("params"), settings.pop("opt_state")), settings.pop("microbatches")
+    state = ps.shard(state, axis) if "gather" in settings else state
+    *new, metrics = ps.make_update_step(**settings, axis=axis)(*state, group)
     return *ps.unshard(tuple(new)), metrics
 
 
