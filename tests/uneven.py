@@ -77,9 +77,11 @@ def sound(rank: int) -> Arguments:
 def step(axis: ps.Axis, arguments: Arguments) -> Any:
     """One step with these arguments; with ``gather``, of the state in pieces."""
     settings = dict(arguments)
-    state, group = (settings.pop("params"), settings.pop("opt_state")), settings.pop("microbatches")
-    state = ps.shard(state, axis) if "gather" in settings else state
-    *new, metrics = ps.make_update_step(**settings, axis=axis)(*state, group)
+    theta, opt_state, group = map(settings.pop, ("params", "opt_state", "microbatches"))
+    if "gather" in settings:
+        theta, opt_state = ps.shard((theta, opt_state), axis)
+    update_step = ps.make_update_step(**settings, axis=axis)
+    *new, metrics = update_step(theta, opt_state, group)
     return *ps.unshard(tuple(new)), metrics
 
 
