@@ -33,6 +33,8 @@ settings.register_profile("explore", deadline=None, max_examples=500)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 
 Batch = dict[str, Tensor]
+Groups = list[list[Batch]]
+"""The microbatches of each rank."""
 
 
 def matrices(params: Any) -> Any:
@@ -219,14 +221,14 @@ def shares(draw: st.DrawFn, rows: int) -> list[Cut]:
 @st.composite
 def groups_of(
     draw: st.DrawFn, case: Case, *, ranks: int = 4, shuffled: bool = True, padded: bool = True
-) -> list[list[Batch]]:
+) -> Groups:
     """The microbatches of each rank: any cut of the case, in any order, and padded anywhere.
 
     Some of them are empty, some ranks have none, and those of one token may be scalars.
     """
     order = draw(st.permutations(range(case.rows))) if shuffled else range(case.rows)
     scalars, kept = draw(st.booleans()), draw(st.booleans())
-    groups: list[list[Batch]] = []
+    groups: Groups = []
     for own in draw(testing.ranks(order, ranks)):
         groups.append([])
         for part in draw(cuts(len(own))):
@@ -302,11 +304,32 @@ def hows(
     return How(axis, spread, draw(st.sampled_from([8, 40, 1 << 20])), settings)
 
 
+Drawn = tuple[Case, How, Groups]
+
+
+@st.composite
+def steps(
+    draw: st.DrawFn,
+    /,
+    *,
+    dtypes: Sequence[torch.dtype] = DTYPES,
+    fractional: bool = True,
+    ranks: int = 4,
+    shuffled: bool = True,
+    padded: bool = True,
+    **how: Any,
+) -> Drawn:
+    """A case, how a step of it is taken, and the microbatches of each rank."""
+    case = draw(cases(dtypes=dtypes, fractional=fractional))
+    groups = draw(groups_of(case, ranks=ranks, shuffled=shuffled, padded=padded))
+    return case, draw(hows(**how)), groups
+
+
 def step_of(
     system: Any,
     how: How,
     state: Any,
-    groups: list[list[Batch]],
+    groups: Groups,
     loss_fn: Callable[..., Any],
     optimizer: ps.optim.Optimizer,
     weight_fn: Any = weights_of,
@@ -359,7 +382,7 @@ def check_step(
     system: Any,
     how: How,
     case: Case,
-    groups: list[list[Batch]],
+    groups: Groups,
     loss_fn: Callable[..., Any] | None = None,
     plain: Callable[..., Any] | None = None,
 ) -> Any:

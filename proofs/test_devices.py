@@ -31,7 +31,7 @@ NOT_LAZY = {"checkpointed", "rematerialised", "sparse", "experts"}
 PROGRAMS = replace(
     t01.programs,
     cases=t01.programs.cases.filter(
-        lambda drawn: drawn[1].axis == "one" and drawn[2] not in NOT_LAZY
+        lambda drawn: drawn[0][1].axis == "one" and drawn[1] not in NOT_LAZY
     ),
 )
 

@@ -8,42 +8,20 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from hypothesis import strategies as st
 
 import purestep as ps
-from proofs.strategies import (
-    DTYPES,
-    Batch,
-    Case,
-    How,
-    assert_same,
-    cases,
-    check_step,
-    groups_of,
-    hows,
-    step_of,
-    weights_of,
-)
+from proofs.strategies import Batch, Drawn, assert_same, check_step, step_of, steps, weights_of
 from proofs.theorem import System, theorem
 
-Drawn = tuple[Case, How, list[list[Batch]]]
 
-
-@st.composite
-def padding_cases(draw: st.DrawFn) -> Drawn:
-    """A case, and its group with ignored columns, rows and microbatches on any of the ranks."""
-    case = draw(cases(dtypes=DTYPES))
-    return case, draw(hows()), draw(groups_of(case))
-
-
-@theorem("T4", padding_cases())
+@theorem("T4", steps())
 def padding_invariance(system: System, drawn: Drawn) -> None:
     """State and metrics with padding are those without, to the bit."""
     case, how, groups = drawn
     check_step(system, how, case, groups)
 
 
-@theorem("T4", padding_cases())
+@theorem("T4", steps())
 def counts_of_tokens(system: System, drawn: Drawn) -> None:
     """So are an aux that looks at the tokens that count, and evaluation."""
     case, how, groups = drawn
@@ -63,7 +41,7 @@ def counts_of_tokens(system: System, drawn: Drawn) -> None:
     assert_same(held, expected, "evaluation")
 
 
-@theorem("T4", padding_cases())
+@theorem("T4", steps())
 def nan_at_weight_zero(system: System, drawn: Drawn) -> None:
     """A loss that is NaN where nothing counts changes neither the loss nor the gradients."""
     case, how, groups = drawn

@@ -7,32 +7,14 @@ from typing import Any
 import torch
 from hypothesis import strategies as st
 
-from proofs.strategies import (
-    DTYPES,
-    Batch,
-    Case,
-    How,
-    assert_same,
-    cases,
-    check_step,
-    groups_of,
-    hows,
-    step_of,
-    weights_of,
-)
+from proofs.strategies import Batch, Drawn, assert_same, check_step, step_of, steps, weights_of
 from proofs.theorem import System, theorem
 
-Drawn = tuple[Case, How, list[list[Batch]]]
+# Integer weights.
+CASES = steps(fractional=False)
 
 
-@st.composite
-def weight_cases(draw: st.DrawFn) -> Drawn:
-    """Integer weights, and a group with them."""
-    case = draw(cases(fractional=False, dtypes=DTYPES))
-    return case, draw(hows()), draw(groups_of(case))
-
-
-@theorem("T5", st.tuples(weight_cases(), st.integers(-12, 6)))
+@theorem("T5", st.tuples(CASES, st.integers(-12, 6)))
 def scale_invariance(system: System, drawn: tuple[Drawn, int]) -> None:
     """c·w for w: the same state and loss, to the bit, also where they sum to less than 1."""
     (case, how, groups), power = drawn
@@ -49,7 +31,7 @@ def scale_invariance(system: System, drawn: tuple[Drawn, int]) -> None:
     assert scaled.num_tokens == scale * metrics.num_tokens
 
 
-@theorem("T5", weight_cases())
+@theorem("T5", CASES)
 def repetition(system: System, drawn: Drawn) -> None:
     """Weight k, and the token k times at weight 1: the same state and metrics, to the bit."""
     case, how, groups = drawn
@@ -66,12 +48,10 @@ def repetition(system: System, drawn: Drawn) -> None:
     assert_same(actual[2].num_tokens, expected[2].num_tokens, "num_tokens")
 
 
-@theorem("T5", weight_cases())
+@theorem("T5", steps(fractional=False, axes=["one"]))
 def counted_once(system: System, drawn: Drawn) -> None:
     """Weights that are drawn when they are asked for: those that are counted multiply."""
     case, how, groups = drawn
-    how = how._replace(axis="one", pieces=False)
-    how.settings.pop("gather", None)
     state = case.params, case.opt_state
     asked: list[int] = []
     buffers: dict[Any, Any] = {}

@@ -8,56 +8,50 @@ import torch
 from hypothesis import strategies as st
 
 import purestep as ps
-from proofs.strategies import (
-    DTYPES,
-    Batch,
-    Case,
-    assert_same,
-    cases,
-    groups_of,
-    outcome,
-    settings_of_steps,
-    weights_of,
-)
+from proofs.strategies import Batch, Case, Drawn, assert_same, cases, outcome, steps, weights_of
 from proofs.test_t06_purity import storages
 from proofs.theorem import System, theorem
 from purestep import tree
 
+KINDS = ["as it is", "without update_", "with a plain update_", "handing on"]
+SECOND: list[Any] = [
+    lambda part: part,
+    lambda part: {**part, "w": torch.zeros_like(part["w"])},
+    lambda part: {**part, "y": part["y"] * float("inf")},
+]
+DonationCase = tuple[Drawn, str, Any]
 
-@st.composite
-def donation_cases(draw: st.DrawFn) -> tuple[Case, list[Batch], dict[str, Any], int]:
-    """A case, a cut, settings, and which kind of group comes second."""
-    case = draw(cases(dtypes=DTYPES))
-    (group,) = draw(groups_of(case, ranks=1))
-    return case, group, draw(settings_of_steps()), draw(st.integers(0, 2))
 
-
-@theorem("T13", donation_cases())
-def donation(system: System, drawn: tuple[Case, list[Batch], dict[str, Any], int]) -> None:
+@theorem(
+    "T13",
+    st.tuples(steps(ranks=1, axes=["one"]), st.sampled_from(KINDS), st.sampled_from(SECOND)),
+)
+def donation(system: System, drawn: DonationCase) -> None:
     """Three steps, one of them perhaps without tokens or not finite: the same state and metrics."""
-    case, group, settings, kind = drawn
-    second = [
-        group,
-        [{**part, "w": torch.zeros_like(part["w"])} for part in group],
-        [{**part, "y": part["y"] * float("inf")} for part in group],
-    ][kind]
-    plain = case.optimizer._replace(update_=None)
-    for optimizer in (case.optimizer, plain, with_plain_update_(case), handing_on(case)):
-        results = []
-        for donate in (False, True):
-            step = system.make_update_step(
-                case.loss_fn, optimizer, weight_fn=weights_of, **{**settings, "donate": donate}
-            )
-            opt_state = optimizer.init(case.params)
-            state = tree.map(torch.clone, (case.params, opt_state))
-            given = storages(state)
-            reported = []
-            for one in (group, second, group):
-                *state, metrics = step(*state, one)
-                reported.append(metrics)
-            assert (storages(state) == given) is donate, "the buffers do not hold the new state"
-            results.append(tree.map(torch.nan_to_num, (tuple(state), reported)))
-        assert_same(results[1], results[0])
+    (case, how, (group,)), kind, change = drawn
+    optimizer = optimizer_of(case, kind)
+    results = []
+    for donate in (False, True):
+        settings = {**how.settings, "donate": donate}
+        step = system.make_update_step(case.loss_fn, optimizer, weight_fn=weights_of, **settings)
+        state = tree.map(torch.clone, (case.params, optimizer.init(case.params)))
+        given = storages(state)
+        reported = []
+        for one in (group, [change(part) for part in group], group):
+            *state, metrics = step(*state, one)
+            reported.append(metrics)
+        assert (storages(state) == given) is donate, "the buffers do not hold the new state"
+        results.append(tree.map(torch.nan_to_num, (tuple(state), reported)))
+    assert_same(results[1], results[0])
+
+
+def optimizer_of(case: Case, kind: str) -> ps.optim.Optimizer:
+    """The case's optimizer, with another way to update in place, or one of other people's."""
+    if kind == "without update_":
+        return case.optimizer._replace(update_=None)
+    if kind == "with a plain update_":
+        return with_plain_update_(case)
+    return handing_on(case) if kind == "handing on" else case.optimizer
 
 
 def with_plain_update_(case: Case) -> ps.optim.Optimizer:

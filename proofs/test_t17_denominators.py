@@ -14,27 +14,24 @@ from hypothesis import strategies as st
 import purestep as ps
 from proofs import models
 from proofs.strategies import (
-    DTYPES,
     RECIPES,
     WEIGHTS,
     Batch,
     Case,
-    How,
+    Drawn,
     assert_same,
-    cases,
     groups_of,
     hows,
     integer_batch,
     some_opt_state,
     step_of,
+    steps,
     weights_of,
 )
 from proofs.theorem import System, theorem
 from purestep import tree
 from purestep.testing.bounds import gamma
 from purestep.testing.specification import spec
-
-Drawn = tuple[Case, How, list[list[Batch]]]
 
 
 def ways_of(case: Case) -> list[tuple[Any, Any, str]]:
@@ -47,14 +44,7 @@ def ways_of(case: Case) -> list[tuple[Any, Any, str]]:
     return [*plain, (weighing, None, "grads")]
 
 
-@st.composite
-def any_group(draw: st.DrawFn) -> Drawn:
-    """A group on ranks, and how the step is taken."""
-    case = draw(cases(dtypes=DTYPES))
-    return case, draw(hows()), draw(groups_of(case))
-
-
-@theorem("T17", any_group())
+@theorem("T17", steps())
 def denominators(system: System, drawn: Drawn) -> None:
     """Seeded, divided afterwards, or weighed by the loss: the same state and metrics."""
     case, how, groups = drawn

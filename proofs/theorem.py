@@ -17,38 +17,23 @@ from purestep.testing.law import Law
 class System:
     """What a theorem is about: purestep, as it is or watched on a device."""
 
-    make_update_step: Callable[..., Any]
-    make_eval_step: Callable[..., Any]
-    group: Callable[..., Any]
-    pack: Callable[..., Any]
-    balance: Callable[..., Any]
-    prefetch: Callable[..., Any]
-    context_parallel_step: Callable[..., Any]
-    tensor_parallel_step: Callable[..., Any]
-    shard: Callable[..., Any]
-    unshard: Callable[..., Any]
-    from_module: Callable[..., Any]
-    random: Any
-    tree: Any
-    optim: Any
+    make_update_step: Callable[..., Any] = ps.make_update_step
+    make_eval_step: Callable[..., Any] = ps.make_eval_step
+    group: Callable[..., Any] = ps.group
+    pack: Callable[..., Any] = ps.pack
+    balance: Callable[..., Any] = ps.balance
+    prefetch: Callable[..., Any] = ps.prefetch
+    context_parallel_step: Callable[..., Any] = parallel.context_parallel_step
+    tensor_parallel_step: Callable[..., Any] = parallel.tensor_parallel_step
+    shard: Callable[..., Any] = ps.shard
+    unshard: Callable[..., Any] = ps.unshard
+    from_module: Callable[..., Any] = ps.from_module
+    random: Any = ps.random
+    tree: Any = ps.tree
+    optim: Any = ps.optim
 
 
-PURESTEP = System(
-    ps.make_update_step,
-    ps.make_eval_step,
-    ps.group,
-    ps.pack,
-    ps.balance,
-    ps.prefetch,
-    parallel.context_parallel_step,
-    parallel.tensor_parallel_step,
-    ps.shard,
-    ps.unshard,
-    ps.from_module,
-    ps.random,
-    ps.tree,
-    ps.optim,
-)
+PURESTEP = System()
 
 
 class Theorem(Law[System]):
