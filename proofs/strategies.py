@@ -400,6 +400,7 @@ def check_step(
     *actual, metrics = step_of(system, how, state, groups, loss_fn, case.optimizer)
     assert_same(tuple(actual), expected)
     assert metrics.loss == loss, f"loss: {metrics.loss} is not {loss}"
+    assert metrics.loss.dtype == tree.accumulation_dtype(case.batch["x"].dtype)
     assert metrics.num_tokens == case.batch["w"].sum()
     held = sum(bool(part["w"].any()) for group in groups for part in group)
     assert metrics.num_microbatches == held

@@ -7,8 +7,10 @@ from typing import Any
 import torch
 from hypothesis import strategies as st
 
-from proofs.strategies import Batch, Drawn, assert_same, check_step, step_of, steps, weights_of
+import purestep as ps
+from proofs.strategies import Batch, Drawn, assert_same, check_step, step_of, steps
 from proofs.theorem import System, theorem
+from purestep import tree
 
 # Integer weights.
 CASES = steps(fractional=False)
@@ -50,23 +52,38 @@ def repetition(system: System, drawn: Drawn) -> None:
 
 @theorem("T5", steps(fractional=False, axes=["one"]))
 def counted_once(system: System, drawn: Drawn) -> None:
-    """Weights that are drawn when they are asked for: those that are counted multiply."""
+    """Weights that are drawn when they are asked for: those that are counted multiply.
+
+    The loss, which may write to them then, runs once for each microbatch, too.
+    """
     case, how, groups = drawn
-    state = case.params, case.opt_state
-    asked: list[int] = []
+    asked: list[str] = []
     buffers: dict[Any, Any] = {}
     number = sum(map(len, groups))
 
     def weight_fn(batch: Batch) -> Any:
-        asked.append(1)
+        asked.append("weights")
         # One buffer for each shape, as programs have it that avoid allocations.
         buffer = buffers.setdefault(batch["w"].shape, torch.empty_like(batch["w"]))
-        return buffer.copy_(batch["w"] + 1 if len(asked) > number else batch["w"])
+        return buffer.copy_(batch["w"] + 1 if asked.count("weights") > number else batch["w"])
 
-    expected = step_of(system, how, state, groups, case.loss_fn, case.optimizer, weights_of)
-    actual = step_of(system, how, state, groups, case.loss_fn, case.optimizer, weight_fn)
+    def loss_fn(params: Any, batch: Batch) -> torch.Tensor:
+        asked.append("losses")
+        losses = case.loss_fn(params, batch)
+        if how.settings["grad_and_value"] is ps.grad_and_value:  # torch.func lets nobody write.
+            batch["w"].zero_()
+        return losses
+
+    step = (system, how, (case.params, case.opt_state))
+    expected = step_of(*step, groups, case.loss_fn, case.optimizer)
+    own = tree.map(torch.clone, groups)
+    actual = step_of(*step, own, loss_fn, case.optimizer, weight_fn)
     assert_same(actual, expected)
-    assert len(asked) == number, "weight_fn was asked more than once for a microbatch"
+    assert sorted(asked) == ["losses"] * number + ["weights"] * number, "more than once"
+    asked.clear()
+    parts = [part for group in groups for part in group]
+    system.make_eval_step(case.loss_fn, weight_fn=weight_fn)(case.params, parts)
+    assert len(asked) == number, "more than once in evaluation"
 
 
 test_scale_invariance = scale_invariance.test()

@@ -84,21 +84,6 @@ def test_loss_terms_that_are_refused(terms: Any, error: Any, message: str) -> No
         )
 
 
-@pytest.mark.parametrize("normalize", ["loss", "grads"])
-def test_the_function_that_is_differentiated_runs_once_per_microbatch(normalize: Any) -> None:
-    """No forward pass is spent on counting."""
-    calls = []
-
-    def loss_fn(w: Tensor, m: Tensor) -> Tensor:
-        calls.append(m)
-        return w * m
-
-    sgd = ps.optim.sgd(0.1)
-    step = ps.make_update_step(loss_fn, sgd, weight_fn=torch.ones_like, normalize=normalize)
-    step(ONE, sgd.init(ONE), [torch.ones(2)] * 3)
-    assert len(calls) == 3
-
-
 @pytest.mark.parametrize("way", ["own", "vmap", "grad"])
 def test_a_loss_that_does_not_reach_params(way: str) -> None:
     """Refused where the group has tokens; single leaves and microbatches need not be reached."""
@@ -174,21 +159,6 @@ def test_half_precision_is_summed_wide_under_vmap() -> None:
     grads = torch.vmap(run)(torch.ones(2, 1, dtype=torch.bfloat16))
     assert grads.dtype == torch.float32
     assert grads.flatten().tolist() == [258, 258]
-
-
-@pytest.mark.parametrize("normalize", ["loss", "grads"])
-def test_a_loss_that_writes_to_its_mask(normalize: Any) -> None:
-    """What was counted multiplies, whatever becomes of the microbatch."""
-
-    def loss_fn(w: Tensor, m: dict[str, Tensor]) -> Tensor:
-        m["mask"][0] = 0
-        return w * m["x"]
-
-    sgd = ps.optim.sgd(0.5)
-    step = ps.make_update_step(loss_fn, sgd, weight_fn=lambda m: m["mask"], normalize=normalize)
-    new, _, metrics = step(ONE, sgd.init(ONE), [{"x": torch.ones(2), "mask": torch.ones(2)}])
-    assert metrics.num_tokens == 2
-    assert new == 0.5
 
 
 def test_a_term_of_a_microbatch_without_tokens_may_be_anything() -> None:

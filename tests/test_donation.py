@@ -12,17 +12,6 @@ from purestep import tree
 from tests.line import MICROBATCH, PARAMS, SGD, loss_fn, weight_fn
 
 
-def test_donation_is_ignored_where_autograd_records() -> None:
-    """A tape still needs the old values."""
-    rate = torch.tensor(0.1, requires_grad=True)
-    step = ps.make_update_step(loss_fn, ps.optim.sgd(rate), weight_fn=weight_fn, donate=True)
-    params = {"w": torch.tensor(1.0, requires_grad=True)}
-    new, _, _ = step(params, SGD.init(params), [MICROBATCH])
-    new["w"].backward()
-    assert params["w"] == 1
-    assert rate.grad == 8
-
-
 def test_outputs_are_no_views_of_inputs() -> None:
     """What a loss hands out as aux may be a parameter; the metrics hold a copy."""
     step = ps.make_update_step(

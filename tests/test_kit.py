@@ -5,6 +5,7 @@ That it accepts right trainers and finds the bugs that happened is in proofs/tes
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 import subprocess
@@ -134,47 +135,30 @@ def test_programs_in_processes_are_judged(update: Any, finding: str) -> None:
     assert purity == "holds"
 
 
-class Broken(PlainLoop):
-    """Does something beside the update."""
-
-    what = ""
-    calls = 0
-
-    def update(self, group: Sequence[Sequence[Batch]]) -> None:
-        with torch.enable_grad():
-            super().update(group)
-        if self.what == "torch's global generator":
-            torch.rand(1)
-        if self.what == "Python's global generator":
-            random.random()
-        if self.what == "whether gradients are recorded":
-            torch.set_grad_enabled(False)
-        if self.what == "the default dtype":
-            torch.set_default_dtype(torch.float64)
-        if self.what == "the microbatch's y":
-            group[0][0]["y"] += 1
-        if self.what == "different bits":
-            self.calls += 1
-            self.models[0].weight.data *= 1 + 2**-52 * (self.calls % 3)
+CALLS = itertools.count()
+BESIDE: dict[str, Any] = {
+    "torch's global generator": lambda trainer, group: torch.rand(1),
+    "Python's global generator": lambda trainer, group: random.random(),
+    "whether gradients are recorded": lambda trainer, group: torch.set_grad_enabled(False),
+    "the default dtype": lambda trainer, group: torch.set_default_dtype(torch.float64),
+    "the microbatch's y": lambda trainer, group: group[0][0]["y"].add_(1),
+    "different bits": lambda trainer, group: trainer.models[0].weight.data.mul_(
+        1 + 2**-52 * (next(CALLS) % 3)
+    ),
+}
 
 
-@pytest.mark.parametrize(
-    "what",
-    [
-        "torch's global generator",
-        "Python's global generator",
-        "whether gradients are recorded",
-        "the default dtype",
-        "the microbatch's y",
-        "different bits",
-    ],
-)
+@pytest.mark.parametrize("what", BESIDE)
 def test_purity_sees(what: str) -> None:
-    trainer = Broken()
-    trainer.what = what
+    class Broken(PlainLoop):
+        def update(self, group: Sequence[Sequence[Batch]]) -> None:
+            with torch.enable_grad():
+                super().update(group)
+            BESIDE[what](self, group)
+
     state, kept = random.getstate(), torch.get_rng_state()
     try:
-        (found,) = judged(trainer, "T6")
+        (found,) = judged(Broken(), "T6")
     finally:
         torch.set_grad_enabled(True)
         torch.set_default_dtype(torch.float32)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor
@@ -33,30 +31,6 @@ def test_metrics() -> None:
     assert all(isinstance(leaf, Tensor) for leaf in tree.leaves_of(metrics))
 
 
-@pytest.mark.parametrize("donate", [False, True])
-@pytest.mark.parametrize("normalize", ["loss", "grads"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_state_keeps_its_dtypes(dtype: torch.dtype, normalize: Any, donate: bool) -> None:
-    """Params too, whatever gradients are summed in; a loss is no narrower than float32."""
-    optimizer = ps.optim.adamw(0.1)
-    for accum_dtype in (None, torch.float64):
-        step = ps.make_update_step(
-            lambda p, m: (m @ p["w"]).sum(-1),
-            optimizer,
-            weight_fn=lambda m: m[:, 0] > 0,
-            normalize=normalize,
-            donate=donate,
-            accum_dtype=accum_dtype,
-        )
-        params = {"w": torch.ones(2, 2, dtype=dtype)}
-        new, state, metrics = step(params, optimizer.init(params), [torch.ones(3, 2, dtype=dtype)])
-        assert new["w"].dtype == dtype
-        assert {leaf.dtype for leaf in tree.leaves_of(state)} == {torch.int64, torch.float32}
-        assert metrics.loss.dtype == torch.float32
-        assert metrics.grad_norm.dtype == (accum_dtype or torch.float32)
-        assert metrics.loss == 4
-
-
 def test_flow_can_be_copied() -> None:
     """The public parts, called in order, are the step."""
     optimizer = ps.optim.adamw(0.1)
@@ -77,17 +51,6 @@ def test_weights_beyond_the_losses_dtype(scale: float) -> None:
     """Only their ratio to N matters, so it is what is rounded."""
     scaled = step_with(weight_fn=lambda m: torch.full_like(m["x"], scale, dtype=torch.float64))
     assert torch.equal(scaled[0]["w"], step_with()[0]["w"])
-
-
-def test_weights_are_asked_for_once_in_evaluation() -> None:
-    asked = []
-
-    def counting(microbatch: Any) -> Tensor:
-        asked.append(microbatch)
-        return weight_fn(microbatch)
-
-    ps.make_eval_step(loss_fn, weight_fn=counting)(PARAMS, [MICROBATCH] * 3)
-    assert len(asked) == 3
 
 
 def test_an_overflowing_count_is_not_applied_where_it_cannot_be_read() -> None:
