@@ -50,7 +50,7 @@ MUTANTS = [
     Mutant(44, "test_t02_ranks.separate_ranks",
         "flat buckets laid out in each rank's own memory order",
         "axis.buckets", ".view(total.shape)",
-        ".as_strided(total.shape, torch.empty_like(self._leaves[index]).stride())"),
+        ".as_strided(total.shape, torch.empty_like(total).stride())"),
     Mutant(45, "test_t17_denominators.any_denominator",
         "lr / N in the default dtype, hidden by N being a power of two",
         "objective", "shares = exact / divisors.num_tokens",

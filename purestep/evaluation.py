@@ -11,7 +11,6 @@ from purestep.axis import Axis, Gather, LocalAxis
 from purestep.modes import ReverseModes
 from purestep.objective import divisors_of, part_of, value
 from purestep.reverse import Beside, Inputs, Sums as Gradients
-from purestep.step import is_new
 from purestep.types import EvalMetrics, LossFn, LossTerms, Microbatch, Params, Ready, WeightFn
 from purestep.weights import count, label_weights, weigh
 
@@ -42,7 +41,6 @@ def make_eval_step(
     checks.check_choice("gather", gather, Gather)
     where: Gather = "loss" if gather == "loss" else "step"
     settings = {"weight_fn": "given" if weight_fn else "None", "gather": where, "evaluation": "yes"}
-    checked: dict[int, list[tree.Structure]] = {}
 
     def eval_step(params: Params, microbatches: Sequence[Microbatch], /) -> EvalMetrics:
         with axis.session(where, settings) as ranks:
@@ -50,7 +48,7 @@ def make_eval_step(
             group = weigh(microbatches, weight_fn)
             total = ranks.agree(count(group), params, (), len(microbatches))
             known = total if weight_fn else None
-            wholes = ranks.whole(params, new=is_new(checked, ranks.rank, params))
+            wholes = ranks.whole(params)
             modes = forward(lambda microbatch: loss_fn(wholes, microbatch))
             sums = accumulate(loss_fn, (), group, weight_fn=None, total=known, modes=modes)
             if not group.microbatches:

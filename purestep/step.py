@@ -117,13 +117,13 @@ def make_update_step(
                 group = joined(group, ranks.rounds(len(microbatches)))
             sums = accumulate(
                 loss_fn,
-                ranks.whole(params, new=new, traced=compile is not False),
+                ranks.whole(params),
                 group,
                 weight_fn=weight_fn,
                 total=total if normalize == "loss" else None,
                 accum_dtype=accum_dtype,
                 ready=ready,
-                modes=per_microbatch(modes, ranks) if gather == "microbatch" else modes,
+                modes=per_microbatch(modes) if gather == "microbatch" else modes,
                 check=new,
             )
             sums = ranks.sum(sums, params)

@@ -6,7 +6,6 @@ Losses that gather differently, figures of memory, and what other people's losse
 from __future__ import annotations
 
 import gc
-import re
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -16,7 +15,6 @@ import torch
 from torch import Tensor
 
 import purestep as ps
-from proofs.ranks import Run
 from proofs.strategies import assert_same
 from purestep import tree
 from purestep.axis import Gather
@@ -80,60 +78,37 @@ def test_a_rank_that_fails_where_its_loss_gathers() -> None:
     assert "rank 1 has returned" in errors[2]
 
 
-def steps_that_gather(axis: Any, rank: int, what: str, when: int) -> str:
-    """Two updates, in one of which rank 1 does something else, and the error of that one."""
-    update, params = 0, ps.shard(network(2), axis)
+@pytest.mark.parametrize("what", ["skipped", "unused"])
+def test_a_rank_that_gathers_less_than_the_others_is_an_error(what: str) -> None:
+    """No rank updates anything: its next collective is not that of the others."""
+    axis = ThreadAxis(3)
 
     def loss_fn(params: Any, x: Tensor) -> Tensor:
-        other = what if rank == 1 and update == when else ""
-        first, second = reversed(params) if other == "swapped" else params
-        if other == "skipped":
+        other, (first, second) = axis.rank == 1, params
+        if other and what == "skipped":
             return x.sum(-1) * ps.unshard(first).sum()
-        x = x @ ps.unshard(first)
-        w = ps.unshard(second)
-        return x.sum(-1) + w.detach().sum() if other == "unused" else (x @ w).sum(-1)
+        x, w = x @ ps.unshard(first), ps.unshard(second)
+        return x.sum(-1) + w.detach().sum() if other else (x @ w).sum(-1)
 
-    step = ps.make_update_step(loss_fn, SGD, weight_fn=ones, axis=axis, gather="loss")
-    try:
-        for update in range(2):  # noqa: B007
-            params, _, _ = step(params, SGD.init(params), [rows(2)] * 2)
-    except ValueError as error:
-        return f"{update}: {error}"
-    return ""
+    def program(rank: int) -> None:
+        params = ps.shard(network(2), axis)
+        with pytest.raises(ps.RankError, match="these ranks cannot meet"):
+            step_on(axis, loss_fn, params, [rows(2)], gather="loss")
+
+    axis.map(program)(range(3))
 
 
-FIRST = r"0: the ranks of .* disagree on what they gather next, or scatter \(add 0 \* w.sum\(\).*"
-LAST = r"1: the ranks of .* disagree on the order in which their losses gather params.*"
+def test_pieces_that_fit_on_one_rank_alone() -> None:
+    """Those of ``tensor_split``: the others refuse theirs, and it does not wait."""
+    axis = ThreadAxis(4)
 
+    def unsharded(rank: int) -> None:
+        piece = torch.tensor_split(torch.arange(9.0), 4)[rank].clone()
+        kind, text = (ValueError, "has shape") if rank else (ps.RankError, "cannot meet")
+        with pytest.raises(kind, match=text):
+            ps.unshard(ps.Shard(piece, axis, (9,)))
 
-@pytest.mark.parametrize(
-    ("what", "when", "message"),
-    [
-        ("unused", 0, FIRST + r"0, 2, 3 with 3. psum_scatter of params\[1\].piece against rank 1 "),
-        ("skipped", 0, FIRST + r"0, 2, 3 with 2. all_gather of params\[1\].piece against rank 1 "),
-        ("swapped", 0, FIRST + r"0, 2, 3 with 1. all_gather of params\[0\].piece against rank 1 "),
-        ("swapped", 1, LAST + r"0, 2, 3 with 1. .* against rank 1 with 1. all_gather of params\[1"),
-    ],
-)
-def test_ranks_that_gather_differently(ranks: Run, what: str, when: int, message: str) -> None:
-    """Named on all ranks: before it happens, in the first update; before the update, in others."""
-    for text in ranks(steps_that_gather, range(4), [what] * 4, [when] * 4):
-        assert re.match(message, text), text
-
-
-def unshard_what_does_not_fit(axis: Any, rank: int) -> str:
-    """Pieces of ``tensor_split``, of which one fits."""
-    piece = torch.tensor_split(torch.arange(9.0), 4)[rank].clone()
-    with pytest.raises(ValueError, match="disagree on what they gather next") as info:
-        ps.unshard(ps.Shard(piece, axis, (9,)))
-    return str(info.value)
-
-
-def test_pieces_that_fit_on_one_rank_alone(ranks: Run) -> None:
-    """It would wait for the others, which refuse theirs."""
-    for text in ranks(unshard_what_does_not_fit, range(4)):
-        assert re.search(r"rank 0 with torch.float32 of shape \(9,\).* against ranks 1, 2", text)
-        assert re.search(r"the piece of a Shard has shape \(2,\)", text)
+    axis.map(unsharded)(range(4))
 
 
 # Losses of other people

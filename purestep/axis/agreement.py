@@ -143,11 +143,9 @@ def hear(
     ``ask`` lets all ranks exchange texts, which a device cannot do while it is busy with
     collectives that do not match.
     """
-    *flags_and_words, total, _, _ = numbers
-    known = [*map(int, flags_and_words)]
+    known, total = [*map(int, numbers[:13])], numbers[13]
     words, squares = known[5:9], known[9:]
-    fields: list[Any] = [*known[:5], any(words)]
-    answer = Answer(*fields)
+    answer = Answer._make([*known[:5], any(words)])
     if answer.failed:
         texts = {r: text for r, text in enumerate(axis.gather_object(None)) if text} if ask else {}
         who = _ranks([*texts] or [answer.who]) if ask or answer.failed == 1 else "several ranks"
@@ -164,6 +162,12 @@ def hear(
             f"prints; rank {axis.rank} has {notes}"
         )
         raise ValueError(f"the ranks of {axis} disagree on {difference}")
+    if not ask and 0 < answer.floating < answer.holders:
+        raise ValueError(
+            f"the weights of {answer.floating} ranks of {axis} are floats, those of "
+            f"{answer.holders - answer.floating} are integers, and nothing was updated: return one "
+            "dtype from weight_fn on all ranks"
+        )
     check_total(total)
     if total > EXACT and not answer.floating:
         raise ValueError(

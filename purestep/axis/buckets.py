@@ -1,8 +1,8 @@
-"""Sums over ranks in buckets: leaves of one dtype that travel together, last first.
+"""Buckets: leaves of one dtype that travel between ranks together, last first.
 
 The backward pass finds the gradient of the last leaf first. Leaves lie in a bucket row by row,
-whatever their strides on any rank: in one row that all ranks sum, or, to be scattered, in a row for
-each rank, of which this rank keeps the sum of one.
+whatever their strides on any rank. All ranks sum one row, or gather a row of each; or they scatter
+a row for each rank, of which this rank keeps the sum of one.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
@@ -25,9 +25,6 @@ if TYPE_CHECKING:
 FIRST_BYTES = 2**20
 """The size of the first bucket, so that it leaves early."""
 
-BLOCKS = 8
-"""Whole leaves are scattered in about so many blocks at least, each freed when it has left."""
-
 
 @dataclass
 class _Bucket:
@@ -36,29 +33,30 @@ class _Bucket:
     dtype: torch.dtype
     device: torch.device
     over: Ranks | None
-    apart: Ranks | None = None
+    apart: Ranks | None
+    rows: int
     offsets: dict[int, int] = field(default_factory=dict)
-    size: int = 0
+    width: int = 0
     waiting: set[int] = field(default_factory=set)
     wait: Wait | None = None
 
     @cached_property
     def memory(self) -> Tensor:
-        """A row, or one for each rank, for all leaves; made when the first is there."""
-        rows = self.apart.size if self.apart else 1
-        return torch.empty((rows, self.size), dtype=self.dtype, device=self.device)
+        """The rows of all leaves, made when the first is there; backends take no empty ones."""
+        shape = self.rows, max(self.width, 1)
+        return torch.empty(shape, dtype=self.dtype, device=self.device)
 
 
 class Buckets:
-    """Sums of these leaves over ranks, which travel while a backward pass runs.
+    """Leaves that travel between ranks, while a backward pass runs: their sums, above all.
 
     ``ready(index, total)`` takes the final sum of a leaf, and lets the full buckets leave; ``fill``
-    takes all others. After ``wait`` the ``sums`` are those of all ranks, by position; of leaves
-    with a place in ``apart``, this rank's pieces. All ranks launch buckets in one order. Where the
-    loss itself runs collectives over an axis of theirs, no bucket leaves before ``launch``, since
-    ranks might mix them up.
+    takes all others. After ``wait`` the ``sums`` are those of all ranks, by position. All ranks
+    launch buckets in one order. Where the loss itself runs collectives over an axis of theirs, no
+    bucket leaves before ``launch``, since ranks might mix them up.
 
-    ``over`` has the leaves that are summed over an axis, after a scatter if they have one.
+    Leaves with a place in ``apart`` are scattered, or gathered if that is the ``law``. ``over`` has
+    the leaves that are summed over an axis, after a scatter if they have one.
     """
 
     def __init__(
@@ -68,26 +66,27 @@ class Buckets:
         dtypes: Sequence[torch.dtype],
         apart: Mapping[int, Place] | None = None,
         over: Mapping[int, Ranks] | None = None,
+        law: str = "psum_scatter",
+        first_bytes: float = FIRST_BYTES,
     ) -> None:
-        self._leaves, self._left, self._apart = leaves, 0, apart or {}
+        self._left, self._apart, self._law = 0, apart or {}, law
         self.sums: dict[int, Tensor] = {}
         self._of: dict[int, _Bucket] = {}
         self._buckets: list[_Bucket] = []
         latest: dict[object, _Bucket] = {}
-        whole = sum(math.prod(place.shape) for place in self._apart.values())
         for at, leaf in reversed([*leaves.items()]):
             place, beside = self._apart.get(at), axis if over is None else over.get(at)
-            kind = dtypes[at], leaf.device, beside, place and place.axis
-            bucket = latest.get(kind)
+            ranks = place.axis.size if place else 1
             width = width_of(place) if place else leaf.numel()
-            rows, itemsize = place.axis.size if place else 1, dtypes[at].itemsize
-            most = max(whole * itemsize // BLOCKS, FIRST_BYTES) if place else math.inf
-            most = min(axis.bucket_bytes, most if self._buckets[1:] else FIRST_BYTES)
-            if bucket is None or (bucket.size + width) * rows * itemsize > most:
+            rows = 1 if law == "all_gather" else ranks
+            kind = dtypes[at], leaf.device, beside, place and place.axis, rows
+            bucket = latest.get(kind)
+            most = min(axis.bucket_bytes, math.inf if self._buckets[1:] else first_bytes)
+            if bucket is None or (bucket.width + width) * ranks * dtypes[at].itemsize > most:
                 latest[kind] = bucket = _Bucket(*kind)
                 self._buckets.append(bucket)
-            self._of[at], bucket.offsets[at] = bucket, bucket.size
-            bucket.size += width
+            self._of[at], bucket.offsets[at] = bucket, bucket.width
+            bucket.width += width
             bucket.waiting.add(at)
         # The leaf with the lowest position is the last to be ready.
         self._buckets.sort(key=lambda bucket: -min(bucket.offsets))
@@ -128,21 +127,20 @@ class Buckets:
             self.begin()
         return taken
 
-    def _take(self, index: int, total: Tensor | None) -> Tensor:
-        bucket, leaf, place = self._of[index], self._leaves[index], self._apart.get(index)
+    def _take(self, index: int, total: Tensor) -> Tensor:
+        bucket, place = self._of[index], self._apart.get(index)
         bucket.waiting.discard(index)
         start = bucket.offsets[index]
         if place is None:
-            assert total is not None
-            view = bucket.memory[0, start : start + leaf.numel()].view(total.shape)
+            view = bucket.memory[0, start : start + total.numel()].view(total.shape)
             self.sums[index] = view.copy_(total.to_dense() if total.is_sparse else total)
             return view
         rows = bucket.memory[:, start : start + width_of(place)]
-        rows.copy_(rows_of(total, place, place.axis.size)) if total is not None else rows.zero_()
-        return rows.new_zeros(()).expand(place.shape)
+        rows.copy_(rows_of(total, place, bucket.rows))
+        return rows.new_zeros(()).expand(total.shape)
 
-    def fill(self, sums: Sequence[Tensor | None]) -> None:
-        """Takes all sums that are not there yet; None is a scattered leaf's zero."""
+    def fill(self, sums: Sequence[Tensor]) -> None:
+        """Takes all sums that are not there yet."""
         for index, bucket in self._of.items():
             if index in bucket.waiting:
                 self._take(index, sums[index])
@@ -154,45 +152,43 @@ class Buckets:
 
     def _launch(self) -> None:
         bucket = self._buckets[self._left]
-        if not bucket.size:
-            bucket.wait = partial(bucket.memory.sum, 0)
-        elif bucket.apart:
-            bucket.wait = bucket.apart.launch(bucket.memory, "psum_scatter")
+        if bucket.apart:
+            bucket.wait = bucket.apart.launch(bucket.memory, self._law)
         elif bucket.over:
             bucket.wait = bucket.over.launch(bucket.memory[0])
         self._left += 1
-        for earlier in self._buckets[: self._left - 2]:
-            if earlier.apart:
-                _scattered(earlier)  # Whole blocks are freed, but for two.
 
     def wait(self) -> None:
         """Waits for all that has been started."""
         started = self._buckets[: self._left]
         for bucket in started:
-            if bucket.apart:
-                _scattered(bucket)
-                if bucket.over:
-                    bucket.wait = bucket.over.launch(bucket.memory[0])
+            if bucket.apart and bucket.wait:
+                bucket.memory = bucket.wait().view(-1, bucket.memory.shape[1])
+                bucket.wait = bucket.over.launch(bucket.memory[0]) if bucket.over else None
         for bucket in started:
             if bucket.wait:
                 bucket.wait()
-            for index, start in bucket.offsets.items() if bucket.apart else ():
-                place = self._apart[index]
-                self.sums[index] = entries_of(bucket.memory[:, start:][:, : width_of(place)], place)
+            for index in self._apart.keys() & bucket.offsets:
+                place, start = self._apart[index], bucket.offsets[index]
+                rows = bucket.memory[:, start : start + width_of(place)]
+                self.sums[index] = entries_of(rows, place)
+
+    def finish(self, sums: Sequence[Tensor]) -> list[Tensor]:
+        """The sums of all ranks, by position; others as they are."""
+        self.fill(sums)
+        self.launch()
+        self.wait()
+        return [self.sums.get(at, here) for at, here in enumerate(sums)]
 
 
-def _scattered(bucket: _Bucket) -> None:
-    if bucket.wait:
-        bucket.memory, bucket.wait = bucket.wait()[None], None
-
-
-def all_reduced(leaves: Sequence[Tensor], axis: Ranks) -> list[Tensor]:
-    """The sum over ranks of every leaf, in new memory."""
-    buckets = Buckets(axis, dict(enumerate(leaves)), [leaf.dtype for leaf in leaves])
-    buckets.fill(leaves)
-    buckets.launch()
-    buckets.wait()
-    return [laid_out_like(leaf, buckets.sums[at]) for at, leaf in enumerate(leaves)]
+def at_once(law: str, tensors: Sequence[Tensor], places: Sequence[Place]) -> list[Tensor]:
+    """The wholes of all pieces, or this rank's pieces of the sums, in few collectives."""
+    if not tensors:
+        return []
+    leaves, dtypes = dict(enumerate(tensors)), [x.dtype for x in tensors]
+    apart = dict(enumerate(places))
+    buckets = Buckets(places[0].axis, leaves, dtypes, apart, {}, law, math.inf)
+    return buckets.finish(tensors)
 
 
 def laid_out_like(leaf: Tensor, total: Tensor) -> Tensor:

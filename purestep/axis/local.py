@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Self
 
 import torch
 from torch import Tensor
 
 from purestep import tree
+from purestep.axis.collectives import within
 from purestep.axis.protocol import Axis, Gather
-from purestep.axis.rows import reduced_pieces, scattered, sharded
+from purestep.axis.rows import by_law, summed_over
 from purestep.axis.whole import whole
-from purestep.tree.shard import Place
 from purestep.types import Count, Ready, Sums, Tree
 from purestep.weights import check_count
 
@@ -83,17 +82,9 @@ class OneProgram:
         check_count(total)
         return total
 
-    def whole(self, params: Tree, *, new: bool = False, traced: bool = False) -> Tree:
+    def whole(self, params: Tree) -> Tree:
         """The params as a loss sees them: each rank's own, gathered for the step."""
-        if not tree.spread(tree.flatten(params)[1]):
-            return self.axis.apply_tree("pvary", params)
         return whole(params, self.axis, self.gather)
-
-    def scatter(
-        self, leaves: Sequence[Tensor], dtypes: Sequence[torch.dtype], apart: Mapping[int, Place]
-    ) -> tuple[None, Callable[[list[Any]], dict[int, Tensor]]]:
-        """By the laws, under any transform, when all gradients are there."""
-        return None, partial(scattered, apart=apart)
 
     def rounds(self, microbatches: int) -> int:
         """The number itself."""
@@ -101,18 +92,13 @@ class OneProgram:
 
     def sum(self, sums: Sums, params: Tree) -> Sums:
         """The sums of all ranks, by the laws, under any transform."""
-        structure = tree.flatten(params)[1]
+        leaves, structure = tree.flatten(sums.grads)[0], tree.flatten(params)[1]
         places = tree.spread(structure)
-        if places:
-            apart = sharded(places, self.axis)
-            grads = tree.leaves_of(sums.grads)
-            reduced = reduced_pieces(grads, apart, self.axis, self.gather)
-            rest = [grad for at, grad in enumerate(grads) if at not in apart]
-            sums = sums._replace(grads=rest)
-        total: Sums = self.axis.apply_tree("psum", sums)
+        for at, place in enumerate(places):
+            if self.gather == "step" and place and within(place.axis, self.axis):
+                leaves[at] = by_law("psum_scatter", leaves[at], place)
+            over = summed_over(place, self.axis)
+            leaves[at] = leaves[at] if over is None else over.apply("psum", leaves[at])
+        total: Sums = self.axis.apply_tree("psum", sums._replace(grads=()) if places else sums)
         check_count(total.counted)
-        if not places:
-            return total
-        others = iter(total.grads)
-        ordered = [reduced[at] if at in apart else next(others) for at in range(len(grads))]
-        return total._replace(grads=tree.unflatten(structure, ordered))
+        return total._replace(grads=tree.unflatten(structure, leaves)) if places else total

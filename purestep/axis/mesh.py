@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -99,18 +98,26 @@ class MeshAxis(Ranks):
         return hash(self._where)
 
     def launch(self, x: Tensor, law: str = "psum") -> Wait:
-        """Starts psum of contiguous memory, which holds the sum after the wait, or psum_scatter."""
-        with _told(self.where):
+        """Starts a law on contiguous memory, which holds a psum itself after the wait."""
+        with _explained(self.where):
             if law == "psum":
-                work = dist.all_reduce(x, group=self._group, async_op=True)
-                return partial(_waited, partial(_finished, work, x), self.where)
-            met = torch_private.reduce_scatter(x.view(-1), "sum", self.size, self.where.name)
-            return partial(_waited, partial(torch_private.wait, met), self.where)
+                work, met = dist.all_reduce(x, group=self._group, async_op=True), x
+            else:
+                work, met = None, self.where.begin(law, x.view(-1))
+
+        def wait() -> Tensor:
+            with _explained(self.where):
+                if work is None:
+                    return torch_private.wait(met)
+                work.wait()
+                return met
+
+        return wait
 
     def gather_object(self, value: Any) -> list[Any]:
         """All processes' values, in order of rank."""
         values: list[Any] = [None] * self.size
-        with _told(self.where):
+        with _explained(self.where):
             dist.all_gather_object(values, value, group=self._group)
         return values
 
@@ -139,38 +146,29 @@ class Group(NamedTuple):
     size: int
     dims: str
 
+    def begin(self, law: str, flat: Tensor) -> Tensor:
+        """Starts a law on a vector, by the functional collectives, which compile."""
+        if law == "psum":
+            return torch_private.all_reduce(flat, "sum", self.name)
+        if law == "all_gather":
+            return torch_private.all_gather(flat, self.size, self.name)
+        return torch_private.reduce_scatter(flat, "sum", self.size, self.name)
+
     def meet(self, law: str, x: Tensor) -> Tensor:
-        """The law on a plain tensor, by the functional collectives, which compile."""
+        """The law on a plain tensor."""
         if law == "pvary":
             return x.view_as(x)
-        flat = x.reshape(-1)
-        with _told(self):
-            if law == "psum":
-                met, shape = torch_private.all_reduce(flat, "sum", self.name), x.shape
-            elif law == "all_gather":
-                met = torch_private.all_gather(flat, self.size, self.name)
-                shape = torch.Size([self.size, *x.shape])
-            else:
-                met = torch_private.reduce_scatter(flat, "sum", self.size, self.name)
-                shape = x.shape[1:]
-            return torch_private.wait(met).view(shape)
+        with _explained(self):
+            met = torch_private.wait(self.begin(law, x.reshape(-1)))
+        shapes = {"psum": x.shape, "all_gather": (self.size, *x.shape), "psum_scatter": x.shape[1:]}
+        return met.view(shapes[law])
 
     def __str__(self) -> str:
         return f"MeshAxis({self.dims}, {self.size} rank{'s' if self.size > 1 else ''})"
 
 
-def _finished(work: Any, x: Tensor) -> Tensor:
-    work.wait()
-    return x
-
-
-def _waited(wait: Wait, group: Group) -> Tensor:
-    with _told(group):
-        return wait()
-
-
 @contextmanager
-def _told(group: Group) -> Iterator[None]:
+def _explained(group: Group) -> Iterator[None]:
     """Within it, a broken connection is an error that says what to look for."""
     try:
         yield

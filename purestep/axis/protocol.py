@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, Literal, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
 
-from purestep.tree.shard import Place
 from purestep.types import Count, Ready, Sums, Tree
 
 Gather: TypeAlias = Literal["step", "microbatch", "loss"]
@@ -63,20 +62,8 @@ class Session(Protocol):
         ``here`` counts this rank's tokens, ``microbatches`` is how many microbatches it holds.
         """
 
-    def whole(self, params: Tree, *, new: bool = False, traced: bool = False) -> Tree:
-        """The params as a loss sees them, gathered where ``gather`` says.
-
-        ``new``: it is the first update with params of this structure. ``traced``: a compiler traces
-        the loss, so that nothing may follow where it gathers.
-        """
-
-    def scatter(
-        self, leaves: Sequence[Tensor], dtypes: Sequence[torch.dtype], apart: Mapping[int, Place]
-    ) -> tuple[Ready | None, Callable[[list[Tensor | None]], dict[int, Tensor]]]:
-        """For one microbatch, what takes each whole gradient as soon as it is there.
-
-        And a function that takes the others, and returns this rank's pieces of all ranks' sums.
-        """
+    def whole(self, params: Tree) -> Tree:
+        """The params as a loss sees them, gathered where ``gather`` says."""
 
     def rounds(self, microbatches: int) -> int:
         """The largest number of microbatches of any rank, where each one gathers params."""

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from purestep import tree
-from purestep.axis.buckets import all_reduced
+from purestep.axis.buckets import Buckets, laid_out_like
 from purestep.axis.laws import Where, collective
 from purestep.axis.local import OneProgram
 from purestep.axis.protocol import Gather, RankError
@@ -86,11 +86,12 @@ class Ranks(ABC):
             return tree.map(partial(self.apply, law), x)
         if law != "psum" or not leaves:
             return x
-        return tree.unflatten(structure, all_reduced(leaves, self))
+        buckets = Buckets(self, dict(enumerate(leaves)), [leaf.dtype for leaf in leaves])
+        return tree.unflatten(structure, [*map(laid_out_like, leaves, buckets.finish(leaves))])
 
     @abstractmethod
     def launch(self, x: Tensor, law: str = "psum") -> Wait:
-        """Starts psum of contiguous memory, which holds the sum after the wait, or psum_scatter."""
+        """Starts a law on contiguous memory, which holds a psum itself after the wait."""
 
     @abstractmethod
     def across(self, inner: Ranks) -> Ranks:

@@ -7,15 +7,14 @@ rows of several leaves lie side by side.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from purestep.axis.collectives import within
-from purestep.axis.protocol import Axis, Gather
+from purestep.axis.protocol import Axis
 from purestep.tree.shard import Place, Spread
 
 if TYPE_CHECKING:
@@ -40,33 +39,14 @@ def sharded(places: Spread, axis: Axis) -> dict[int, Place]:
     return {at: place for at, place in enumerate(places) if place and within(place.axis, axis)}
 
 
-def scattered(grads: Sequence[Any], apart: Mapping[int, Place]) -> dict[int, Tensor]:
-    """This rank's pieces of the sums over ranks, under any transform; no gradient has none."""
-    pairs = [(at, grads[at], place) for at, place in apart.items() if grads[at] is not None]
-    return {at: side_by_side("psum_scatter", [x], [place])[0] for at, x, place in pairs}
-
-
-def reduced_pieces(
-    grads: Sequence[Tensor], apart: Mapping[int, Place], axis: Axis, gather: Gather
-) -> dict[int, Tensor]:
-    """The sums of sharded leaves over all ranks, under any transform: this rank's pieces."""
-    reduced = scattered(grads, apart) if gather == "step" else {at: grads[at] for at in apart}
-    for at, place in apart.items():
-        over = summed_over(place, axis)
-        reduced[at] = reduced[at] if over is None else over.apply("psum", reduced[at])
-    return reduced
-
-
-def side_by_side(law: str, tensors: Sequence[Tensor], places: Sequence[Place]) -> list[Tensor]:
-    """One collective: a row of each rank becomes all rows, or all rows become the sum of one."""
-    axis = places[0].axis
-    sent, received = (1, axis.size) if law == "all_gather" else (axis.size, 1)
-    blocks = [rows_of(x, place, sent) for x, place in zip(tensors, places, strict=True)]
-    rows = torch.cat(blocks, 1) if blocks[1:] else blocks[0]
-    width = rows.shape[1]
-    met = axis.apply(law, rows) if width else torch.empty(0, dtype=rows.dtype, device=rows.device)
-    parts = met.reshape(received, width).split([block.shape[1] for block in blocks], 1)
-    return [entries_of(part, place) for part, place in zip(parts, places, strict=True)]
+def by_law(law: str, x: Tensor, place: Place) -> Tensor:
+    """The whole of all pieces, or this rank's piece of the sum, under any transform."""
+    sent, received = (1, place.axis.size) if law == "all_gather" else (place.axis.size, 1)
+    rows = rows_of(x, place, sent)
+    met = torch.empty(0, dtype=rows.dtype, device=rows.device)  # the same on all ranks
+    if rows.numel():
+        met = place.axis.apply(law, rows)
+    return entries_of(met.reshape(received, rows.shape[1]), place)
 
 
 def rows_of(x: Tensor, place: Place, number: int) -> Tensor:

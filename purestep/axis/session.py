@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
+from functools import cache
 from traceback import format_exception_only
 from typing import TYPE_CHECKING, Any, Literal, Self
 
@@ -13,11 +14,9 @@ from torch import Tensor
 from purestep import tree
 from purestep.axis import agreement
 from purestep.axis.buckets import Buckets, laid_out_like
-from purestep.axis.order import Order, noted
 from purestep.axis.protocol import Gather
 from purestep.axis.rows import sharded, summed_over
 from purestep.axis.whole import whole
-from purestep.tree.shard import Place
 from purestep.types import Count, Ready, Sums, Tree
 
 if TYPE_CHECKING:
@@ -27,7 +26,6 @@ if TYPE_CHECKING:
 GATHERS = (
     "the number of microbatches, each of which gathers params (add some whose weights are zero)"
 )
-ORDER = "the order in which their losses gather params"
 EARLY = "the buckets that have left before a collective inside the loss (add 0 * w.sum() to it)"
 
 
@@ -43,9 +41,8 @@ class OwnPrograms:
         self._axis, self._gather, self.rank = axis, gather, axis.rank
         self._settings = {"gather": gather, **settings, "bucket_bytes": str(axis.bucket_bytes)}
         self._next: Literal["agree", "sum"] | None = "agree"
-        self._buckets, self._early = Buckets(axis, {}, ()), 0
-        self._order = Order(axis, compare=False)
-        self._unread: tuple[Callable[[], list[float]], agreement.Compared] | None = None
+        self._buckets = Buckets(axis, {}, ())
+        self._first: Callable[[], agreement.Answer] = lambda: agreement.Answer(*[0] * 6)
 
     def __enter__(self) -> Self:
         return self
@@ -68,11 +65,13 @@ class OwnPrograms:
         number = agreement.digest(*(each.number for each in compared.values()))
         self._holds = microbatches > 0
         sent = self._meet(agreement.message(axis, self._holds, number, here))
-        self._unread = agreement.read_later(sent), compared
+        read = agreement.read_later(sent)
+        self._first = cache(
+            lambda: agreement.hear(axis, read(), axis.size, compared, ask=axis.on_host)
+        )
         floating = here.num_tokens.is_floating_point() or not self._holds
         if axis.on_host:
-            self._confirm()
-            floating = self._first.floating > 0
+            floating = self._first().floating > 0
         self._begin()
         return agreement.total_of(sent, floating)
 
@@ -87,11 +86,9 @@ class OwnPrograms:
         self._buckets = Buckets(self._axis, mine, dtypes, apart, over)
         return self._buckets.ready
 
-    def whole(self, params: Tree, *, new: bool = False, traced: bool = False) -> Tree:
+    def whole(self, params: Tree) -> Tree:
         """The params as a loss sees them; from here on, buckets leave when they are full."""
         wholes = whole(params, self._axis, self._gather)
-        if self._gather == "loss" and not traced:
-            wholes, self._order = noted(wholes, self._axis, compare=new)
         self._begin()
         return wholes
 
@@ -100,26 +97,9 @@ class OwnPrograms:
         self._next = "sum"
         self._buckets.begin()
 
-    def scatter(
-        self, leaves: Sequence[Tensor], dtypes: Sequence[torch.dtype], apart: Mapping[int, Place]
-    ) -> tuple[Ready, Callable[[list[Tensor | None]], dict[int, Tensor]]]:
-        """In blocks, as soon as their gradients are there."""
-        blocks = Buckets(self._axis, {at: leaves[at] for at in apart}, dtypes, apart, {})
-
-        def pieces(grads: list[Tensor | None]) -> dict[int, Tensor]:
-            if any(grad is not None and grad.requires_grad for grad in grads):
-                raise _recorded(self._axis)
-            blocks.fill(grads)
-            self._early += blocks.early
-            blocks.launch()
-            blocks.wait()
-            return blocks.sums
-
-        return blocks.ready, pieces
-
     def rounds(self, microbatches: int) -> int:
         """The largest number of microbatches of any rank."""
-        self._confirm()
+        self._first()
         mine = torch.tensor([microbatches], device=self._axis.device)
         most = int(self._axis.where.meet("all_gather", mine).max())
         self._begin()
@@ -127,7 +107,6 @@ class OwnPrograms:
 
     def sum(self, sums: Sums, params: Tree) -> Sums:
         """The sums of all ranks; those without microbatches take part with zeros."""
-        gathers = self._order.end()
         axis, dtype, holds = self._axis, sums.loss.dtype, self._holds
         grads, (leaves, structure) = tree.leaves_of(sums.grads), tree.flatten(params)
         if tree.any_requires_grad(grads):
@@ -135,14 +114,12 @@ class OwnPrograms:
         aux = agreement.described("LossTerms.aux", sums.aux)
         number, compared = 0 if tree.is_empty(sums.aux) else aux.number, {"LossTerms.aux": aux}
         self._buckets.fill(grads)
-        early = self._early + self._buckets.early
-        number += early + (agreement.digest(*gathers) if gathers else 0)
+        early = self._buckets.early
         compared[EARLY] = agreement.described(EARLY, str(early))
-        compared[ORDER] = agreement.Described(agreement.digest(*gathers), (*gathers, ""), ())
-        sent = self._meet(agreement.message(axis, holds, number, sums.counted, sums.loss))
+        sent = self._meet(agreement.message(axis, holds, number + early, sums.counted, sums.loss))
         floating = sums.counted.num_tokens.is_floating_point() or not holds
-        if axis.on_host or self._first.holders < axis.size:
-            holders = self._first.holders
+        holders = self._first().holders
+        if axis.on_host or holders < axis.size:
             mine = compared if holds else {}
             answer = agreement.hear(axis, sent.tolist(), holders, mine, ask=True)
             if answer.numbered and holders < axis.size:
@@ -156,8 +133,8 @@ class OwnPrograms:
                 dtype = torch.float64 if answer.double else torch.float32
         counted = agreement.total_of(sent, floating)
         loss, aux_sum = sent[-1].to(dtype), axis.apply_tree("psum", sums.aux)
-        found = dict(enumerate(grads)) | self._buckets.sums
-        ordered = [laid_out_like(leaf, found[at]) for at, leaf in enumerate(leaves)]
+        found = [self._buckets.sums.get(at, grad) for at, grad in enumerate(grads)]
+        ordered = [*map(laid_out_like, leaves, found)]
         return Sums(tree.unflatten(structure, ordered), loss, counted, aux_sum)
 
     def _meet(self, sent: Tensor) -> Tensor:
@@ -166,7 +143,7 @@ class OwnPrograms:
             self._buckets.launch()
         self._next = None
         wait = self._axis.launch(sent)
-        self._confirm()  # before it waits for ranks that may have left
+        self._first()  # before it waits for ranks that may have left
         self._buckets.wait()
         wait()
         return sent
@@ -179,20 +156,6 @@ class OwnPrograms:
         self._meet(agreement.message(axis, failed=True))
         if axis.on_host:
             axis.gather_object("".join(format_exception_only(error)).strip())
-
-    def _confirm(self) -> None:
-        """Reads the first message, if that has not been done; raises where ranks cannot go on."""
-        if self._unread is None:
-            return
-        (read, compared), self._unread = self._unread, None
-        axis = self._axis
-        self._first = first = agreement.hear(axis, read(), axis.size, compared, ask=axis.on_host)
-        if not axis.on_host and 0 < first.floating < first.holders:
-            raise ValueError(
-                f"the weights of {first.floating} ranks of {axis} are floats, those of "
-                f"{first.holders - first.floating} are integers, and nothing was updated: return "
-                "one dtype from weight_fn on all ranks"
-            )
 
 
 def _recorded(axis: Ranks) -> ValueError:

@@ -8,19 +8,19 @@ p are the pieces that a rank keeps, and g their gradients.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from torch import Tensor
 from torch.autograd import Function
 
 from purestep import tree
+from purestep.axis.buckets import at_once
 from purestep.axis.collectives import pvary
-from purestep.axis.order import note
 from purestep.axis.protocol import Axis, Gather
-from purestep.axis.rows import sharded, side_by_side, summed_over
-from purestep.tree.shard import Place, is_shard, own
+from purestep.axis.rows import by_law, sharded, summed_over
+from purestep.tree.shard import Place, is_shard, own, own_programs
 from purestep.types import Params, Tree
 
 
@@ -45,15 +45,18 @@ def whole(params: Params, axis: Axis, gather: Gather) -> Params:
     return bare(tree.unflatten(structure, leaves), but)
 
 
-def filled(
-    tree_: Tree,
-    leaves: Sequence[Tensor],
-    places: Mapping[int, Place],
-    check: Callable[[bool], None] = lambda together: None,
-) -> Tree:
-    """The tree of these leaves without ``Shard`` nodes, some of them gathered."""
+def filled(tree_: Tree, leaves: Sequence[Tensor], places: Mapping[int, Place]) -> Tree:
+    """The tree of these leaves without ``Shard`` nodes, some of them gathered, differentiably.
+
+    Together, or one by one where a transform looks on.
+    """
     leaves = [*leaves]
-    wholes = gathered([leaves[at] for at in places], [*places.values()], check)
+    pieces, each = [leaves[at] for at in places], [*places.values()]
+    if _together(each):
+        gather: Callable[..., Sequence[Tensor]] = _Gather.apply
+        wholes = gather(each, *pieces)
+    else:
+        wholes = [by_law("all_gather", x, place) for x, place in zip(pieces, each, strict=True)]
     for at, one in zip(places, wholes, strict=True):
         leaves[at] = one
     return bare(tree.unflatten(tree.flatten(tree_)[1], leaves))
@@ -75,53 +78,29 @@ def bare(tree_: Tree, but: Collection[Axis] = ()) -> Tree:
     return tree.unflatten(structure, [node.piece if is_leaf(node) else node for node in nodes])
 
 
-def gathered(
-    pieces: Sequence[Tensor], places: Sequence[Place], check: Callable[[bool], None]
-) -> list[Tensor]:
-    """The whole tensors, differentiably: together, or one by one where a transform looks on."""
-    check(together := tree.eager())
-    if together:
-        gather: Callable[..., Sequence[Tensor]] = _Gather.apply
-        return [*gather(tuple(places), *pieces)]
-    pairs = zip(pieces, places, strict=True)
-    return [side_by_side("all_gather", [x], [place])[0] for x, place in pairs]
-
-
 class _Gather(Function):
     """One node for all, so that a rank whose loss reaches a single leaf scatters the others too."""
 
     @staticmethod
-    def forward(ctx: Any, places: tuple[Place, ...], *pieces: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, places: list[Place], *pieces: Tensor) -> tuple[Tensor, ...]:
         ctx.places, ctx.pieces = places, pieces
-        return _batched("all_gather", places, *pieces)
+        return tuple(at_once("all_gather", pieces, places))
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor) -> Any:
         terms = []
         for each, piece in zip(cotangents, ctx.pieces, strict=True):
             # A step that sums gradients in another dtype reduces them in it as well.
-            dtype = (piece.is_leaf and piece.grad_dtype) or piece.dtype
-            terms.append(each.to(dtype))
-        return None, *_batched("psum_scatter", ctx.places, *terms)
+            terms.append(each.to((piece.is_leaf and piece.grad_dtype) or piece.dtype))
+        return None, *scattered(terms, ctx.places)
 
 
-def _batched(law: str, places: Sequence[Place], *tensors: Tensor) -> tuple[Tensor, ...]:
-    """In batches of one axis and dtype, of at most ``bucket_bytes``, last first."""
-    note(law, places)
-    batches: list[list[int]] = []
-    latest: dict[Any, tuple[list[int], int]] = {}
-    for at in reversed(range(len(tensors))):
-        axis, dtype = places[at].axis, tensors[at].dtype
-        batch, held = latest.get((axis, dtype), ([], 0))
-        size = math.prod(places[at].shape) * dtype.itemsize
-        if not batch or held + size > getattr(axis, "bucket_bytes", math.inf):
-            batch, held = [], 0
-            batches.append(batch)
-        batch.append(at)
-        latest[axis, dtype] = batch, held + size
-    results = [*tensors]
-    for batch in batches:
-        made = side_by_side(law, [tensors[at] for at in batch], [places[at] for at in batch])
-        for at, result in zip(batch, made, strict=True):
-            results[at] = result
-    return tuple(results)
+def scattered(wholes: Sequence[Tensor], places: Sequence[Place]) -> list[Tensor]:
+    """This rank's pieces of the sums over ranks: together, or one by one under a transform."""
+    if _together(places, wholes):
+        return at_once("psum_scatter", wholes, places)
+    return [*map(partial(by_law, "psum_scatter"), wholes, places)]
+
+
+def _together(places: Sequence[Place], *looked_at: Tree) -> bool:
+    return tree.eager(*looked_at) and all(own_programs(place.axis) for place in places)

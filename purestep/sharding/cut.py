@@ -7,10 +7,9 @@ from torch import Tensor
 
 from purestep import tree
 from purestep.axis import Axis, check_axis, pvary
-from purestep.axis.order import Noted, agree
 from purestep.axis.rows import filled_up
 from purestep.axis.whole import filled
-from purestep.tree.shard import Place, Shard, own_programs
+from purestep.tree.shard import Shard, own_programs
 from purestep.types import Tree
 
 
@@ -53,13 +52,9 @@ def unshard(tree_: Tree) -> Tree:
     One all-gather for each dtype. The whole is each rank's own, and a derivative sums over ranks
     what each computes of it, in one reduce-scatter: ``unshard(shard(x))`` is ``pvary(x)``. In a
     loss with ``gather="loss"``, call it inside ``ps.remat(block)``, which gathers again in the
-    backward pass and keeps only the pieces. There, all ranks gather the same params in the same
-    order, and the losses of each rank depend on what it gathers; add ``0 * w.sum()`` where they may
-    not. Ranks that differ are named at the first update with params of one structure. At a later
-    one, those that gather in another order are named before anything is updated, and those that
-    wait for each other get a ``RankError`` when their process group's timeout is over.
-
-    Outside of a step, ranks compare shapes and pieces first: one small message more.
+    backward pass and keeps only the pieces. There, all ranks must gather the same params in the
+    same order, and the losses of each rank must depend on what it gathers: add ``0 * w.sum()``
+    where they may not. That is not compared: a collective meets whatever the other ranks call.
 
     >>> from purestep import VmapAxis
     >>> axis = VmapAxis(2)
@@ -72,24 +67,5 @@ def unshard(tree_: Tree) -> Tree:
     places = tree.spread(structure)
     if not places:
         return tree_
-    found: dict[int, Place] = {}
-    lines, misfits = [], []
-    for at, place in enumerate(places):
-        try:
-            if place is not None and place.holds(leaves[at]):
-                found[at] = place
-                lines.append(f"{leaves[at].dtype} of shape {place.shape}, cut along {place.dim}")
-        except ValueError as error:
-            misfits.append(error)
-            lines.append(str(error))
-
-    def check(together: bool) -> None:
-        # In a step, ranks hold the same; here, one whose piece does not fit would be waited for.
-        if together and not tree.requires_grad(leaves):
-            for axis in dict.fromkeys(place.axis for place in places if place is not None):
-                if own_programs(axis) and not isinstance(axis, Noted):
-                    agree(axis, *lines)
-        for misfit in misfits:
-            raise misfit
-
-    return filled(tree_, leaves, found, check)
+    found = {at: place for at, place in enumerate(places) if place and place.holds(leaves[at])}
+    return filled(tree_, leaves, found)

@@ -1,7 +1,7 @@
 """``gather="microbatch"``: params that are gathered for each microbatch.
 
-Blocks of leaves are scattered as soon as their gradients are there. All ranks gather and scatter
-together, so that one with fewer microbatches joins the others with zeros.
+Gradients are scattered in buckets behind each backward pass. All ranks gather and scatter together,
+so that one with fewer microbatches joins the others with zeros.
 """
 
 from __future__ import annotations
@@ -14,19 +14,14 @@ import torch
 from torch import Tensor
 
 from purestep import tree
-from purestep.axis import Session
-from purestep.axis.whole import filled
+from purestep.axis.whole import filled, scattered
 from purestep.modes import ReverseModes
-from purestep.reverse import Beside, Inputs, Reverse, Sums
+from purestep.reverse import Beside, Inputs, Reverse, Sums, filled as zeros_for_none
 from purestep.types import Ready
 from purestep.weights import Group
 
-
-class _Join:
-    """A microbatch that this rank does not have while others do."""
-
-
-JOIN = _Join()
+JOIN = object()
+"""A microbatch that this rank does not have while others do."""
 
 
 def joined(group: Group, rounds: int) -> Group:
@@ -44,14 +39,12 @@ def joined(group: Group, rounds: int) -> Group:
     return Group([*microbatches, *[JOIN] * missing], given, counted)
 
 
-def per_microbatch(modes: ReverseModes, ranks: Session) -> ReverseModes:
+def per_microbatch(modes: ReverseModes) -> ReverseModes:
     """Each mode, at params that are gathered for one microbatch, and gradients in pieces again."""
-    return ReverseModes(*(partial(_at_wholes, mode, ranks) for mode in modes))
+    return ReverseModes(*(partial(_at_wholes, mode) for mode in modes))
 
 
-def _at_wholes(
-    mode: Reverse, ranks: Session, inputs: Inputs, sums: Sums, ready: Ready | None
-) -> Beside:
+def _at_wholes(mode: Reverse, inputs: Inputs, sums: Sums, ready: Ready | None) -> Beside:
     places = tree.spread(inputs.structure)
     apart = {at: place for at, place in enumerate(places) if place}
     if not apart and inputs.microbatch is not JOIN:
@@ -59,16 +52,17 @@ def _at_wholes(
     params = filled(tree.unflatten(inputs.structure, inputs.leaves), inputs.leaves, apart)
     wholes, structure = tree.flatten(params)
     here = Sums([None] * len(wholes), sums.dtypes)
-    take, pieces_of = ranks.scatter(wholes, here.dtypes, apart)
     if inputs.microbatch is JOIN:
         loss = wholes[0].new_zeros((), dtype=tree.accumulation_dtype(wholes[0].dtype))
         beside = Beside(loss, _no_token(), (), reached=False)
     else:
-        beside = mode(inputs._replace(leaves=wholes, structure=structure), here, take)
-    own_sums = {at: grad for at, grad in enumerate(here.values) if at not in apart}
-    for at, grad in {**own_sums, **pieces_of(here.values)}.items():
+        beside = mode(inputs._replace(leaves=wholes, structure=structure), here, None)
+    grads = zeros_for_none(here, wholes)
+    del params, wholes  # Where they are not needed any more, pieces take their memory.
+    pieces = scattered([grads[at] for at in apart], [*apart.values()])
+    for at, grad in (dict(enumerate(grads)) | dict(zip(apart, pieces, strict=True))).items():
         before = sums.values[at]
-        sums.values[at] = grad if before is None else before if grad is None else before + grad
+        sums.values[at] = grad if before is None else before + grad
     return beside
 
 
