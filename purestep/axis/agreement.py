@@ -145,7 +145,8 @@ def hear(
     """
     known, total = [*map(int, numbers[:13])], numbers[13]
     words, squares = known[5:9], known[9:]
-    answer = Answer._make([*known[:5], any(words)])
+    fields: list[Any] = [*known[:5], any(words)]
+    answer = Answer(*fields)
     if answer.failed:
         texts = {r: text for r, text in enumerate(axis.gather_object(None)) if text} if ask else {}
         who = _ranks([*texts] or [answer.who]) if ask or answer.failed == 1 else "several ranks"
