@@ -100,7 +100,7 @@ SEAMS = {
     "axis/session.py": 1,
     "axis/whole.py": 1,
     "accumulate.py": 3,
-    "modes.py": 1,
+    "modes.py": 2,
     "evaluation.py": 1,
     "grad_and_value.py": 1,
     "step.py": 4,

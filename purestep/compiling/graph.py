@@ -185,10 +185,9 @@ class flat_linear(TorchFunctionMode):  # noqa: N801
 
 
 def _linear_of_rows(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    if bias is None or input.ndim < 3:
-        return functional.linear(input, weight, bias)
-    rows = functional.linear(input.flatten(0, -2), weight, bias)
-    return rows.unflatten(0, input.shape[:-1])
+    flat = bias is not None and input.ndim > 2
+    made: Tensor = functional.linear(input.flatten(0, -2) if flat else input, weight, bias)
+    return made.unflatten(0, input.shape[:-1]) if flat else made
 
 
 def _check(compile_: object) -> None:
