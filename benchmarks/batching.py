@@ -7,8 +7,6 @@ what differs is padding, and with it time. And `ps.balance` against dealing the 
     python benchmarks/batching.py        writes benchmarks/results/batching.{json,png}
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import platform

@@ -11,8 +11,6 @@ graphs                    how many graphs dynamo made of them (`unique_graphs`)
     python -m benchmarks.compile        writes benchmarks/results/compile.{json,png}
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import random

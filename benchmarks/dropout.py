@@ -7,8 +7,6 @@ backward, compiled and eager; and the first call of the compiled network, in whi
 ways take turns, and ratios are of the same turn. ``ps.random.dropout`` is given one key for each row, and each place folds its number in.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import time

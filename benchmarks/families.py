@@ -5,8 +5,6 @@
 The cases are those of ``tests/families.py``, which says what is compared. Compiling takes most of the time.
 """
 
-from __future__ import annotations
-
 import argparse
 import warnings
 

@@ -8,8 +8,6 @@ of its own. For each way, in a fresh process: the peak of memory above what it i
 measured in a third, as a part of what the rounding of its sums may come to: below 1, it is as exact as its dtype allows.
 """
 
-from __future__ import annotations
-
 import argparse
 import gc
 import json

@@ -12,8 +12,6 @@ peaks repeat to a few tenths of a percent.
     python -m benchmarks.memory        writes benchmarks/results/memory.{json,png}
 """
 
-from __future__ import annotations
-
 import argparse
 import gc
 import json

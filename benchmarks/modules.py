@@ -5,8 +5,6 @@
 A network of 100 submodules, so narrow that the time is that of asking for operations. Both make the same update.
 """
 
-from __future__ import annotations
-
 import argparse
 import functools
 import json

@@ -11,8 +11,6 @@ purestep, "grads"         `normalize="grads"`: N is known last, and divided by w
     python -m benchmarks.normalize        writes benchmarks/results/normalize.{json,png}
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 from collections.abc import Callable

@@ -17,8 +17,6 @@ Figures are of blocks of updates of one way, since a training loop finds its cac
     OMP_NUM_THREADS=1 python -m benchmarks.overhead        writes benchmarks/results/overhead.{json,png}
 """
 
-from __future__ import annotations
-
 import argparse
 import functools
 import itertools

@@ -14,8 +14,6 @@ their bulk, that is also the share of coordinates which are so small. The rest i
     python -m benchmarks.peers
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import functools

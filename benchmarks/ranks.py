@@ -11,8 +11,6 @@ ranks are launched several times, and the ratios are medians over all updates of
     python -m benchmarks.ranks        writes benchmarks/results/ranks.{json,png}
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import itertools

@@ -8,8 +8,6 @@ rounding, which is checked.
     python -m benchmarks.remat        writes benchmarks/results/remat.{json,png}
 """
 
-from __future__ import annotations
-
 import argparse
 import gc
 import json

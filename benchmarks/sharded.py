@@ -12,8 +12,6 @@ between updates, and the peak above that in one update.
     python -m benchmarks.sharded        writes benchmarks/results/sharded.{json,png}
 """
 
-from __future__ import annotations
-
 import argparse
 import gc
 import itertools

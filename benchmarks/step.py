@@ -13,8 +13,6 @@ optimizer   AdamW alone on 100M parameters, and plain passes in place that move 
     python -m benchmarks.step        writes benchmarks/results/step.{json,png}
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 from collections.abc import Callable

@@ -4,8 +4,6 @@ Where a process's memory comes to lie makes a difference of one or two percent t
 figures are medians over all repeats of several launches, and ratios are of calls that were made in the same turn.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import gc

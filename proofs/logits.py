@@ -9,8 +9,6 @@ precision, where sums are float32), of one token with cotangent c:
     gradients   each term c (p − y) by |c| (δp + 4 v (p + y)); their sum by γ of its length, and v for each partial sum
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

@@ -5,8 +5,6 @@
 * A small transformer with attention, layer norm and tied embeddings: what people train.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -6,8 +6,6 @@ exactly once are an error, so that a mutant always is the bug that it says.
     python -m proofs.mutants        writes the table of all bugs into proofs/README.md
 """
 
-from __future__ import annotations
-
 import importlib
 import inspect
 import warnings

@@ -12,8 +12,6 @@ A mutant that survives is either told apart by no program (the same results, per
 a law is missing.
 """
 
-from __future__ import annotations
-
 import argparse
 import ast
 import json

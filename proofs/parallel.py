@@ -3,8 +3,6 @@
 Both are polynomials in integers, so that every operation is exact.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

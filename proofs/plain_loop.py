@@ -3,8 +3,6 @@
 Its ranks are simulated one after the other: count, backward passes, reduction, step.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Sequence
 from typing import Any

@@ -3,8 +3,6 @@
 The kit sees a black box. ``UNSEEN`` says of the other bugs why it does not show them.
 """
 
-from __future__ import annotations
-
 import inspect
 from types import ModuleType
 from typing import NamedTuple

@@ -5,8 +5,6 @@ arithmetic. What a loss does to its parameters acts within one microbatch, so th
 matter to it either.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Steps of ranks that run programs of their own, and what is claimed of them; on threads and on processes alike."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial

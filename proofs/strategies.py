@@ -6,8 +6,6 @@
 gradient of sequence m. Nothing is tuned.
 """
 
-from __future__ import annotations
-
 import itertools
 import os
 from collections.abc import Callable, Sequence

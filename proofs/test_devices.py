@@ -4,8 +4,6 @@ The claims and their cases are those of the other files. What cannot run on lazy
 CONTRIBUTING.md.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -3,8 +3,6 @@
 It accepts the loop without the bug, and purestep.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Every mutant is rejected, and the table in README.md has a line for every bug."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

@@ -3,8 +3,6 @@
 The claims are those that the same files make of threads: state and metrics to the bit.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from functools import partial
 from typing import Any

@@ -7,8 +7,6 @@ statement about microbatches, ``LossTerms.microbatch``, is not invariant, but av
 non-empty ones.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -4,8 +4,6 @@ Ranks may be uneven or hold nothing at all. What comes out is the same on every 
 the number of collectives does not depend on the number of microbatches.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

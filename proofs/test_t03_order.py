@@ -1,7 +1,5 @@
 """T3, order. No permutation of sequences, microbatches or ranks changes the step."""
 
-from __future__ import annotations
-
 from hypothesis import strategies as st
 
 from proofs.strategies import Drawn, Groups, assert_same, check_step, groups_of, steps

@@ -3,8 +3,6 @@
 What stands at a weight of zero may be anything; its loss may even be NaN without reaching the loss.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """T5, weights. Scaling every weight by c > 0 changes nothing; weight k is the token k times."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -5,8 +5,6 @@ mode, the default dtype and every ``.grad`` are untouched; whatever was called b
 arguments give the same.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -4,8 +4,6 @@ Parameters, moments and step counter alike; ``applied`` says so, on every rank t
 steps after it are those of a run in which it never was.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -4,8 +4,6 @@ The recipes within the rounding of each step; ``from_torch`` to the bit, and so 
 torch's fused kernel: in place for every leaf, by its formula where leaves are whole vectors.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple

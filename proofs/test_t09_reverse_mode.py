@@ -3,8 +3,6 @@
 So does a step that runs on either.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

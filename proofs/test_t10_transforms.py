@@ -4,8 +4,6 @@
 ``compile(step)`` is the step.
 """
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable
 from functools import partial

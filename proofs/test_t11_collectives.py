@@ -6,8 +6,6 @@ The transpose of each is its adjoint over the whole group, Σᵣ ⟨yᵣ, (f x)�
 same on all ranks is counted once.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

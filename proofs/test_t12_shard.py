@@ -7,8 +7,6 @@ does not split tokens (tensor parallelism). The step gathers once, or for each m
 are empty, some shorter than others. Norms, clipping and skips are those of the whole.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """T13, donation. ``donate=True`` gives the same bits, in the buffers that were given away."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -5,8 +5,6 @@ they cannot be put together without turning into something else, that is refused
 the data cannot be had, the cause is raised; and a stream that is left can be gone on with.
 """
 
-from __future__ import annotations
-
 import threading
 import time
 from collections import UserDict

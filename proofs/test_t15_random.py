@@ -6,8 +6,6 @@ Exact with integers, where every rate is ½ and so every division is exact; boun
 a module as it comes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any

@@ -3,8 +3,6 @@
 On ranks, too, whose state is spread over them, and of which there may be more or fewer after each stop.
 """
 
-from __future__ import annotations
-
 import io
 from collections.abc import Callable, Iterator
 from itertools import islice

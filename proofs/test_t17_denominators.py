@@ -4,8 +4,6 @@
 weights may come from data or from the forward pass: it is the same step.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """A theorem: a claim about any system, and the cases it is tried on."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any

@@ -4,8 +4,6 @@ A program is a function ``program(axis, *args)`` at the top of a module, with on
 each rank. It runs on threads and on processes alike, and an exception in any rank is raised.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import cache, partial
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """Losses, containers and tensors that raise, each at another place of a step."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """The tests draw their cases as the proofs do and run programs on the same ranks; their helpers, too, say what an ``assert`` saw."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path

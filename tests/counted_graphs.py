@@ -1,7 +1,5 @@
 """A small step in exact arithmetic, and a compiler that counts its graphs."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Examples that know their own number, their lengths, and every way to put a few into parts."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import torch

@@ -1,7 +1,5 @@
 """Graphs of a function, before and after a rewrite."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, Literal
 

@@ -1,7 +1,5 @@
 """Losses and groups of microbatches, in half precision and beside it."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """States in pieces: how ranks save and load them, and what each of them hears."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

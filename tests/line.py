@@ -1,7 +1,5 @@
 """A line through points: the smallest problem for a step."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Hidden states and a weight, whose product is logits."""
 
-from __future__ import annotations
-
 import torch
 
 from proofs.logits import Case

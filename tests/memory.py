@@ -1,7 +1,5 @@
 """How much memory is alive, by counting the storages that operations make."""
 
-from __future__ import annotations
-
 import weakref
 from typing import Any
 

@@ -7,8 +7,6 @@ there are. A process that is left alone must end by itself.
     python -m tests.mortal FOLDER
 """
 
-from __future__ import annotations
-
 import importlib
 import os
 import random

@@ -1,7 +1,5 @@
 """Optimizers of every kind, small params and gradients for them, and what holds of each in place."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A loss whose gradient anyone can see, weights that count every token, and the ways to differentiate."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """States of every dtype and in every memory order, of any bits at all, and that two are equal to the bit."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 

@@ -1,7 +1,5 @@
 """``accumulate``: what it sums, in which dtype, and which loss terms it refuses."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Axes beside the laws of T11: what they refuse, worlds within worlds, and threads that cannot meet."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from functools import partial

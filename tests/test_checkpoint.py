@@ -1,7 +1,5 @@
 """Checkpoints of one process: what comes back, what is refused, and who may die in the middle."""
 
-from __future__ import annotations
-
 import os
 import pickle
 import re

@@ -1,7 +1,5 @@
 """Checkpoints of many ranks: what comes back, on how many of them, what they refuse together, and what others read and write."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

@@ -1,7 +1,5 @@
 """``compile=True``: how often it compiles, and that the step stays the step."""
 
-from __future__ import annotations
-
 import math
 from functools import partial
 from typing import Any, NamedTuple

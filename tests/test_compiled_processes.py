@@ -1,7 +1,5 @@
 """Compiled steps and collectives of several processes."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

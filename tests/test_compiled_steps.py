@@ -1,7 +1,5 @@
 """Where ``compile=True`` cannot compile, and what derivatives come of what it compiles."""
 
-from __future__ import annotations
-
 import threading
 import warnings
 from collections.abc import Callable, Iterable

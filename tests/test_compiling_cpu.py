@@ -1,7 +1,5 @@
 """What is rewritten in graphs for CPUs: each rewrite alone, and all of them in what is compiled."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

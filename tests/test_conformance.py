@@ -1,7 +1,5 @@
 """The judgement of other trainers says of those that need no further package what it said when it was published."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Labels, and what belongs to an example as a whole: from a data set to an update."""
 
-from __future__ import annotations
-
 from collections import UserDict
 from itertools import islice
 from typing import Any

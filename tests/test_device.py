@@ -1,7 +1,5 @@
 """Steps on a device that is not the CPU: the CPU's answer without a wait, and waits are seen."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """README.md and docs/: their programs run, their names, links and claims hold, their sentences are short."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """Donation: each buffer is given away once, and none that the data or autograd still need."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """The examples as users start them: real processes, which may be killed."""
 
-from __future__ import annotations
-
 import email
 import os
 import re

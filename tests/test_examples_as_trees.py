@@ -1,7 +1,5 @@
 """Examples that are put together are alike: trees of any mapping and one structure; or empty."""
 
-from __future__ import annotations
-
 from collections import UserDict
 from typing import Any
 

@@ -4,8 +4,6 @@ On threads and in processes, where one rank of four holds no microbatch. Only te
 start processes of their own.
 """
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import itertools

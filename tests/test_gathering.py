@@ -3,8 +3,6 @@
 Losses that gather differently, figures of memory, and what other people's losses and optimizers do.
 """
 
-from __future__ import annotations
-
 import gc
 import weakref
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """``grad_and_value``: gradients of scalars, by any argument, of any tree."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import optree

@@ -3,8 +3,6 @@
 python -m tests.test_house        prints the table
 """
 
-from __future__ import annotations
-
 import ast
 import io
 import re

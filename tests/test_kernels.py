@@ -3,8 +3,6 @@
 T8 compares the fused kernel of AdamW with torch's, in leaves of any size. T10 has derivatives.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from typing import Any
 

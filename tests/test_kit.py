@@ -3,8 +3,6 @@
 That it accepts right trainers and finds the bugs that happened is in proofs/test_kit.py.
 """
 
-from __future__ import annotations
-
 import itertools
 import os
 import random

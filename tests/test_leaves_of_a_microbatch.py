@@ -3,8 +3,6 @@
 T1 says so of losses that do what they like to their leaves. Here stands what no equation shows.
 """
 
-from __future__ import annotations
-
 import weakref
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """Losses of a product: values and derivatives are those of whole logits, which are never made."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any

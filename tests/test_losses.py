@@ -1,7 +1,5 @@
 """Losses per token, row, pair and action: each by its formula, and lifted from half precision."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any

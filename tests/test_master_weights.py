@@ -1,7 +1,5 @@
 """``master_weights``: params in half precision that have a float32 copy, and move as it does."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

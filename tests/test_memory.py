@@ -1,7 +1,5 @@
 """What a step holds, and what it touches."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

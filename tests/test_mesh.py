@@ -1,7 +1,5 @@
 """``MeshAxis`` over real processes: its dimensions, and pieces that are DTensors'."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import cache, partial
 from typing import Any

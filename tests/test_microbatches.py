@@ -1,7 +1,5 @@
 """``group``, ``split``, ``plan``, and where microbatches come from. T14 and T16 have their laws."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """``measured_update_step``: by hand, over ranks, and against the gradients of all examples."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

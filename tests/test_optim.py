@@ -1,7 +1,5 @@
 """Each optimizer by itself, chains, means of params, schedules. T8 compares with torch's."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """``pack``, ``pack_documents`` and ``balance``: as few, as short, as even as can be. T14: the rest."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

@@ -1,7 +1,5 @@
 """The package as a whole: its import, its names, how it installs."""
 
-from __future__ import annotations
-
 import ast
 import importlib
 import inspect

@@ -1,7 +1,5 @@
 """``partition``: each parameter to the optimizer of its label, as if the others were not there."""
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import pytest

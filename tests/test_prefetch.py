@@ -1,7 +1,5 @@
 """``prefetch``: the same groups, copied ahead, and an end in good order whatever goes wrong."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import threading

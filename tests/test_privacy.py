@@ -1,7 +1,5 @@
 """``private_update_step``: clipping against arithmetic by hand, and noise that is drawn once."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any

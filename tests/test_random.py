@@ -3,8 +3,6 @@
 T15 has dropout in padded, packed and cut data.
 """
 
-from __future__ import annotations
-
 import itertools
 import random
 from collections.abc import Callable

@@ -3,8 +3,6 @@
 By hand it is a sum over few examples, from which rounding differs: ``gamma`` times what is added.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

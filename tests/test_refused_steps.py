@@ -1,7 +1,5 @@
 """Every mistake that a user of the step can make, and the words they see."""
 
-from __future__ import annotations
-
 from collections import namedtuple
 from functools import partial
 from typing import Any, NamedTuple

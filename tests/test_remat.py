@@ -1,7 +1,5 @@
 """Rematerialisation: the values and gradients of the plain function, of which its arguments alone are kept."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 from collections.abc import Callable

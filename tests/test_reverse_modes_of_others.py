@@ -1,7 +1,5 @@
 """Gradients by a ``grad_and_value`` of the user's are added up like our own."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Leaves in pieces: what is refused, what others do with them, and figures that T12 does not say."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

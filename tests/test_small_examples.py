@@ -1,7 +1,5 @@
 """The small examples: what each of them claims, with fewer steps than its picture has."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """State as a flat dict: names, what lies where, and what is refused."""
 
-from __future__ import annotations
-
 import io
 import re
 from collections import OrderedDict, defaultdict, deque

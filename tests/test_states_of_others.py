@@ -1,7 +1,5 @@
 """States and gradients of other params are refused by name."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

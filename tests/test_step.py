@@ -1,7 +1,5 @@
 """What a step gives: metrics by hand, dtypes as they were, and the flow that anyone can copy."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

@@ -1,7 +1,5 @@
 """``from_torch``: what it refuses, what it leaves alone, what it casts. T8 compares its bits."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """What travels between ranks: when it leaves, and how many collectives and bytes it is."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

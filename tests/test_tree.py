@@ -1,7 +1,5 @@
 """Trees of tensors."""
 
-from __future__ import annotations
-
 from collections import OrderedDict, UserDict, defaultdict
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Ranks that hold different amounts of data, in different dtypes: figures beside those of T2."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Weights and their count."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Derivatives through a step: by its arguments, and by nothing that a loss closes over."""
 
-from __future__ import annotations
-
 from collections import UserDict
 from typing import Any
 

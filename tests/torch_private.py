@@ -3,8 +3,6 @@
 Where one is missing, what imports or calls it fails, and nothing else does: purestep itself uses none of these.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any

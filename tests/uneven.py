@@ -3,8 +3,6 @@
 All numbers are integers in float64 and every N is a power of two, so nothing is ever rounded.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Judges all trainers, two at a time, and writes results/conformance.json, its picture, and CONFORMANCE.md."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import platform

@@ -1,7 +1,5 @@
 """The smallest cases again, checked by hand: the arithmetic is in the report, and each trainer is run on it here."""
 
-from __future__ import annotations
-
 import gc
 import math
 from collections.abc import Sequence

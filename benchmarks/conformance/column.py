@@ -1,7 +1,5 @@
 """A column of the table, and what most of the loops share."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """All columns, in the table's order."""
 
-from __future__ import annotations
-
 from benchmarks.conformance import (
     with_accelerate,
     with_jax,

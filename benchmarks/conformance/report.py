@@ -1,7 +1,5 @@
 """The table as text, and what there is to say of each law that somebody breaks."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from benchmarks.conformance.by_hand import CASES

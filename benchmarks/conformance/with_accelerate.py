@@ -1,7 +1,5 @@
 """Hugging Face Accelerate, as its guide "Performing gradient accumulation with Accelerate" says."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 from collections.abc import Sequence

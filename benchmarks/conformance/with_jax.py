@@ -1,7 +1,5 @@
 """optax in JAX: ``MultiSteps``, and ``microbatch``."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Lightning's ``accumulate_grad_batches``, as its page "Effective Training Techniques" says."""
 
-from __future__ import annotations
-
 import logging
 import warnings
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """purestep's own step, as its README writes it: in this process on threads, and in processes of a gloo group."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """PyTorch's own recipes: accumulation in one process, DistributedDataParallel, and fully_shard."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

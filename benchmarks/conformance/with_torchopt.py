@@ -1,7 +1,5 @@
 """TorchOpt's functional optimizers; it has no accumulation of its own."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -3,8 +3,6 @@
 torchtune 0.6.1 is in the index, but cannot be imported beside the torchao of today, so that its recipe is quoted.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

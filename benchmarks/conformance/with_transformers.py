@@ -1,7 +1,5 @@
 """transformers' ``Trainer``: one item of its data set is one microbatch, ``gradient_accumulation_steps`` their number."""
 
-from __future__ import annotations
-
 import gc
 import os
 import tempfile

@@ -1,7 +1,5 @@
 """What a process of the benchmark does: it judges a column, or runs the examples that are checked by hand."""
 
-from __future__ import annotations
-
 import gc
 import time
 import warnings

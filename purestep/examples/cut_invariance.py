@@ -9,8 +9,6 @@ It takes the extra: ``pip install 'purestep[huggingface]'``.
     python -m purestep.examples.cut_invariance
 """
 
-from __future__ import annotations
-
 import sysconfig
 from collections.abc import Callable, Sequence
 from pathlib import Path

@@ -12,8 +12,6 @@ The picture shows that the same promise costs less accuracy among more examples.
     python -m purestep.examples.differential_privacy
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from functools import partial

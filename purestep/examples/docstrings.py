@@ -15,8 +15,6 @@ same parameters but for rounding. All other settings have to stay, or the run is
     torchrun --nproc-per-node 2 --max-restarts 3 -m purestep.examples.docstrings --checkpoint state
 """
 
-from __future__ import annotations
-
 import argparse
 import ast
 import hashlib

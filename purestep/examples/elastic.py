@@ -6,8 +6,6 @@ When a process dies, ``torchrun`` ends the others too and starts all of them aga
 the program.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Callable, Iterator

@@ -7,8 +7,6 @@ rounding leaves between the two.)
     python -m purestep.examples.ensembles
 """
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Sequence

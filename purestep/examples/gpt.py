@@ -1,7 +1,5 @@
 """A GPT as two plain functions of a dict of tensors: ``init`` and ``apply``."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

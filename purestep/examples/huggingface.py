@@ -9,8 +9,6 @@ It takes the extra: ``pip install 'purestep[huggingface]'``.
     python -m purestep.examples.huggingface --help
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path

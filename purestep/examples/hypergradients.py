@@ -10,8 +10,6 @@ the same number of updates than the best single rate for all layers.
     python -m purestep.examples.hypergradients
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

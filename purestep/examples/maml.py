@@ -8,8 +8,6 @@ the mean of all sinusoids, zero.
     python -m purestep.examples.maml
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A network of dense layers as two plain functions: ``init`` and ``apply``."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any, TypeAlias

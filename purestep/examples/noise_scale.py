@@ -10,8 +10,6 @@ all single examples give: it grows while the model learns.
     python -m purestep.examples.noise_scale
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple

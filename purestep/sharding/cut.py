@@ -1,7 +1,5 @@
 """Whole tensors to pieces that are sharded over an axis, and back."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -4,8 +4,6 @@ Gradients are scattered in buckets behind each backward pass. All ranks gather a
 so that one with fewer microbatches joins the others with zeros.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import partial
 from typing import Any

@@ -3,8 +3,6 @@
 pip install "purestep[testing]"
 """
 
-from __future__ import annotations
-
 import importlib
 from typing import TYPE_CHECKING, Any
 

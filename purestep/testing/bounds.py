@@ -6,8 +6,6 @@ A sum of products of inputs, each of which has passed through at most n rounding
 γₙ times the sum of the products' absolute values: its majorant.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import NamedTuple
 

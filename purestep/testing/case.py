@@ -1,7 +1,5 @@
 """Two ways to write the same training, which must end in the same state; and whether they do."""
 
-from __future__ import annotations
-
 import copy
 import re
 from collections.abc import Sequence

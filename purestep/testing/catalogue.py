@@ -3,8 +3,6 @@
 They are the theorems that purestep's own proofs are about, put to a trainer that is a black box.
 """
 
-from __future__ import annotations
-
 import copy
 import inspect
 import random

@@ -1,7 +1,5 @@
 """What the laws say of a trainer: as an error, as tests, and as a table."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias
 

@@ -1,7 +1,5 @@
 """A law: a claim about any subject, and the cases on which it is tried."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass

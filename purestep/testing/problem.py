@@ -1,7 +1,5 @@
 """What a trainer has to learn: a model, the loss of each token, and the numbers of plain SGD."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The specification, as a trainer: the equation on one big batch, in ten plain lines."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

@@ -3,8 +3,6 @@
 A failing case shrinks to one that is easy to read: few rows, one microbatch, small whole numbers.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar

@@ -1,7 +1,5 @@
 """A trainer, as the laws see it: a black box to start, to update and to look at."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
