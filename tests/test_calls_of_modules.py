@@ -42,7 +42,7 @@ def test_nothing_is_kept_of_a_call(name: str) -> None:
     assert last() is None
 
 
-@pytest.mark.parametrize("settings", [{}, {"compile": TRACED}], ids=str)
+@pytest.mark.parametrize("settings", [{}, {"compile": TRACED}], ids=["eager", "compiled"])
 def test_what_a_call_leaves_behind_is_not_there_in_the_next(
     settings: Any, fresh_compiler: None
 ) -> None:

@@ -175,7 +175,7 @@ def launched_by_then(axis: Any, meets: bool, gather: str) -> list[int]:
     return launched
 
 
-@pytest.mark.parametrize("gather", ["", "step"])
+@pytest.mark.parametrize("gather", ["", "step", "microbatch"])
 @pytest.mark.parametrize("meets", [False, True])
 def test_buckets_leave_during_the_backward_pass(ranks: Run, meets: bool, gather: str) -> None:
     """Each leaves as soon as it is complete, unless the loss communicates over the same axis."""

@@ -157,14 +157,20 @@ class Buckets:
         elif bucket.over:
             bucket.wait = bucket.over.launch(bucket.memory[0])
         self._left += 1
+        if self._left > 2:
+            self._receive(self._buckets[self._left - 3])  # The rows of all ranks are freed.
+
+    def _receive(self, bucket: _Bucket) -> None:
+        if bucket.apart and bucket.wait:
+            bucket.memory, bucket.wait = bucket.wait().view(-1, bucket.width or 1), None
 
     def wait(self) -> None:
         """Waits for all that has been started."""
         started = self._buckets[: self._left]
         for bucket in started:
-            if bucket.apart and bucket.wait:
-                bucket.memory = bucket.wait().view(-1, bucket.memory.shape[1])
-                bucket.wait = bucket.over.launch(bucket.memory[0]) if bucket.over else None
+            self._receive(bucket)
+            if bucket.apart and bucket.over:
+                bucket.wait = bucket.over.launch(bucket.memory[0])
         for bucket in started:
             if bucket.wait:
                 bucket.wait()

@@ -12,16 +12,17 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.autograd import Function
 
 from purestep import tree
-from purestep.axis.buckets import at_once
+from purestep.axis.buckets import Buckets, at_once
 from purestep.axis.collectives import pvary
 from purestep.axis.protocol import Axis, Gather
 from purestep.axis.rows import by_law, sharded, summed_over
 from purestep.tree.shard import Place, is_shard, own, own_programs
-from purestep.types import Params, Tree
+from purestep.types import Params, Ready, Tree
 
 
 def whole(params: Params, axis: Axis, gather: Gather) -> Params:
@@ -100,6 +101,26 @@ def scattered(wholes: Sequence[Tensor], places: Sequence[Place]) -> list[Tensor]
     if _together(places, wholes):
         return at_once("psum_scatter", wholes, places)
     return [*map(partial(by_law, "psum_scatter"), wholes, places)]
+
+
+def scatter(
+    wholes: Sequence[Tensor], dtypes: Sequence[torch.dtype], places: Mapping[int, Place]
+) -> tuple[Ready | None, Callable[[list[Tensor]], list[Tensor]]]:
+    """What takes gradients as they come, and what makes pieces of all, for these places.
+
+    Buckets of gradients leave while the backward pass runs; None where a transform looks on.
+    """
+    if places and _together([*places.values()], wholes):
+        leaves = {at: wholes[at] for at in places}
+        buckets = Buckets(next(iter(places.values())).axis, leaves, dtypes, places, {})
+        return buckets.ready, buckets.finish
+
+    def finish(grads: list[Tensor]) -> list[Tensor]:
+        for at, place in places.items():
+            grads[at] = by_law("psum_scatter", grads[at], place)
+        return grads
+
+    return None, finish
 
 
 def _together(places: Sequence[Place], *looked_at: Tree) -> bool:

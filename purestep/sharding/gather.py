@@ -1,7 +1,7 @@
 """``gather="microbatch"``: params that are gathered for each microbatch.
 
-Gradients are scattered in buckets behind each backward pass. All ranks gather and scatter together,
-so that one with fewer microbatches joins the others with zeros.
+Gradients are scattered in buckets while each backward pass runs. All ranks gather and scatter
+together, so that one with fewer microbatches joins the others with zeros.
 """
 
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from purestep import tree
-from purestep.axis.whole import filled, scattered
+from purestep.axis.whole import filled, scatter
 from purestep.modes import ReverseModes
 from purestep.reverse import Beside, Inputs, Reverse, Sums, filled as zeros_for_none
 from purestep.types import Ready
@@ -50,15 +50,15 @@ def _at_wholes(mode: Reverse, inputs: Inputs, sums: Sums, ready: Ready | None) -
     params = filled(tree.unflatten(inputs.structure, inputs.leaves), inputs.leaves, apart)
     wholes, structure = tree.flatten(params)
     here = Sums([None] * len(wholes), sums.dtypes)
+    taken, finish = scatter(wholes, sums.dtypes, apart)
     if inputs.microbatch is JOIN:
         loss = wholes[0].new_zeros((), dtype=tree.accumulation_dtype(wholes[0].dtype))
         beside = Beside(loss, _no_token(), (), reached=False)
     else:
-        beside = mode(inputs._replace(leaves=wholes, structure=structure), here, None)
+        beside = mode(inputs._replace(leaves=wholes, structure=structure), here, taken)
     grads = zeros_for_none(here, wholes)
     del params, wholes  # Where they are not needed any more, pieces take their memory.
-    pieces = scattered([grads[at] for at in apart], [*apart.values()])
-    for at, grad in (dict(enumerate(grads)) | dict(zip(apart, pieces, strict=True))).items():
+    for at, grad in enumerate(finish(grads)):
         before = sums.values[at]
         sums.values[at] = grad if before is None else before + grad
     return beside
