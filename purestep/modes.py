@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from purestep import compiling, tree
-from purestep.compiling import Compiler
+from purestep import tree
+from purestep.compiling import Compiler, graph
 from purestep.grad_and_value import grad_and_value as plain_grad_and_value
 from purestep.objective import part_of, value
 from purestep.reverse import Beside, Inputs, Reverse, Sums, by_vjp, in_place, unshare
@@ -56,7 +56,7 @@ def returning(
 
     By ``torch.func.vjp`` it serves transforms, derivatives and compilers: sums keep their graph.
     """
-    run = compiling.compiled(functools.partial(gradients, loss_fn, differentiate), compile)
+    run = graph.compiled(functools.partial(gradients, loss_fn, differentiate), compile)
 
     def reverse(inputs: Inputs, sums: Sums, ready: Ready | None) -> Beside:
         params = tree.unflatten(inputs.structure, inputs.leaves)
@@ -86,7 +86,7 @@ def gradients(
     def loss_of(*leaves: Tensor) -> tuple[Tensor, list[Tensor]]:
         nonlocal reached, kind
         params = tree.unflatten(structure, tree.known_to_compilers(leaves))
-        with compiling.flat_linear() if torch.compiler.is_dynamo_compiling() else nullcontext():
+        with graph.flat_linear() if torch.compiler.is_dynamo_compiling() else nullcontext():
             part = part_of(loss_fn, params, microbatch, weights, divisors)
         loss = value(part.terms, part.cotangents)
         reached = loss.requires_grad or not tree.any_requires_grad(leaves)
@@ -145,7 +145,7 @@ def compiled(loss_fn: LossFn, compile: bool | Compiler) -> Reverse:
             made.append(so_far.add_(grad) if so_far.ndim else so_far + grad)
         return made, beside
 
-    one = compiling.one_graph(functools.wraps(loss_fn)(sums_of), compile)
+    one = graph.one_graph(functools.wraps(loss_fn)(sums_of), compile)
 
     def reverse(inputs: Inputs, sums: Sums, ready: Ready | None) -> Beside:
         values, dtypes = sums
@@ -165,4 +165,4 @@ def compiled(loss_fn: LossFn, compile: bool | Compiler) -> Reverse:
         values[:] = made
         return beside
 
-    return compiling.with_fallback(reverse, in_place(loss_fn))
+    return graph.with_fallback(reverse, in_place(loss_fn))

@@ -46,15 +46,6 @@ def _missing(path: str) -> Callable[..., NoReturn]:
 transformed: Callable[[], bool] = _private("_C._are_functorch_transforms_active")
 """Whether a transform of ``torch.func`` is active."""
 
-unwrapped: Callable[[Tensor], Tensor] = partial(torch.func.debug_unwrap, recurse=False)
-"""The tensor inside of one that ``torch.func`` made; any other as it is."""
-
-
-def is_wrapped(tensor: Tensor) -> bool:
-    """Whether a tensor is one that ``torch.func`` made around another."""
-    return unwrapped(tensor) is not tensor
-
-
 _interpreters = _private("_C._functorch.get_interpreter_stack")
 
 

@@ -205,11 +205,8 @@ def checked_weights(weights: Tensor) -> Tensor:
                 f"weights must be finite and not negative, but one is {worst}: weight 0 takes a "
                 "loss away, and its sign belongs into loss_fn"
             )
-        if (
-            isinstance(most, int)
-            and most * values.numel() > EXACT
-            and values.double().sum() > EXACT
-        ):
+        large = isinstance(most, int) and most * values.numel() > EXACT
+        if large and values.double().sum() > EXACT:
             raise ValueError(
                 f"integer weights of one microbatch sum to more than {EXACT=}, up to which they "
                 f"are divided exactly; the largest is {most}: scale them down, the update does not "

@@ -37,25 +37,27 @@ CORE = [
     "evaluation",
 ]
 BUDGETS = {
-    "core": 1077,
+    "core": 1055,
     "tree": 390,
-    "axis": 1145,
-    "sharding": 154,
-    "optim": 850,
-    "data": 619,
-    "checkpoint": 365,
-    "losses": 381,
-    "modules": 697,
-    "compiling": 241,
+    "axis": 1030,
+    "sharding": 135,
+    "optim": 830,
+    "data": 603,
+    "checkpoint": 300,
+    "losses": 370,
+    "modules": 593,
+    "compiling": 245,
+    "others": 470,
 }
-"""Lines of code: no longer than they are, on the way to the goals of the design."""
+"""Lines of code. What one room does not need, another may have; LIBRARY holds the sum."""
+
+LIBRARY = 6000
 
 LATER = {
-    "testing": 1513,
-    "examples": 1298,
-    "others": 693,
+    "testing": 1503,
+    "examples": 1290,
 }
-"""Rooms that are to be written again."""
+"""Beside the library."""
 
 ORDER = [
     "types",
@@ -86,8 +88,8 @@ ORDER = [
 ]
 """Each imports from those before it alone."""
 
-PRIVATE = 19
-"""Private names of torch's, to become 16."""
+PRIVATE = 16
+"""Private names of torch's."""
 
 SEAMS = {
     "tree/leaves.py": 12,
@@ -113,6 +115,7 @@ SEAMS = {
     "optim/wrappers.py": 1,
     "losses/vocabulary.py": 2,
     "compiling/graph.py": 3,
+    "remat.py": 2,
 }
 """Where new code asks for compilers, transforms or autograd, and how often."""
 
@@ -176,6 +179,7 @@ def test_rooms_keep_their_budgets() -> None:
     assert {*lines} == {*BUDGETS, *LATER}, "each room has a budget"
     for room, most in (BUDGETS | LATER).items():
         assert lines[room] <= most, f"{room} has {lines[room]} lines\n{table()}"
+    assert sum(lines[room] for room in BUDGETS) <= LIBRARY
 
 
 @pytest.mark.parametrize("file", [file for file in files() if room_of(file) in BUDGETS])

@@ -12,8 +12,6 @@ sums. Where a value that all ranks share (parameters, say) enters such a program
 the place; its transpose is the sum that an outer derivative needs.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

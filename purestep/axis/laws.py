@@ -3,8 +3,6 @@
 The axes differ only in where the ranks are: a dimension of ``torch.vmap``, threads, processes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 

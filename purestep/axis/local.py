@@ -84,6 +84,8 @@ class OneProgram:
 
     def whole(self, params: Tree) -> Tree:
         """The params as a loss sees them: each rank's own, gathered for the step."""
+        if not tree.spread(tree.flatten(params)[1]):
+            return self.axis.apply_tree("pvary", params)
         return whole(params, self.axis, self.gather)
 
     def rounds(self, microbatches: int) -> int:

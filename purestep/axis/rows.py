@@ -4,8 +4,6 @@ A leaf in n pieces is n rows: its entries along the dimension that is cut, fille
 rows of several leaves lie side by side.
 """
 
-from __future__ import annotations
-
 import math
 from typing import TYPE_CHECKING, cast
 

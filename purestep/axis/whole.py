@@ -6,8 +6,6 @@
 p are the pieces that a rank keeps, and g their gradients.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any

@@ -1,16 +1,3 @@
-"""``compile=`` of a step and ``ps.compile``: ``torch.compile`` with public options.
+from purestep.compiling.graph import Compiler, compile
 
-``graph``: one graph of a function, or the reason why there is none. ``cpu``: what is rewritten in
-graphs for CPUs.
-"""
-
-from purestep.compiling.graph import (
-    Compiler,
-    compile,
-    compiled,
-    flat_linear,
-    one_graph,
-    with_fallback,
-)
-
-__all__ = ["Compiler", "compile", "compiled", "flat_linear", "one_graph", "with_fallback"]
+__all__ = ["Compiler", "compile"]

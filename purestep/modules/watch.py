@@ -35,8 +35,7 @@ _NUMBERS = (
 
 def place(tensor: Any) -> torch.UntypedStorage | None:
     """The storage of a tensor, in whatever wrappers of torch.func; None of what has none."""
-    while isinstance(tensor, Tensor) and torch_private.is_wrapped(tensor):
-        tensor = torch_private.unwrapped(tensor)
+    tensor = torch.func.debug_unwrap(tensor) if isinstance(tensor, Tensor) else tensor
     strided = isinstance(tensor, Tensor) and tensor.layout is torch.strided
     return tensor.untyped_storage() if strided and tensor.numel() else None
 

@@ -71,9 +71,7 @@ def differentiated(leaves: Sequence[Any]) -> bool:
 
 def below_transforms(leaf: Any) -> Any:
     """The leaf below all wrappers of ``torch.func``."""
-    while isinstance(leaf, Tensor) and torch_private.is_wrapped(leaf):
-        leaf = torch_private.unwrapped(leaf)
-    return leaf
+    return torch.func.debug_unwrap(leaf) if isinstance(leaf, Tensor) else leaf
 
 
 def requires_grad(tree: Tree) -> bool:
@@ -130,8 +128,7 @@ def at_hand(tensor: Tensor) -> Tensor | None:
     """
     if torch.compiler.is_dynamo_compiling():
         return None
-    if torch_private.is_wrapped(tensor):
-        tensor = below_transforms(tensor)
+    tensor = torch.func.debug_unwrap(tensor)
     return tensor if type(tensor) is Tensor and tensor.is_cpu else None
 
 
