@@ -77,7 +77,9 @@ def test_dims_are_trees(make: Any) -> None:
 NAMES: list[Any] = ["dp", ("dp", "cp"), cast("Any", dist.ProcessGroup)(0, 1)]
 
 
-@pytest.mark.parametrize("axis", [*NAMES, None, 4, ps.VmapAxis, ()], ids=lambda axis: str(axis).partition(" object")[0])
+@pytest.mark.parametrize(
+    "axis", [*NAMES, None, 4, ps.VmapAxis, ()], ids=lambda axis: str(axis).partition(" object")[0]
+)
 def test_what_is_no_axis(axis: Any) -> None:
     """Names of a mesh or its dimensions are told from what is no axis at all."""
     mesh = r'as in ps\.MeshAxis\(mesh, "dp"\)'
