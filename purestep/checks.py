@@ -150,27 +150,24 @@ def check_apart(
 ) -> None:
     """Refuses donated leaves that share a storage with each other, or with a microbatch."""
     owners: dict[torch.UntypedStorage, str] = {}
-    donated = params, opt_state
-    for name, leaf in _named(donated, "(params, opt_state)"):
-        storage = leaf.untyped_storage()
-        if leaf.numel() and owners.setdefault(storage, name) != name:
-            raise ValueError(
-                f"donate=True needs a buffer for each leaf, but {owners[storage]} and {name} share "
-                "memory: clone one of them, or tie them inside loss_fn"
-            )
+    for name, leaf in _named((params, opt_state), "(params, opt_state)"):
         if leaf.numel() * leaf.element_size() > leaf.untyped_storage().nbytes():
             raise ValueError(
                 f"donate=True needs memory for each element, but {name} overlaps itself, as expand "
                 "makes it: clone it"
             )
-    for number, microbatch in enumerate(microbatches):
-        for path, leaf in _named(tree.plain(microbatch), f"microbatches[{number}]"):
-            storage = leaf.untyped_storage()
-            if leaf.numel() and storage in owners:
-                raise ValueError(
-                    f"donate=True lets the update write over {owners[storage]}, but {path} shares "
-                    "its memory: clone one of them"
-                )
+        _refuse_shared(owners, name, leaf)
+        owners[leaf.untyped_storage()] = name
+    for name, leaf in _named(tree.plain([*microbatches]), "microbatches"):
+        _refuse_shared(owners, name, leaf)
+
+
+def _refuse_shared(owners: dict[torch.UntypedStorage, str], name: str, leaf: Tensor) -> None:
+    if leaf.numel() and leaf.untyped_storage() in owners:
+        raise ValueError(
+            f"donate=True writes over {owners[leaf.untyped_storage()]}, but {name} shares its "
+            "memory: clone one of them, or tie them inside loss_fn"
+        )
 
 
 def _named(value: Any, name: str) -> Iterator[tuple[str, Tensor]]:

@@ -1,5 +1,7 @@
 """The same loss, counted in the same way, without gradients."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Sequence
 from typing import cast
 
@@ -51,9 +53,9 @@ def make_eval_step(
             wholes = ranks.whole(params)
             modes = forward(lambda microbatch: loss_fn(wholes, microbatch))
             sums = accumulate(loss_fn, (), group, weight_fn=None, total=known, modes=modes)
-            if not group.microbatches:
-                sums = sums._replace(loss=total_loss([], tree.leaves_of(params)[0]))
-            sums = ranks.sum(sums, ())
+            losses = [sums.loss] if group.microbatches else []
+            loss = total_loss(losses, tree.leaves_of(params)[0])
+            sums = ranks.sum(sums._replace(loss=loss), ())
         loss = sums.loss
         if known is None:
             total = sums.counted

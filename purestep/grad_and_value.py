@@ -1,5 +1,7 @@
 """Reverse mode as a function: ``torch.func.grad_and_value`` in half its memory."""
 
+from __future__ import annotations
+
 import functools
 from collections.abc import Callable
 from typing import Any

@@ -8,6 +8,8 @@
 All differentiate the same part of the objective, and have one signature.
 """
 
+from __future__ import annotations
+
 import functools
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext

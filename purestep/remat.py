@@ -1,5 +1,7 @@
 """Rematerialisation: a backward pass computes a function again, and keeps its arguments alone."""
 
+from __future__ import annotations
+
 import functools
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar

@@ -6,6 +6,8 @@ Autograd adds each gradient to its sum while the pass runs. ``modes`` has the re
 transforms, compilers and functions of the user's.
 """
 
+from __future__ import annotations
+
 import functools
 from collections.abc import Callable, Iterable, Sequence
 from itertools import repeat

@@ -5,7 +5,10 @@
 The sums run over all tokens of all microbatches on all ranks.
 """
 
+from __future__ import annotations
+
 from collections.abc import Sequence
+from contextlib import suppress
 from operator import attrgetter
 from typing import Literal
 
@@ -183,12 +186,10 @@ def is_new(checked: dict[int, list[tree.Structure]], rank: int, params: Params) 
     if torch.compiler.is_dynamo_compiling():
         return False  # A compiler has no answers to what is asked of new ones.
     structure, known = tree.flatten(params)[1], checked.setdefault(rank, [])
-    try:
+    with suppress(Exception):  # A node class of the user's may keep what cannot be compared.
         if structure in known:
             return False
-    except Exception:
-        return True  # A node class of the user's may keep what cannot be compared.
-    known[:] = [*known[-7:], structure]
+        known[:] = [*known[-7:], structure]
     return True
 
 

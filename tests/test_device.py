@@ -263,8 +263,8 @@ def test_data_on_the_host_is_refused_but_not_its_weights() -> None:
 @pytest.mark.parametrize(
     ("make", "match"),
     [
-        (lambda w: ({"w": w, "v": w}, {}), "'v'.*'w'.* share memory"),
-        (lambda w: ({"w": w, "v": w[:2]}, {}), "'v'.*'w'.* share memory"),
+        (lambda w: ({"w": w, "v": w}, {}), "'v'.*'w'.* shares its memory"),
+        (lambda w: ({"w": w, "v": w[:2]}, {}), "'v'.*'w'.* shares its memory"),
         (
             lambda w: ({"w": w}, {"z": w.view(1, 3)}),
             r"'w'.*microbatches\[0\]\['z'\] shares its memory",

@@ -21,7 +21,7 @@ def test_outputs_are_no_views_of_inputs() -> None:
     assert metrics.aux == 1 != new["w"]
 
 
-SHARED = r"\[0\]\['a'\] and \(.*\)\[0\]\['b'\] share memory: clone one of them"
+SHARED = r"\[0\]\['a'\], but \(.*\)\[0\]\['b'\] shares its memory: clone one of them"
 DATA = r"\[0\]\['a'\], but microbatches\[1\]\['x'\] shares its memory"
 ITSELF = r"\[0\]\['a'\] overlaps itself"
 CASES: list[tuple[Any, str]] = [

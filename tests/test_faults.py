@@ -140,7 +140,7 @@ FAULTS = {
     ),
     "no params": failure(ValueError, "params holds no tensors", lambda _: {"params": {}}),
     "donated leaves that share a storage": failure(
-        ValueError, "donate=True needs a buffer for each leaf", one_storage
+        ValueError, "donate=True writes over", one_storage
     ),
     "two ranks": Fault(
         raises_at("loss_fn", 0),

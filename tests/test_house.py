@@ -45,7 +45,7 @@ BUDGETS = {
     "data": 603,
     "checkpoint": 300,
     "losses": 370,
-    "modules": 593,
+    "modules": 594,
     "compiling": 245,
     "others": 470,
 }

@@ -1,5 +1,7 @@
 """A whole data-parallel group in one process: ranks as a dimension of ``torch.vmap``."""
 
+from __future__ import annotations
+
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager

@@ -6,8 +6,9 @@
 p are the pieces that a rank keeps, and g their gradients.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Collection, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -96,9 +97,8 @@ class _Gather(Function):
 
 def scattered(wholes: Sequence[Tensor], places: Sequence[Place]) -> list[Tensor]:
     """This rank's pieces of the sums over ranks: together, or one by one under a transform."""
-    if _together(places, wholes):
-        return at_once("psum_scatter", wholes, places)
-    return [*map(partial(by_law, "psum_scatter"), wholes, places)]
+    _, finish = scatter(wholes, [each.dtype for each in wholes], dict(enumerate(places)))
+    return finish([*wholes])
 
 
 def scatter(

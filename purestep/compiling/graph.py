@@ -93,7 +93,6 @@ def compiled(function: Callable[..., Any], compile_: bool | Compiler = True) -> 
     >>> compiled(len, False) is len
     True
     """
-    _check(compile_)
     if compile_ is False:
         return function
     return with_fallback(one_graph(function, compile_), function)

@@ -6,6 +6,8 @@ is shared: closures, objects with slots, sets. What a call reaches through those
 itself, which its first call shows.
 """
 
+from __future__ import annotations
+
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache, partial

@@ -3,6 +3,8 @@
 Each question is asked before an operation is carried out, so what is refused has not happened.
 """
 
+from __future__ import annotations
+
 import random
 import sys
 from collections.abc import Iterator, Mapping, Sequence

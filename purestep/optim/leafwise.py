@@ -1,5 +1,7 @@
 """Optimizers and transforms that are one rule for each leaf, and perhaps a kernel for all."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Sequence
 from itertools import chain
 from operator import attrgetter

@@ -1,5 +1,7 @@
 """Different optimizers for different parameters."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple, TypeAlias
@@ -139,10 +141,7 @@ def masked(mask: Mask, decayed: Part, others: Part) -> Part:
 
     def labels(params: Params) -> Tree:
         flags, structure = mask(params) if callable(mask) else mask, tree.flatten(params)[1]
-        try:
-            each = tree.broadcast_prefix(flags, params)
-        except ValueError:
-            each = [None]
+        each = tree.broadcast_prefix(flags, params)
         if not all(isinstance(flag, bool) for flag in each):
             raise ValueError(
                 "the weight-decay mask must be a tree of bools like the params, or a prefix of it, "

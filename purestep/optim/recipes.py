@@ -1,5 +1,7 @@
 """Whole optimizers: the last step of a chain, and the recipes that everyone uses."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 

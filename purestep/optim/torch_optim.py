@@ -1,5 +1,7 @@
 """The algorithms of ``torch.optim`` as pure functions."""
 
+from __future__ import annotations
+
 from typing import Any, NamedTuple
 
 import torch
@@ -66,9 +68,7 @@ def from_torch(
             f"Take {plain}"
         )
     as_tensor = settings.get("fused") or settings.get("capturable")
-    elementwise = algorithm.__module__.startswith("torch.optim.") and name in ELEMENTWISE.split(
-        ", "
-    )
+    elementwise = name in ELEMENTWISE and algorithm.__module__.startswith("torch.optim.")
 
     def built(leaves: list[Tensor], step: Tensor) -> torch.optim.Optimizer:
         rate = None if lr is None else rate_at(lr, step)

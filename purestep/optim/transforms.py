@@ -1,5 +1,7 @@
 """Transforms of gradients, each a few lines of plain tensor arithmetic."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple

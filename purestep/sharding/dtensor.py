@@ -1,5 +1,7 @@
 """Exchange with DTensor, which ``torch.distributed.checkpoint`` and other tools take."""
 
+from __future__ import annotations
+
 from typing import Any
 
 import torch
