@@ -138,21 +138,17 @@ def test_every_row_of_a_table_has_as_many_cells_as_its_head() -> None:
             assert len(set(cells)) == 1, f"{file.relative_to(ROOT)}: {rows}"
 
 
-def test_the_training_program_runs_under_torchrun(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_training_program_runs_under_torchrun(tmp_path: Path) -> None:
     """The whole program of the first page: two ranks log the losses of one."""
     program = CODE.findall((DOCS / "start" / "loop.md").read_text())[-1]
     (tmp_path / "train.py").write_text(program)
     one, two = tmp_path / "one", tmp_path / "two"
-    one.mkdir()
-    two.mkdir()
-    monkeypatch.chdir(one)
-    exec(compile(program, "train.py", "exec"), {"__name__": "page"})
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
+    torchrun = ["-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
     where = {**os.environ, "PYTHONPATH": str(ROOT)}
-    run = [*torchrun, "../train.py"]
-    subprocess.run(run, cwd=two, env=where, check=True, capture_output=True, timeout=240)
+    for folder, how in ((one, []), (two, torchrun)):
+        folder.mkdir()
+        run = [sys.executable, *how, "../train.py"]
+        subprocess.run(run, cwd=folder, env=where, check=True, capture_output=True, timeout=240)
     logs = [(folder / "log.jsonl").read_text().splitlines() for folder in (one, two)]
     losses = [torch.tensor([json.loads(line)["loss"] for line in log]) for log in logs]
     assert len(losses[0]) == 20

@@ -1,3 +1,9 @@
+"""``compile=`` of a step and ``ps.compile``: ``torch.compile`` with public options.
+
+``graph``: one graph of a function, or the reason why there is none. ``cpu``: what is rewritten in
+graphs for CPUs.
+"""
+
 from purestep.compiling.graph import Compiler, compile
 
 __all__ = ["Compiler", "compile"]

@@ -13,14 +13,7 @@ from torch import Tensor
 from purestep.testing.bounds import Bound, bound
 from purestep.testing.problem import Batch, Linear, Problem
 from purestep.testing.specification import Specification, together
-from purestep.testing.trainer import (
-    Evaluating,
-    Group,
-    Observation,
-    Resumable,
-    Switchable,
-    Trainer,
-)
+from purestep.testing.trainer import Evaluating, Group, Observation, Resumable, Switchable, Trainer
 
 Act: TypeAlias = Literal["restart"] | Group
 """An update on a group; or "restart": the state is saved, and put back after a fresh start."""
