@@ -37,7 +37,7 @@ def test_a_mask_is_a_tree_or_a_function() -> None:
         assert torch.allclose(new["w"], torch.full((2, 2), 0.95))
     assert set(ps.optim.adamw(0.1, mask=True).init(PARAMS)) == {"decay"}
     for mask in ({"w": True}, 1, tree.map(lambda leaf: torch.tensor(True), PARAMS)):
-        with pytest.raises(ValueError, match="a tree of bools like|is no prefix of a tree like"):
+        with pytest.raises(ValueError, match=r"a tree of bools like|is no prefix of a tree like"):
             ps.optim.sgd(0.1, weight_decay=0.1, mask=mask).init(PARAMS)
 
 
