@@ -2,7 +2,7 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test proofs docs versions oldest newest bench conformance format clean
+.PHONY: demo test proofs mutants docs versions oldest newest bench conformance format clean
 
 demo: .venv/installed
 	OMP_NUM_THREADS=2 $(BIN)/python -m purestep.examples.docstrings
@@ -18,6 +18,10 @@ proofs: .venv/installed
 
 docs: .venv-docs/installed
 	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build -f docs/mkdocs.yml
+
+mutants: .venv/installed
+	$(BIN)/python -m proofs.mutation --record build/lines.json
+	$(BIN)/python -m proofs.mutation --recorded build/lines.json --sample 300
 
 versions: oldest newest
 

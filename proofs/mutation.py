@@ -25,10 +25,12 @@ import tempfile
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
-from coverage import Coverage
+
+if TYPE_CHECKING:
+    from coverage import Coverage
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "purestep"
@@ -121,7 +123,7 @@ def _computing(node: ast.AST) -> Iterator[ast.AST]:
 class Contexts:
     """A plugin of pytest, by which ``coverage`` knows the test that runs a line."""
 
-    def __init__(self, measured: Coverage) -> None:
+    def __init__(self, measured: "Coverage") -> None:
         self.measured, self.seconds = measured, Counter[str]()
 
     @pytest.hookimpl(wrapper=True)
@@ -138,6 +140,8 @@ class Contexts:
 
 def record(file: Path, tests: list[str]) -> None:
     """Writes which tests run which lines, and how long each test takes."""
+    from coverage import Coverage
+
     measured = Coverage(data_file=None, source=[str(PACKAGE)])
     contexts = Contexts(measured)
     measured.start()
@@ -148,6 +152,7 @@ def record(file: Path, tests: list[str]) -> None:
         Path(each).relative_to(ROOT).as_posix(): data.contexts_by_lineno(each)
         for each in data.measured_files()
     }
+    file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(json.dumps({"seconds": contexts.seconds, "lines": lines}))
 
 
