@@ -28,7 +28,7 @@ from torch.distributed.device_mesh import DeviceMesh
 import purestep as ps
 from purestep import tree
 
-STEPS, LIVES, PATIENCE, TIMEOUT, KEEP = 50, 24, 60.0, 20.0, 2
+STEPS, LIVES, PATIENCE, TIMEOUT, KEEP = 100, 24, 60.0, 20.0, 2
 OPTIMIZER = ps.optim.chain(ps.optim.clip_by_global_norm(1.0), ps.optim.adamw(1e-2))
 
 # What takes seconds to import, before any life begins.
