@@ -2,7 +2,7 @@
 
 Philox4x32-10 [Salmon et al., 2011], in whole numbers: a word of 32 bits follows from a key of 64
 bits and four counters. The counters are an element's coordinates within its example, never its
-place in memory, so that neither padding nor packing nor the cut changes its draw.
+place in memory. So neither padding nor packing nor the cut changes its draw.
 """
 
 import math

@@ -31,8 +31,8 @@ def state_dict(tree: Tree) -> dict[str, Tensor]:
     and so does a program that loads into this dict. Others (views, one tensor for two leaves,
     columns one after the other) are copied.
 
-    Containers are not part of it, nor is what is empty: None, ``()``. Refused are leaves that are
-    no tensors (a step count is ``torch.tensor(3)``), and keys whose ``repr`` may be different
+    Containers are not part of it, nor is what is empty: None, ``()``. Leaves that are no tensors
+    are refused: a step count is ``torch.tensor(3)``. So are keys whose ``repr`` may be different
     tomorrow, or the same for two leaves.
 
     >>> state_dict({"layers": [torch.tensor(1.0), None], "a.b": {0: torch.tensor(2)}})

@@ -77,8 +77,8 @@ _saved_tensors_hooks = _private("_C._autograd._top_saved_tensors_default_hooks")
 def checkpoint_frame() -> Any | None:
     """The frame of the innermost checkpoint that computes for the first time; None outside of any.
 
-    It holds ``recompute_fn``, which the backward pass calls. A checkpoint has hooks of its own on
-    what is saved for the backward pass.
+    It holds ``recompute_fn``, which the backward pass calls. A checkpoint puts hooks on what
+    is saved for the backward pass.
     """
     pack, *_ = _saved_tensors_hooks(False) or [None]
     if getattr(pack, "__qualname__", "") != "_checkpoint_hook.__init__.<locals>.pack_hook":

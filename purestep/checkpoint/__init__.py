@@ -9,8 +9,8 @@
 
 A tree of tensors is saved to a file of safetensors, and a tree with ``ps.Shard`` by all ranks
 together to a folder of ``torch.distributed.checkpoint``; either is loaded as the other.
-``Background`` saves while the training goes on, ``save_step`` keeps the last few checkpoints,
-``latest`` finds the last one, and ``export`` writes a model for other tools.
+``Background`` saves while the training goes on. ``save_step`` keeps the last few checkpoints, and
+``latest`` finds the last one. ``export`` writes a model for other tools.
 """
 
 from purestep.checkpoint.store import Background, export, latest, load, save, save_step

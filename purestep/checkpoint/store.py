@@ -64,9 +64,9 @@ def load(path: File, like: Tree) -> Tree:
     are named. A file or folder that was cut short or changed is refused by its name. A file runs
     nothing; a folder holds a pickle, so load no folder that you do not trust.
 
-    How a tensor is spread over ranks is not part of what is saved: where ``like`` has a ``Shard``,
-    each rank loads its piece, of a file or of a folder that any number of ranks has written, and
-    where it has a tensor, all of it. A ``like`` with ``Shard`` is loaded by all processes together.
+    How a tensor is spread over ranks is not part of what is saved. Where ``like`` has a ``Shard``,
+    each rank loads its piece, of a file or of a folder, whatever number of ranks wrote it. Where it
+    has a tensor, each rank loads all of it. All processes load a ``like`` with ``Shard`` together.
 
     >>> import tempfile
     >>> with tempfile.NamedTemporaryFile() as file:
@@ -187,8 +187,8 @@ class Background(AbstractContextManager["Background"]):
     and keeps its exit code. Wait before ``torch.distributed.destroy_process_group()``, which ends
     a save of ranks.
 
-    Ranks that save together do so over a process group of gloo that they make at the first call,
-    so that their steps go on meanwhile. All of them make the same calls in the same order, the end
+    Ranks that save together use a process group of gloo, which they make at the first call. So
+    their steps go on meanwhile. All of them make the same calls in the same order, the end
     of the block included.
 
     >>> import tempfile

@@ -19,8 +19,8 @@ def balance(
     """Examples to ranks, so that the slowest rank has little more than the mean.
 
     The costliest first, each to the rank that has least so far [Graham, 1969]. The slowest rank
-    then has at most 4/3 of the cost that the best assignment gives its slowest, and less than one
-    example more than the mean. The same examples give the same answer on every rank.
+    then has at most 4/3 of the cost of the best assignment's slowest. It has less than one example
+    more than the mean. The same examples give the same answer on every rank.
 
     Args:
         examples: trees of tensors whose first dimension is the length, or without a dimension.

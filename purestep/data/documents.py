@@ -23,13 +23,13 @@ def pack_documents(
 
     Where ``k`` divides the number of rows, ``split`` cuts it into ``k``.
 
-    Beside the examples' own leaves, ``positions`` count from 0 in every example, and ``segments``
-    number the examples of a row from 1, with 0 for padding. Attend within a segment alone, as
+    ``positions`` count from 0 in every example. ``segments`` number the examples of a row from 1,
+    with 0 for padding. Attend within a segment alone, as
     ``segment_mask`` says, and take position embeddings by ``positions``: then every token's loss is
     what it is alone. Labels must be the example's own: its last token predicts nothing of the next.
 
     Examples are alike as in ``pack``; those of length 0 are left out, and have no segment. A leaf
-    that belongs to an example as a whole, without a dimension or named by ``whole``, comes as
+    without a dimension, or named by ``whole``, belongs to an example as a whole. It comes as
     ``(rows, most segments of a row, ...)``: that of segment n at ``[row, n - 1]``, padded.
 
     >>> examples = [{"tokens": torch.full((n,), n)} for n in (3, 2, 1)]

@@ -117,8 +117,8 @@ class _Copies:
 
     ``ahead`` holds what the consumer has yet to take, in order: each group, then the copies of its
     microbatches. The thread announces a group while fewer than ``depth`` things are ahead. A copy
-    takes one of ``room``, which begins at ``depth - 1``; the consumer adds one whenever it asks for
-    a microbatch, since it then lets go of the one before, or drops the copy of a group it left.
+    takes one of ``room``, which begins at ``depth - 1``. The consumer adds one whenever it asks for
+    a microbatch, since it then lets go of the one before. It adds one for each copy that it drops.
     """
 
     def __init__(self, groups: _Groups, device: Any, depth: int, weight_fn: WeightFn) -> None:

@@ -2,9 +2,10 @@
 
     params, apply = from_module(module)
 
-``apply`` says what a call is, ``plan`` of what objects it is made, ``watch`` what its first call
-shows, ``refused`` what is no such function, ``keyed`` and ``attention`` how dropout draws from
-keys, and ``huggingface`` what is known of transformers' models.
+* ``apply``: a call. ``plan``: the objects that are made for it.
+* ``watch``: checks of the first call. ``refused``: modules that are no pure functions.
+* ``keyed`` and ``attention``: dropout that draws from keys.
+* ``huggingface``: checks for models of transformers.
 """
 
 from purestep.modules.apply import Apply, from_module, to_module

@@ -45,11 +45,11 @@ def from_module(
 
     **Buffers.** ``apply(params, *args, buffers=buffers)`` returns ``(output, buffers)``, the latter
     as the call has left them. A module that writes to its buffers in training, as BatchNorm does,
-    needs that, and so do its ``apply.eval`` and ``to_module``, for these are the buffers that
-    belong to the params. ``dict(module.named_buffers())`` is the start.
+    needs that. Its ``apply.eval`` and ``to_module`` need these buffers, too.
+    ``dict(module.named_buffers())`` is the start.
 
-    **The first call** is looked at, and refused by name where it writes to a tensor of the module
-    or of params, or computes with a parameter of the module itself. So are the first calls with
+    **The first call** is checked. It is refused if it writes to a tensor of the module or of
+    params, or computes with a parameter of the module itself. So are the first calls with
     ``buffers``, with ``key`` and with other keywords, but none under a compiler: call ``apply``
     once without it. Objects that lead to the module are made anew for each call; closures and sets
     are shared.

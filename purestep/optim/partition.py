@@ -41,7 +41,7 @@ def partition(label_fn: Callable[[Params], Tree] | Tree, optimizers: Mapping[str
     """Each parameter to the optimizer that its label names. Or each gradient to a Transform.
 
     Each optimizer sees the tree of its parameters alone. An empty tuple stands for others, and for
-    containers of others (None is a leaf to ``torch.vmap``). So a norm there is that of its own
+    containers of others (None is a leaf to ``torch.vmap``). So a norm there is that of these
     gradients. The state is a dict of their states, and of Transforms a tuple.
 
     Args:

@@ -137,7 +137,7 @@ def _whole(x: Any) -> Tensor:
 
 
 class OneRank:
-    """A rank program as a trainer of its own, in this process."""
+    """A rank program as a trainer, in this process."""
 
     def __init__(self, program: RankProgram, abilities: Abilities) -> None:
         self.program, self.abilities = program, abilities

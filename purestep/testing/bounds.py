@@ -2,8 +2,8 @@
 
     γₙ = n u / (1 - n u)        u: the unit roundoff of the dtype, n: roundings in a row
 
-A sum of products of inputs, each of which has passed through at most n roundings, is off by at most
-γₙ times the sum of the products' absolute values: its majorant.
+Take a sum of products of inputs, each after at most n roundings. It is off by at most γₙ times the
+sum of the products' absolute values: its majorant.
 """
 
 from collections.abc import Sequence

@@ -81,7 +81,7 @@ def laws(
 ) -> Callable[[str], None]:
     """A test for pytest, once for each law: ``test_my_trainer = ps.testing.laws(make_trainer)``.
 
-    A law that asks for more than the trainer's abilities is skipped, and the reason is told.
+    A law that asks for more than the trainer's abilities is skipped, with the reason.
     """
     import pytest
 

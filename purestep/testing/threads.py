@@ -24,7 +24,7 @@ class ThreadAxis(Ranks):
     an error at once that names ranks and calls: never a hang.
 
     As between processes, the first collective of each rank over an axis belongs to the first of the
-    others, the second to the second, and so on; gradients leave while others still compute. Several
+    others, and so on. Gradients leave while others still compute. Several
     threads may map over one axis. (Forward-mode differentiation belongs to the whole process in
     torch: ``jvp`` is for ``VmapAxis`` and ``MeshAxis``.)
 
