@@ -6,6 +6,7 @@ That it accepts right trainers and finds the bugs that happened is in proofs/tes
 import itertools
 import os
 import random
+import re
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -108,7 +109,7 @@ def test_failures_shrink_to_what_a_person_can_read() -> None:
         ps.testing.check(trainer, ["T1"])
     # Two means of equally many tokens are no mistake: the least that shows it has a row more, or
     # more tokens in one row.
-    assert any(rows in str(raised.value) for rows in ("rows [0] | [1, 2];", "rows [0] | [1];"))
+    assert re.search(r"rows \[0(, 1)?\] \| \[[12](, 2)?\];", str(raised.value))
     outcomes: list[Any] = []
     code = str(raised.value).split("To see it with a trainer of yours:")[1]
     exec(code, {"trainer": trainer, "print": outcomes.append})
