@@ -45,6 +45,7 @@ bench: .venv/installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.modules
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.families
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.losses
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.dropout
 
 conformance: .venv/installed
 	$(BIN)/python -m pip install -q -c constraints.txt -e '.[testing,conformance]'

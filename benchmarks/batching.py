@@ -94,8 +94,8 @@ def measure(name: str, lengths: list[int], options: argparse.Namespace) -> dict[
     reference = results["order of arrival"][1]
     gradients = {
         way: float(
-            tree.global_norm(tree.map(torch.sub, result[1][0].mu, reference[0].mu))
-            / tree.global_norm(reference[0].mu)
+            tree.global_norm(tree.map(torch.sub, result[1].mu, reference.mu))
+            / tree.global_norm(reference.mu)
         )
         for way, result in results.items()
     }

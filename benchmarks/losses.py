@@ -84,6 +84,11 @@ def peak_of(way: str, options: argparse.Namespace) -> dict[str, float]:
     return {"bytes": peak - sum(each.nbytes for each in made[0])}
 
 
+def ways_of(options: argparse.Namespace) -> list[str]:
+    """All, but for those to leave out."""
+    return [way for way in WAYS if way not in options.leave_out]
+
+
 def errors_of(options: argparse.Namespace) -> dict[str, dict[str, float]]:
     """The greatest error of each way's losses and of each gradient, in parts of its bound."""
     case = case_of(options, options.tokens)
@@ -93,18 +98,19 @@ def errors_of(options: argparse.Namespace) -> dict[str, dict[str, float]]:
             name: ((found.double() - exact[name]).abs() / allowed[name]).max().item()
             for name, found in made_by(way, case)._asdict().items()
         }
-        for way in WAYS
+        for way in ways_of(options)
     }
 
 
 def seconds_of(options: argparse.Namespace) -> timing.Seconds:
     """Of all ways, in one process."""
     timing.same_cores()
-    for way in WAYS:
+    ways = ways_of(options)
+    for way in ways:
         made_by(way, case_of(options, 8))
     case = case_of(options, options.tokens)
     return timing.in_turn(
-        {way: partial(made_by, way, case) for way in WAYS}, options.repeats, warmup=0
+        {way: partial(made_by, way, case) for way in ways}, options.repeats, warmup=0
     )
 
 
@@ -118,6 +124,8 @@ def main() -> None:
     parser.add_argument("--peak", help=argparse.SUPPRESS)
     parser.add_argument("--errors", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if PLAIN in options.leave_out:
+        parser.error(f"--leave-out {PLAIN!r}: all ways are compared with it")
     if options.report:
         if options.peak:
             measured: Any = peak_of(options.peak, options)
@@ -128,11 +136,11 @@ def main() -> None:
     report: dict[str, Any] = {}
     for dtype in ("float32", "bfloat16"):
         launch = partial(timing.launch, "benchmarks.losses", "--dtype", dtype)
-        peaks = {way: launch("--peak", way, **THRESHOLD)["bytes"] for way in WAYS}
+        peaks = {way: launch("--peak", way, **THRESHOLD)["bytes"] for way in ways_of(options)}
         errors = launch("--errors")
         table = timing.joined([launch() for _ in range(options.launches)], [PLAIN])
         timing.show(dtype, table)
-        for way in WAYS:
+        for way in ways_of(options):
             parts = ", ".join(f"{name} {part:.2g}" for name, part in errors[way].items())
             print(
                 f"  {way}: {peaks[way] / 2**20:.0f} MiB ({peaks[way] / peaks[PLAIN]:.4f}); of the bound: {parts}"

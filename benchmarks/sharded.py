@@ -3,8 +3,9 @@
 One update on two real ranks (gloo processes, one thread each) against the number of microbatches K: purestep with the state on
 every rank, and with the state in pieces in each of three ways; FSDP2 (`fully_shard` on each block and on the model) as its
 documentation has it, which reduces gradients at every microbatch, and with `set_requires_gradient_sync(False)` on all but the
-last. All take AdamW, count tokens globally before the first backward pass, report loss and gradient norm, and arrive at the
-same parameters.
+last. `gather="loss"` runs each block twice, under `ps.remat`; beside it stands FSDP2 with `torch.utils.checkpoint` on each block.
+All take AdamW, count tokens globally before the first backward pass, report loss and gradient norm, and arrive at the same
+parameters.
 
 Times are taken in turn in one process for each rank, of several launches; memory in a fresh process for each way: what it has
 between updates, and the peak above that in one update.
@@ -30,6 +31,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 import purestep as ps
 from benchmarks import memory, timing
@@ -42,9 +44,9 @@ RATE = 1e-3
 WHOLE, STEP, MICROBATCH, BLOCKS = (
     "state on every rank", 'gather="step"', 'gather="microbatch"', 'gather="loss"',
 )  # fmt: skip
-SYNCHRONISING, NOT = "FSDP2", "FSDP2, no sync"
+SYNCHRONISING, NOT, CHECKPOINTED = "FSDP2", "FSDP2, no sync", "FSDP2, checkpointed"
 KEPT, NOT_KEPT = "FSDP2, kept whole", "FSDP2, no sync, kept whole"
-WAYS = [WHOLE, STEP, MICROBATCH, BLOCKS, NOT, SYNCHRONISING]
+WAYS = [WHOLE, STEP, MICROBATCH, BLOCKS, NOT, SYNCHRONISING, CHECKPOINTED]
 BESIDE = [NOT_KEPT, KEPT]
 """FSDP2 with ``reshard_after_forward=False``, which keeps in memory what two of our ways keep; only its memory is measured."""
 
@@ -102,23 +104,31 @@ def pure_step(params: Any, gather: str | None, *, blocks: bool = False) -> Way:
 class Block(nn.Module):
     """One block of the same network, for FSDP2, which wants modules."""
 
-    def __init__(self, params: Any) -> None:
+    def __init__(self, params: Any, checkpointed: bool) -> None:
         super().__init__()
+        self.checkpointed = checkpointed
         self.leaves = nn.ParameterDict(
             {key: nn.Parameter(leaf.clone()) for key, leaf in params.items()}
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        """One block further."""
+        """One block further; checkpointed inside the unit that FSDP2 gathers, as torchtitan does."""
+        if self.checkpointed:
+            result: Tensor = checkpoint(self.plain, x, use_reentrant=False)
+            return result
+        return self.plain(x)
+
+    def plain(self, x: Tensor) -> Tensor:
+        """The same, which keeps its activations."""
         return gpt.block(CONFIG, dict(self.leaves.items()), x)
 
 
 class Model(nn.Module):
     """The same network."""
 
-    def __init__(self, params: Any) -> None:
+    def __init__(self, params: Any, checkpointed: bool) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(map(Block, params["layers"]))
+        self.blocks = nn.ModuleList(Block(layer, checkpointed) for layer in params["layers"])
         outer = {key: nn.Parameter(leaf.clone()) for key, leaf in params.items() if key != "layers"}
         self.outer = nn.ParameterDict(outer)
 
@@ -131,10 +141,12 @@ class Model(nn.Module):
         return functional.layer_norm(x, x.shape[-1:]) * outer["norm"] @ outer["embedding"].T
 
 
-def fsdp_step(params: Any, *, synchronise: bool, kept: bool = False) -> Way:
+def fsdp_step(
+    params: Any, *, synchronise: bool, kept: bool = False, checkpointed: bool = False
+) -> Way:
     """FSDP2 as its users write it when they count tokens."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("fsdp",))
-    model: Any = Model(params)
+    model: Any = Model(params, checkpointed)
     for block in model.blocks:
         fully_shard(block, mesh=mesh, reshard_after_forward=not kept)
     fully_shard(model, mesh=mesh)
@@ -186,6 +198,7 @@ MAKE: dict[str, Callable[[Any], Way]] = {
     BLOCKS: partial(pure_step, gather="loss", blocks=True),
     NOT: partial(fsdp_step, synchronise=False),
     SYNCHRONISING: partial(fsdp_step, synchronise=True),
+    CHECKPOINTED: partial(fsdp_step, synchronise=True, checkpointed=True),
     NOT_KEPT: partial(fsdp_step, synchronise=False, kept=True),
     KEPT: partial(fsdp_step, synchronise=True, kept=True),
 }
@@ -281,7 +294,7 @@ def joined(reports: list[dict[str, Any]]) -> dict[str, Any]:
         "distances": first["distances"],
         "times": {
             k: timing.joined(
-                [report["seconds"][k] for report in reports], [WHOLE, SYNCHRONISING, NOT]
+                [report["seconds"][k] for report in reports], [WHOLE, SYNCHRONISING, CHECKPOINTED]
             )
             for k in ks
         },
@@ -290,7 +303,7 @@ def joined(reports: list[dict[str, Any]]) -> dict[str, Any]:
 
 COLORS = {
     WHOLE: "0.45", STEP: "#0072b2", MICROBATCH: "#56b4e9", BLOCKS: "#009e73",
-    NOT: "#e69f00", SYNCHRONISING: "#d55e00", NOT_KEPT: "#f0c987", KEPT: "#e5a27c",
+    NOT: "#e69f00", SYNCHRONISING: "#d55e00", CHECKPOINTED: "#cc79a7", NOT_KEPT: "#f0c987", KEPT: "#e5a27c",
 }  # fmt: skip
 
 
