@@ -6,7 +6,6 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-LENGTHS = st.lists(st.integers(0, 40), max_size=30)
 SMALL = st.lists(st.integers(0, 9), max_size=6)
 
 

@@ -1,18 +1,13 @@
-"""Labels, and what belongs to an example as a whole: from a data set to an update."""
+"""Labels, and what belongs to an example as a whole."""
 
-from collections import UserDict
-from itertools import islice
 from typing import Any
 
-import datasets
 import pytest
 import torch
 from hypothesis import given, strategies as st
 from torch import Tensor
-from torch.utils.data import DataLoader
 
 import purestep as ps
-from proofs.strategies import assert_same
 
 # shift_labels
 
@@ -91,7 +86,7 @@ def test_shift_labels_refuses(message: str) -> None:
 
 # What belongs to an example as a whole
 
-VOCABULARY, CLASSES = 7, 3
+CLASSES = 3
 FILLING = {"tokens": 0, "labels": -100, "id": -1, "weights": 0}
 
 
@@ -125,16 +120,6 @@ def test_what_belongs_to_an_example_stays_with_it(lengths: list[int], budget: in
     held = (ids >= 0).nonzero().tolist()
     found = [check(packed, row, segments[row] == at + 1, row, at) for row, at in held]
     assert sorted(found) == [*range(len(lengths))]
-
-
-def test_a_mapping_of_any_kind_has_leaves_of_its_own() -> None:
-    """As a tokenizer of transformers returns it."""
-    plain = [{"input_ids": torch.ones(n), "labels": torch.tensor(n)} for n in (3, 1, 2)]
-    mappings: Any = list(map(UserDict, plain))
-    assert str(ps.pack(mappings, max_tokens=4)) == str(ps.pack(plain, max_tokens=4))
-    documents = [ps.pack_documents(each, row_tokens=4) for each in (mappings, plain)]
-    assert str(documents[0]) == str(documents[1])
-    assert [len(share) for share in ps.balance(mappings, 2)] == [1, 2]
 
 
 def test_balance_by_length_alone() -> None:
@@ -182,85 +167,6 @@ def test_what_belongs_to_an_example_is_stacked() -> None:
     assert pictures[0]["image"].shape == (2, 2, 3)
     with pytest.raises(ValueError, match=r"no pad value for example\['class'\]: add it to pad="):
         ps.pack_documents([ONE, ONE], row_tokens=4)
-
-
-# From a table to updates
-
-TABLE: dict[str, list[Any]] = {
-    "input_ids": [[(i * k) % VOCABULARY for k in range(1 + i * 5 % 7)] for i in range(13)],
-    "kind": [i % CLASSES for i in range(13)],
-}
-
-
-def microbatches_of(rows: list[dict[str, Tensor]], max_tokens: int = 1000) -> list[Any]:
-    """Rows of a table as microbatches of a causal model."""
-    examples = [{**row, "labels": ps.shift_labels(row["input_ids"])} for row in rows]
-    return ps.pack(examples, max_tokens=max_tokens)
-
-
-def microbatch_of(rows: list[dict[str, Tensor]]) -> Any:
-    return microbatches_of(rows)[0]
-
-
-def loader(epoch: int) -> Any:
-    """Rows of a table in an order that the epoch seeds, by workers."""
-    table: Any = datasets.Dataset.from_dict(TABLE).with_format("torch")
-    order = torch.Generator().manual_seed(epoch)
-    return DataLoader(
-        table, batch_size=2, shuffle=True, generator=order, collate_fn=microbatch_of, num_workers=2
-    )
-
-
-def stream(epoch: int) -> Any:
-    """As it is read: of a table that need not fit into memory."""
-    rows = datasets.Dataset.from_dict(TABLE).to_iterable_dataset().with_format("torch")
-    return DataLoader(rows, batch_size=2, collate_fn=microbatch_of)
-
-
-def token_losses(params: Any, microbatch: Any) -> Tensor:
-    """Of each token, given the kind of its text."""
-    hidden = params["embedding"][microbatch["input_ids"]]
-    told = (hidden + params["kind"][microbatch["kind"]].unsqueeze(1)) @ params["out"]
-    return ps.losses.cross_entropy(told, microbatch["labels"])
-
-
-def predictor() -> dict[str, Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    sizes = {"embedding": (VOCABULARY, 4), "kind": (CLASSES, 4), "out": (4, VOCABULARY)}
-    return {name: torch.randn(size, generator=generator) for name, size in sizes.items()}
-
-
-@pytest.mark.parametrize("source", [loader, stream])
-def test_a_table_is_resumed_where_it_stopped(source: Any) -> None:
-    """Bit for bit, after whichever update of whichever epoch it stopped."""
-    optimizer = ps.optim.adamw(0.1)
-    step = ps.make_update_step(token_losses, optimizer)
-
-    def train(state: Any, updates: int) -> tuple[Any, list[int]]:
-        """Params, what the optimizer keeps, epoch and position; the tokens of each update."""
-        params, opt_state, epoch, position = state
-        tokens: list[int] = []
-        while epoch < 2 and len(tokens) < updates:
-            groups = ps.prefetch(ps.group(source(epoch), 2, start=position), "cpu")
-            for microbatches in islice(groups, updates - len(tokens)):
-                params, opt_state, metrics = step(params, opt_state, microbatches)
-                tokens.append(int(metrics.num_tokens))
-            position = groups.position
-            groups.close()
-            if len(tokens) < updates:
-                epoch, position = epoch + 1, 0
-        return (params, opt_state, epoch, position), tokens
-
-    begin = predictor(), optimizer.init(predictor()), 0, 0
-    whole, tokens = train(begin, 100)
-    assert sum(tokens) == 2 * sum(len(ids) - 1 for ids in TABLE["input_ids"])
-    assert (tokens[:4] != tokens[4:]) == (source is loader), "each epoch has an order"
-    for stop in (1, 6):
-        state, first = train(begin, stop)
-        torch.manual_seed(stop)  # another program
-        state, rest = train(state, 100)
-        assert [*first, *rest] == tokens
-        assert_same(state[:2], whole[:2])
 
 
 def test_a_mask_that_is_added() -> None:

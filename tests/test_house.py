@@ -15,14 +15,10 @@ import pytest
 import purestep as ps
 
 HOME = Path(ps.__file__).parent
-QUIET = (
-    tokenize.COMMENT,
-    tokenize.NL,
-    tokenize.NEWLINE,
-    tokenize.INDENT,
-    tokenize.DEDENT,
+QUIET = {
+    tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT,
     tokenize.ENDMARKER,
-)
+}  # fmt: skip
 
 CORE = [
     "types",
@@ -53,10 +49,7 @@ BUDGETS = {
 
 LIBRARY = 6000
 
-LATER = {
-    "testing": 1500,
-    "examples": 1290,
-}
+LATER = {"testing": 1500, "examples": 1290}
 """Beside the library."""
 
 ORDER = [
@@ -92,31 +85,16 @@ PRIVATE = 16
 """Private names of torch's."""
 
 SEAMS = {
-    "tree/leaves.py": 12,
-    "tree/alike.py": 1,
-    "tree/structure.py": 2,
-    "axis/laws.py": 1,
-    "axis/ranks.py": 4,
-    "axis/session.py": 1,
-    "axis/whole.py": 1,
-    "accumulate.py": 3,
-    "modes.py": 2,
-    "evaluation.py": 1,
-    "grad_and_value.py": 1,
-    "step.py": 4,
-    "checks.py": 2,
-    "weights.py": 2,
-    "modules/apply.py": 1,
-    "modules/keyed.py": 1,
-    "modules/plan.py": 1,
-    "optim/leafwise.py": 1,
-    "optim/partition.py": 2,
-    "optim/torch_optim.py": 1,
+    "tree/leaves.py": 12, "tree/alike.py": 1, "tree/structure.py": 2,
+    "axis/laws.py": 1, "axis/ranks.py": 4, "axis/session.py": 1, "axis/whole.py": 1,
+    "accumulate.py": 3, "modes.py": 2, "evaluation.py": 1, "grad_and_value.py": 1, "step.py": 4,
+    "checks.py": 2, "weights.py": 2, "remat.py": 2,
+    "modules/apply.py": 1, "modules/keyed.py": 1, "modules/plan.py": 1,
+    "optim/leafwise.py": 1, "optim/partition.py": 2, "optim/torch_optim.py": 1,
     "optim/wrappers.py": 1,
     "losses/vocabulary.py": 2,
     "compiling/graph.py": 3,
-    "remat.py": 2,
-}
+}  # fmt: skip
 """Where new code asks for compilers, transforms or autograd, and how often."""
 
 ASKS = re.compile(

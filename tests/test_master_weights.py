@@ -10,10 +10,10 @@ from torch import Tensor
 import purestep as ps
 from proofs.strategies import assert_same, labels
 from proofs.test_t06_purity import storages
-from proofs.test_t08_optimizers import buffers, kinds, random_grads, random_params
+from proofs.test_t08_optimizers import random_grads, random_params
 from purestep import tree
 from tests.halves import HALVES
-from tests.optimizers import WAYS, assert_in_place_where_it_applies, updated
+from tests.optimizers import WAYS, states_of, updated
 
 SHAPES = {"matrix": (4, 8), "rest": [(16,), (48,)]}
 MATRICES = {"first": (4, 8), "second": (4, 4)}
@@ -32,11 +32,6 @@ INNER: dict[str, Callable[[], ps.optim.Optimizer]] = {
 }
 
 
-def params_for(name: str, dtype: torch.dtype, generator: torch.Generator) -> Any:
-    """Muon is for matrices."""
-    return random_params(MATRICES if name == "Muon" else SHAPES, dtype, generator)
-
-
 def to(dtype: torch.dtype, value: Any) -> Any:
     """The same numbers, rounded to the dtype."""
     return tree.map(lambda leaf: leaf.to(dtype, copy=True), value)
@@ -50,42 +45,21 @@ def test_the_master_is_the_wide_run(
 ) -> None:
     """Bitwise, with its whole state; and the params are the master rounded.
 
-    In place too, in the same buffers. Of wide params, a master is a copy that gains nothing.
+    Of wide params, a master is a copy that gains nothing.
     """
     generator = torch.Generator().manual_seed(0)
-    params = params_for(name, dtype, generator)
+    # Muon is for matrices.
+    params = random_params(MATRICES if name == "Muon" else SHAPES, dtype, generator)
     wide_dtype = tree.accumulation_dtype(dtype)
     inner, optimizer = INNER[name](), ps.optim.master_weights(INNER[name]())
     wide = to(wide_dtype, params)
     alone = (wide, inner.init(wide))
-    pure = (params, optimizer.init(params))
-    donated = tree.map(torch.clone, pure)
-    full, places = kinds(pure), buffers(donated)
-    assert not storages(pure[1]) & storages(params)
-    for _ in range(5):
-        grads = to(grad_dtype or dtype, random_grads(wide, generator))
-        given = (grads, pure[1], pure[0])
-        before = tree.map(torch.clone, given)
-        pure = optimizer.update(*given)
-        assert_same(given, before, "(grads, opt_state, params)")
-        assert not storages(pure) & storages(given)
-        own = tree.map(torch.clone, grads), donated[1], donated[0]
-        donated = updated(optimizer, "update_", *own)
-        assert buffers(donated) == places
-        alone = inner.update(to(wide_dtype, grads), alone[1], alone[0])
-        for ours, state in (pure, donated):
-            assert kinds((ours, state)) == full
-            assert_same(state, ps.optim.MasterState(*alone), "opt_state")
-            assert_same(ours, to(dtype, state.master), "params")
-
-
-@pytest.mark.parametrize("dtype", HALVES)
-@pytest.mark.parametrize("name", INNER)
-def test_in_place_where_it_applies(name: str, dtype: torch.dtype) -> None:
-    generator = torch.Generator().manual_seed(0)
-    params = params_for(name, dtype, generator)
-    grads = [to(torch.float32, random_grads(params, generator)) for _ in range(3)]
-    assert_in_place_where_it_applies(ps.optim.master_weights(INNER[name]()), params, grads)
+    grads = [to(grad_dtype or dtype, random_grads(wide, generator)) for _ in range(5)]
+    assert not storages(optimizer.init(params)) & storages(params)
+    for one, (ours, state) in zip(grads, states_of(optimizer, params, grads), strict=True):
+        alone = inner.update(to(wide_dtype, one), alone[1], alone[0])
+        assert_same(state, ps.optim.MasterState(*alone), "opt_state")
+        assert_same(ours, to(dtype, state.master), "params")
 
 
 @pytest.mark.parametrize("dtype", HALVES)

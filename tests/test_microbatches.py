@@ -226,8 +226,9 @@ two_of: Any = {"batch_size": 2, "collate_fn": collate}
 SOURCES: dict[str, Callable[[], Any]] = {
     "a list": lambda: [collate(pair) for pair in PAIRS],
     "a generator": lambda: (collate(pair) for pair in PAIRS),
-    "a loader with workers": lambda: DataLoader(EXAMPLES, num_workers=2, **two_of),  # type: ignore[arg-type]
+    "a loader with workers": lambda: DataLoader(EXAMPLES, num_workers=1, **two_of),  # type: ignore[arg-type]
     "rows of a table": lambda: DataLoader(ROWS_OF_A_TABLE, **two_of),
+    "a stream of rows": lambda: DataLoader(ROWS_OF_A_TABLE.to_iterable_dataset(), **two_of),
     "groups of a loader's worker": lambda: next(
         iter(DataLoader(ROWS_OF_A_TABLE, 6, collate_fn=lambda rows: [collate(rows[i : i + 2]) for i in (0, 2, 4)]))
     ),

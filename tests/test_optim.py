@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from proofs.strategies import assert_same, matrices
 from proofs.test_t08_optimizers import buffers
 from purestep import tree
 from purestep.step import transition
-from tests.optimizers import GRADS, PARAMS, RECIPES, TRANSFORMS, updated
+from tests.optimizers import GRADS, PARAMS, RECIPES, TRANSFORMS, states_of, updated
 
 
 @given(st.floats(0.1, 10))
@@ -55,9 +56,7 @@ def test_what_does_not_decay_is_not_touched(transform: Any) -> None:
 
 
 def test_sgd_refuses_nesterov_without_momentum() -> None:
-    with pytest.raises(
-        ValueError, match="nesterov=True looks ahead along the momentum, but momentum=0"
-    ):
+    with pytest.raises(ValueError, match=r"nesterov=True looks ahead .*, but momentum=0"):
         ps.optim.sgd(0.1, nesterov=True)
 
 
@@ -75,12 +74,8 @@ def test_a_state_is_complete_and_detached_and_update_leaves_it_alone(name: str) 
     """The structure never changes, and params that require grad do not reach into the state."""
     optimizer = STATES[name](0.1)
     state = optimizer.init(tree.map(lambda leaf: leaf.clone().requires_grad_(), PARAMS))
-    given = (GRADS, state, PARAMS)
-    before = tree.map(torch.clone, given)
-    _, after = optimizer.update(*given)
-    assert tree.flatten(state)[1] == tree.flatten(after)[1]
     assert not any(leaf.requires_grad for leaf in tree.leaves_of(state))
-    assert_same(given, before)
+    assert len([*states_of(optimizer, PARAMS, [GRADS])]) == 1
 
 
 PAPERS: dict[str, tuple[Any, dict[str, Any]]] = {
@@ -282,15 +277,10 @@ def test_schedules_keep_their_precision() -> None:
         assert schedule(torch.tensor(step)) == pytest.approx(rate, rel=1e-15)
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        ps.optim.sgd,
-        ps.optim.adamw,
-        ps.optim.lion,
-        lambda rate: ps.optim.from_torch(torch.optim.SGD, lr=rate),
-    ],
-)
+TAKE_A_RATE = [ps.optim.descend, ps.optim.adamw, partial(ps.optim.from_torch, torch.optim.SGD)]
+
+
+@pytest.mark.parametrize("make", TAKE_A_RATE)
 def test_a_rate_that_is_none(make: Any) -> None:
     """torch's schedulers write into torch's optimizers; a schedule is a function."""
     usual = torch.optim.SGD([torch.ones(1)], lr=0.1)

@@ -1,6 +1,13 @@
-"""``pack``, ``pack_documents`` and ``balance``: as few, as short, as even as can be. T14: the rest."""
+"""``pack``, ``pack_documents`` and ``balance``: as few, as short, as even as can be. T14: the rest.
 
+What examples are filled up with, and that those are alike which are put together.
+"""
+
+import contextlib
 import itertools
+from collections import UserDict
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -8,20 +15,7 @@ from hypothesis import given, strategies as st
 
 import purestep as ps
 from purestep import data
-from tests.examples import LENGTHS, SMALL, examples_of, partitions
-
-
-@given(LENGTHS, st.integers(0, 60), st.integers(1, 8))
-def test_pack_keeps_the_budget(lengths: list[int], slack: int, multiple_of: int) -> None:
-    padded = [-(-n // multiple_of) * multiple_of for n in lengths]
-    budget = max([1, *padded]) + slack
-    packed = ps.pack(examples_of(lengths), max_tokens=budget, multiple_of=multiple_of)
-    assert sum(int((part["labels"] != -100).sum()) for part in packed) == sum(lengths)
-    for part in packed:
-        rows, length = part["tokens"].shape
-        assert 0 < rows * length <= budget
-        assert length % multiple_of == 0
-        assert (part["tokens"][part["labels"] == -100] == 0).all()
+from tests.examples import SMALL, examples_of, partitions
 
 
 @given(SMALL, st.integers(0, 12), st.integers(1, 3))
@@ -34,6 +28,8 @@ def test_no_cut_needs_fewer_microbatches(lengths: list[int], slack: int, multipl
 
     budget = max([1, *padded]) + slack
     ours = data.packing(lengths, max_tokens=budget, multiple_of=multiple_of)
+    packed = ps.pack(examples_of(lengths), max_tokens=budget, multiple_of=multiple_of)
+    assert all(part["tokens"].shape[1] % multiple_of == 0 for part in packed)
     held = [i for i, length in enumerate(lengths) if length]
     assert sorted(i for part in ours for i in part) == held
     others = [parts for parts in partitions(held) if largest(parts) <= budget]
@@ -131,3 +127,143 @@ def test_balance_by_a_cost_of_ones_own() -> None:
     for cost in (-1.0, float("nan"), float("inf")):
         with pytest.raises(ValueError, match=rf"examples\[1\] costs {cost}: it must be finite"):
             data.balancing([1.0, cost], 2)
+
+
+# Padding
+
+
+@pytest.mark.parametrize(
+    ("dtype", "value", "held"),
+    [
+        (torch.bool, 1, True),
+        (torch.bool, 2, False),
+        (torch.uint8, -100, False),
+        (torch.uint16, 70000, False),
+        (torch.int16, 0.5, False),
+        (torch.int64, 2**53 + 1, False),
+        (torch.float16, 70000, False),
+        (torch.bfloat16, -torch.inf, True),
+        (torch.float32, 1e39, False),
+    ],
+)
+def test_padding_is_what_was_asked_for(dtype: torch.dtype, value: float, held: bool) -> None:
+    """Or it is refused by the leaf's name, even where nothing has to be padded today."""
+    examples = [{"a": {"labels": [torch.zeros(n).to(dtype)]}} for n in (2, 2)]
+    for pad in (value, {"labels": value}):
+        refused = pytest.raises(ValueError, match=r"\['a'\]\['labels'\]\[0\] would be")
+        with contextlib.nullcontext() if held else refused:
+            (packed,) = ps.pack(examples, max_tokens=99, multiple_of=5, pad=pad)
+            assert (packed["a"]["labels"][0][:, -1].double() == value).all()
+        with contextlib.nullcontext() if held else refused:
+            packed = ps.pack_documents(examples, row_tokens=13, pad=pad)
+            assert (packed["a"]["labels"][0][:, -1].double() == value).all()
+            assert not packed["positions"][packed["segments"] == 0].any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_padding_that_rounds(dtype: torch.dtype) -> None:
+    """-100 is -96 in eight bits, which is a label like any other."""
+    examples = [{"labels": torch.ones(n).to(dtype)} for n in (3, 1)]
+    with pytest.raises(ValueError, match=r"padded with -100, which torch.float8.* cannot hold"):
+        ps.pack(examples, max_tokens=8)
+    (packed,) = ps.pack(examples, max_tokens=8, pad={"labels": -96})
+    assert packed["labels"].double().tolist() == [[1, 1, 1], [1, -96, -96]]
+
+
+def test_pack_refuses_to_guess_a_padding() -> None:
+    examples = [{"x": torch.ones(2, 3)}, {"x": torch.ones(1, 3)}]
+    uneven = [{"x": torch.ones(2), "y": torch.ones(3)}]
+    for run, message in {
+        partial(ps.pack, examples, max_tokens=8): r"no pad value for example\['x'\]: add it to",
+        partial(ps.pack, [{"x": [1]}], max_tokens=8): r"\['x'\]\[0\] int.*make tensors of them",
+        partial(ps.pack, uneven, max_tokens=8): r"examples\[0\] need one common first dimension",
+        partial(ps.pack, examples, max_tokens=0): "max_tokens=0 and .* must be at least 1",
+    }.items():
+        with pytest.raises(ValueError, match=message):
+            run()
+    (packed,) = ps.pack(examples, max_tokens=8, pad=-1.0)
+    assert packed["x"].tolist() == [[[1.0] * 3] * 2, [[1.0] * 3, [-1.0] * 3]]
+
+
+def test_what_hugging_face_models_take_is_padded() -> None:
+    names = ["input_ids", "attention_mask", "position_ids", "token_type_ids"]
+    names += ["decoder_input_ids", "decoder_attention_mask"]
+    texts = [{name: torch.ones(n, dtype=torch.int64) for name in names} for n in (3, 2)]
+    (packed,) = ps.pack(texts, max_tokens=6)
+    assert all(packed[name].tolist() == [[1, 1, 1], [1, 1, 0]] for name in names)
+
+
+# Trees
+
+TOKENS, MORE = torch.ones(2, dtype=torch.int64), torch.ones(2, 2)
+STRUCTURE = "differs in structure"
+ODD: dict[str, tuple[dict[str, Any], str]] = {
+    "different names": ({"ids": TOKENS, "more": [MORE]}, STRUCTURE),
+    "fewer": ({"tokens": TOKENS}, STRUCTURE),
+    "deeper": ({"tokens": [TOKENS], "more": [MORE]}, STRUCTURE),
+    "no tensor": ({"tokens": TOKENS, "more": [None]}, STRUCTURE),
+    "dtype": ({"tokens": TOKENS.int(), "more": [MORE]}, r"\['tokens'\] is torch.int32 .*int64"),
+    "dtype below": ({"tokens": TOKENS, "more": [MORE.half()]}, r"\['more'\]\[0\] is torch.float16"),
+    "shape": ({"tokens": TOKENS, "more": [MORE[:, :1]]}, r"\['more'\]\[0\] .*shape \(2, 1\)"),
+    "rank": ({"tokens": TOKENS, "more": [MORE[:, 0]]}, r"\['more'\]\[0\] .*shape \(2,\)"),
+}
+TOGETHER: dict[str, Any] = {
+    "pack": lambda examples: ps.pack(examples, max_tokens=6, pad=0),
+    "pack_documents": lambda examples: ps.pack_documents(examples, row_tokens=6, pad=0),
+    "stack": lambda examples: data.stack(examples, 6, 0),
+    "merge": ps.merge,
+}
+
+
+@pytest.mark.parametrize("at", [0, 2, 4])
+@pytest.mark.parametrize("how", TOGETHER)
+@pytest.mark.parametrize("kind", ODD)
+def test_examples_that_are_not_alike_are_refused(kind: str, how: str, at: int) -> None:
+    """Wherever the odd one stands."""
+    odd, message = ODD[kind]
+    examples: list[Any] = [{"tokens": TOKENS, "more": [MORE]}] * 4
+    examples.insert(at, odd)
+    where = rf"(examples|microbatches)\[{at or 1}\]"
+    with pytest.raises(ValueError, match=where + (".*" + message if at else "")):
+        TOGETHER[how](examples)
+
+
+EMPTY: dict[str, Any] = {"tokens": torch.tensor([]), "labels": torch.tensor([])}
+
+
+@pytest.mark.parametrize("lengths", [[], [2], [3, 1, 3, 2]])
+@pytest.mark.parametrize("at", [0, 1])
+def test_examples_of_length_0_cost_nothing(lengths: list[int], at: int) -> None:
+    """Though the dtype of what is empty is that of any other list."""
+    examples = examples_of(lengths)
+    more: list[Any] = [*examples[:at], EMPTY, *examples[at:], EMPTY]
+    assert str(ps.pack(more, max_tokens=6)) == str(ps.pack(examples, max_tokens=6))
+    documents = ps.pack_documents(more, row_tokens=6)
+    if examples:
+        assert str(documents) == str(ps.pack_documents(examples, row_tokens=6))
+    else:
+        names = ["tokens", "labels", "positions", "segments"]
+        shapes = {name: tuple(leaf.shape) for name, leaf in documents.items()}
+        assert shapes == dict.fromkeys(names, (0, 6))
+        assert ps.count_tokens([documents]) == 0
+    assert sum(map(len, ps.balance(more, 2))) == len(more)
+
+
+class Encoding(UserDict[str, Any]):
+    """As a tokenizer of transformers returns it: a mapping that optree does not know."""
+
+
+def encoded(example: Any, mapping: Any = Encoding) -> Any:
+    """The same example as such mappings, also inside of lists and of each other."""
+    more = mapping(labels=example["labels"], none=None)
+    return mapping(text=[mapping(tokens=example["tokens"])], more=more)
+
+
+@pytest.mark.parametrize("how", TOGETHER)
+def test_mappings_of_any_kind_are_trees(how: str) -> None:
+    """What is made of them is made of dicts."""
+    examples = examples_of([4, 4])
+    ours, theirs = ([encoded(e, mapping) for e in examples] for mapping in (Encoding, dict))
+    assert str(TOGETHER[how](ours)) == str(TOGETHER[how](theirs))
+    assert str(ps.split(ours[0], 2)) == str(ps.split(theirs[0], 2))
+    assert [[id(e) for e in share] for share in ps.balance(ours, 2)] == [[id(e)] for e in ours]

@@ -3,6 +3,7 @@
 import ast
 import importlib
 import inspect
+import itertools
 import pkgutil
 import re
 import shutil
@@ -113,12 +114,8 @@ def foreign_names(source: str) -> set[str]:
                     yield from (part for text in texts for part in str(text).split("."))
 
     tree = ast.parse(source)
-    own = set(
-        re.findall(
-            r"^ *(?:def|class) (_\w+)|^(_\w+)\b.* = |\bself\.(_\w+)\b(?=.* = )", source, re.M
-        )
-    )
-    own_names = {name for names in own for name in names} | NAMED_TUPLES
+    own = r"^ *(?:def|class) (_\w+)|^(_\w+)\b.* = |\bself\.(_\w+)\b(?=.* = )"
+    own_names = {*itertools.chain(*re.findall(own, source, re.M))} | NAMED_TUPLES
     return {name for name in used() if re.match(r"_[^_]", name)} - own_names
 
 
@@ -136,23 +133,18 @@ def test_private_names_of_torch_stand_in_one_place(folder: str) -> None:
 def test_tests_import_nothing_from_each_other() -> None:
     """What several of them use stands beside them, in a module named after what it holds."""
     for file in (ROOT / "tests").glob("*.py"):
-        found = re.findall(
-            r"^ *(?:from|import) tests(?:\.| import )test_.*", file.read_text(), re.M
-        )
+        forbidden = r"^ *(?:from|import) tests(?:\.| import )test_.*"
+        found = re.findall(forbidden, file.read_text(), re.M)
         assert not found, f"{file.name}: {found}"
 
 
-def test_every_module_imports() -> None:
-    for module in pkgutil.walk_packages(ps.__path__, "purestep."):
-        assert importlib.import_module(module.name).__doc__, f"{module.name} says nothing of itself"
-
-
 def test_every_package_is_installed() -> None:
-    """Not only from a checkout, where all of them are found."""
+    """Not only from a checkout, where all of them are found; each module says what it is."""
     with (ROOT / "pyproject.toml").open("rb") as file:
         listed = tomllib.load(file)["tool"]["setuptools"]["packages"]
-    found = pkgutil.walk_packages(ps.__path__, "purestep.")
+    found = [*pkgutil.walk_packages(ps.__path__, "purestep.")]
     assert {*listed} == {"purestep", *(each.name for each in found if each.ispkg)}
+    assert all(importlib.import_module(each.name).__doc__ for each in found)
 
 
 BUILD = "from setuptools import build_meta; build_meta.build_editable('wheel')"
@@ -211,19 +203,8 @@ def test_wheel_and_sdist_install_into_an_empty_environment(tmp_path: Path) -> No
 
     run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "empty"])
     python = tmp_path / "empty" / "bin" / "python"
-    run(
-        [
-            sys.executable,
-            "-m",
-            "pip",
-            "--python",
-            python,
-            "install",
-            "--no-deps",
-            "--no-index",
-            wheel,
-        ]
-    )
+    pip = [sys.executable, "-m", "pip", "--python", python, "install", "--no-deps", "--no-index"]
+    run([*pip, wheel])
     (site,) = (tmp_path / "empty" / "lib").glob("*/site-packages")
     (site / "others.pth").write_text(str(Path(torch.__file__).parent.parent))  # torch and such
     printed = run([python, "-I", "-c", USE], cwd=tmp_path).stdout.split()
