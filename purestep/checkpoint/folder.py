@@ -83,8 +83,8 @@ def write(path: File, slots: Mapping[str, Slot], group: Group) -> None:
     folder, own = Path(place + UNFINISHED), f"__{dist.get_rank(group)}_*"
     with naming(path):
         try:
-            if first:
-                shutil.rmtree(folder, ignore_errors=True)  # of a program that was killed
+            # What a program that was killed has left goes before any rank makes the folder.
+            agreed(group, lambda: shutil.rmtree(folder, ignore_errors=True) if first else None)
             save(to_dtensor(dict(slots)), checkpoint_id=folder, process_group=group)
             agreed(group, lambda: _seal([*folder.glob(own), *[folder / ".metadata"] * first]))
             agreed(group, lambda: folder.rename(place) if first else None)
