@@ -70,7 +70,7 @@ def test_traffic_of_a_step(
     processes: Run, bucket_bytes: int, buckets: list[int], normalize: str
 ) -> None:
     """Two short messages and each gradient once, however many microbatches a rank has."""
-    message = 16 * 8
+    message = 7 * 8
     for numbers in ([1] * 4, [4] * 4, [16] * 4, [4, 0, 16, 1]):
         args = numbers, [False] * 4, [normalize] * 4
         results = processes(bytes_of_a_step, *args, bucket_bytes=bucket_bytes)
