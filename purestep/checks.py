@@ -196,6 +196,25 @@ def check_untouched(params: Params, leaves: Sequence[Tensor], versions: Sequence
             )
 
 
+def check_not_reentrant(terms: Sequence[Tensor]) -> None:
+    """Refuses reentrant checkpoints, whose own backward pass may reach params that this one skips.
+
+    torch refuses those that it runs, but not one behind an input that no param leads to.
+    """
+    nodes, seen = [term.grad_fn for term in terms], set[Any]()
+    while nodes:
+        node = nodes.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            nodes += [parent for parent, _ in node.next_functions]
+            if node.name() == "CheckpointFunctionBackward":
+                raise ValueError(
+                    "loss_fn runs a reentrant checkpoint, in which a step sees no gradients: pass "
+                    "use_reentrant=False, or to models of transformers "
+                    'gradient_checkpointing_kwargs={"use_reentrant": False}'
+                )
+
+
 class recomputation(TorchFunctionMode):  # noqa: N801
     """A context in which no checkpoint may recompute with a module's own parameters.
 

@@ -77,9 +77,8 @@ def slots(tree: Tree) -> dict[str, Slot]:
     """The tensors by name, where ranks are one: a ``Shard`` has the name of the whole tensor."""
     named = _named(tree, within=Shard)
     places = trees.spread(trees.flatten(tree)[1]) or [None] * len(named)
-    return {
-        name: _slot(name, leaf, place) for (name, leaf), place in zip(named, places, strict=True)
-    }
+    pairs = zip(named, places, strict=True)
+    return {name: _slot(name, leaf, place) for (name, leaf), place in pairs}
 
 
 def _slot(name: str, leaf: Any, place: Place | None) -> Slot:

@@ -151,6 +151,8 @@ def make_update_step(
         )
         if axis.own_programs:
             checks.check_unrecorded(new_params, axis)
+        if new and len(microbatches):  # What a loss does shows where it is called.
+            checked[ranks.rank] = [*checked.get(ranks.rank, [])[-7:], tree.flatten(params)[1]]
         if sums.loss.requires_grad or sums.aux != () or not tree.eager():
             metrics = tree.detached(metrics)
         return new_params, new_opt_state, metrics
@@ -166,8 +168,13 @@ def divided(sums: Sums) -> Sums:
     >>> divided(Sums(torch.tensor(8.0), torch.tensor(2.0), counted, ())).grads
     tensor(2.)
     """
-    n = divisors_of(sums.counted).num_tokens
-    in_place = tree.eager(sums.grads)
+    n, limits = divisors_of(sums.counted).num_tokens, torch.finfo(sums.loss.dtype)
+    known, in_place = tree.number_at_hand(n), tree.eager(sums.grads)
+    if known is not None and not limits.tiny <= known <= limits.max:
+        raise ValueError(
+            f"num_tokens, the sum of all weights, is {known}, by which losses in {sums.loss.dtype} "
+            "cannot be divided: scale the weights, which changes nothing else"
+        )
 
     def quotient(total: Tensor) -> Tensor:
         return total.div_(n) if in_place else (total / n).to(total.dtype)
@@ -177,19 +184,15 @@ def divided(sums: Sums) -> Sums:
 
 
 def is_new(checked: dict[int, list[tree.Structure]], rank: int, params: Params) -> bool:
-    """Whether a rank has not checked params of this structure yet; from now on it has.
+    """Whether a rank has not checked params of this structure yet.
 
-    >>> checked = {}
-    >>> [is_new(checked, 0, params) for params in ([1, 2], [3], [4, 5])]
-    [True, True, False]
+    >>> [is_new({0: [tree.flatten([1, 2])[1]]}, 0, params) for params in ([3], [4, 5])]
+    [True, False]
     """
     if torch.compiler.is_dynamo_compiling():
         return False  # A compiler has no answers to what is asked of new ones.
-    structure, known = tree.flatten(params)[1], checked.setdefault(rank, [])
     with suppress(Exception):  # A node class of the user's may keep what cannot be compared.
-        if structure in known:
-            return False
-        known[:] = [*known[-7:], structure]
+        return tree.flatten(params)[1] not in checked.get(rank, [])
     return True
 
 

@@ -46,7 +46,7 @@ def test_a_loss_that_gathers_wants_equally_many_microbatches() -> None:
     def program(rank: int) -> None:
         message = (
             r"disagree on the number of microbatches, each of which gathers params "
-            r"\(add some whose weights are zero\).*rank 0 with .*'1'.* against rank 1 with .*'2'"
+            r"\(add some of weight zero\).*rank 0 with .*'1'.* against rank 1 with .*'2'"
         )
         params = ps.shard(network(2), axis)
         with pytest.raises(ValueError, match=message):

@@ -33,15 +33,15 @@ CORE = [
     "evaluation",
 ]
 BUDGETS = {
-    "core": 1055,
+    "core": 1070,
     "tree": 390,
-    "axis": 1030,
+    "axis": 1025,
     "sharding": 135,
     "optim": 830,
-    "data": 603,
+    "data": 602,
     "checkpoint": 300,
     "losses": 370,
-    "modules": 594,
+    "modules": 596,
     "compiling": 245,
     "others": 470,
 }

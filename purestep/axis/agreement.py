@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from hashlib import sha256
 from itertools import chain
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -47,21 +47,14 @@ def message(
     tokens, non_empty = counted
     floating, double = tokens.is_floating_point(), holds and loss.dtype == torch.float64
     number %= 2 ** ((53 - axis.size.bit_length()) // 2)
-    failure, flags = (
-        _digits(axis, failed, failed * axis.rank),
-        _digits(axis, holds, floating, double),
-    )
-    numbers = [failure, flags, number, number**2]
+    base = axis.size + 1
+    flags = holds + base * floating + base**2 * double
+    numbers = [failed * (1 + base * axis.rank), flags, number, number**2]
     values = [tokens, non_empty, loss]
     if axis.on_host:  # in one tensor, which takes a third of the time
         return torch.tensor([*numbers, *map(Tensor.item, values)], dtype=torch.float64)
     parts = [torch.tensor(numbers, dtype=torch.float64, device="cpu"), *values]
     return torch.cat([tree.brought(x.detach().double().view(-1), axis.device) for x in parts])
-
-
-def _digits(axis: Ranks, *digits: int) -> int:
-    """One number for several, of which each stays below the axis's size in a sum over ranks."""
-    return sum(digit * (axis.size + 1) ** place for place, digit in enumerate(digits))
 
 
 Answer = namedtuple("Answer", "failed who holders floating double numbered")
@@ -139,24 +132,26 @@ def digest(*words: object) -> int:
     return int.from_bytes(sha256(repr(words).encode(errors="replace")).digest()[:8], "big")
 
 
-Compared: TypeAlias = Mapping[str, Described]
-"""By name, what must be alike on all ranks."""
-
-
 def hear(
-    axis: Ranks, numbers: Sequence[float], ranks: int, compared: Compared, *, ask: bool
+    axis: Ranks,
+    numbers: Sequence[float],
+    ranks: int,
+    compared: Mapping[str, Described],
+    *,
+    ask: bool,
 ) -> Answer:
     """Reads the sum of all messages.
 
-    Raises where a rank has failed, where ``ranks`` of them disagree, or where N overflows.
+    Raises where a rank has failed, where ``ranks`` of them disagree on what is ``compared``, or
+    where N overflows.
     ``ask`` lets all ranks exchange texts, which a device cannot do while it is busy with
     collectives that do not match.
     """
     failure, flags, word, square = map(int, numbers[:4])
     total, base = numbers[4], axis.size + 1
     who, failed = divmod(failure, base)
-    double, (floating, holds) = flags // base**2, divmod(flags % base**2, base)
-    answer = Answer(failed, who, holds, floating, double, word > 0)
+    digits = [flags // base**place % base for place in range(3)]
+    answer = Answer(failed, who, *digits, word > 0)
     if answer.failed:
         texts = {r: text for r, text in enumerate(axis.gather_object(None)) if text} if ask else {}
         who = _ranks([*texts] or [answer.who]) if ask or answer.failed == 1 else "several ranks"

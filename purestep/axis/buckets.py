@@ -43,8 +43,7 @@ class _Bucket:
     @cached_property
     def memory(self) -> Tensor:
         """The rows of all leaves, made when the first is there; backends take no empty ones."""
-        shape = self.rows, max(self.width, 1)
-        return torch.empty(shape, dtype=self.dtype, device=self.device)
+        return torch.empty(self.rows, max(self.width, 1), dtype=self.dtype, device=self.device)
 
 
 class Buckets:
@@ -193,8 +192,7 @@ def at_once(law: str, tensors: Sequence[Tensor], places: Sequence[Place]) -> lis
         return []
     leaves, dtypes = dict(enumerate(tensors)), [x.dtype for x in tensors]
     apart = dict(enumerate(places))
-    buckets = Buckets(places[0].axis, leaves, dtypes, apart, {}, law, math.inf)
-    return buckets.finish(tensors)
+    return Buckets(places[0].axis, leaves, dtypes, apart, {}, law, math.inf).finish(tensors)
 
 
 def laid_out_like(leaf: Tensor, total: Tensor) -> Tensor:

@@ -65,9 +65,7 @@ class _Collective(Function):
     @staticmethod
     def forward(x: Tensor, token: Tensor | None, law: str, where: Where | None) -> Tensor:
         if where is None:
-            raise RuntimeError(
-                f"{law} over an axis that is not being mapped: call it inside axis.map"
-            )
+            raise RuntimeError(f"{law} over an axis that is not mapped: call it inside axis.map")
         return where.meet(law, x)
 
     @staticmethod
@@ -79,8 +77,7 @@ class _Collective(Function):
     @staticmethod
     def backward(ctx: Any, cotangent: Tensor) -> Any:
         (token,) = ctx.saved_tensors
-        transpose = LAWS[ctx.law].transpose
-        return collective(cotangent, token, transpose, ctx.where), None, None, None
+        return collective(cotangent, token, LAWS[ctx.law].transpose, ctx.where), None, None, None
 
     @staticmethod
     def jvp(ctx: Any, tangent: Tensor, *_: None) -> Any:

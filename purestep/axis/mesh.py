@@ -11,7 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from purestep import torch_private
-from purestep.axis.ranks import BUCKET_BYTES, RankError, Ranks, Wait
+from purestep.axis.protocol import RankError
+from purestep.axis.ranks import BUCKET_BYTES, Ranks, Wait
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -58,9 +59,7 @@ class MeshAxis(Ranks):
                 f'mesh, in its order: {names}; init_device_mesh takes mesh_dim_names=("dp",)'
             )
         if mesh.get_coordinate() is None:
-            raise ValueError(
-                f"this process is not in the mesh {mesh}: make the axis on its ranks alone"
-            )
+            raise ValueError(f"this process is not in the mesh {mesh}: make the axis on its ranks")
         part = mesh[self.dims]
         flat = part if len(self.dims) == 1 else torch_private.flattened(part)
         self._whole, self._across = mesh, dict[tuple[str, ...], MeshAxis]()

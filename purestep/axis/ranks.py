@@ -14,14 +14,12 @@ from purestep import tree
 from purestep.axis.buckets import Buckets, laid_out_like
 from purestep.axis.laws import Where, collective
 from purestep.axis.local import OneProgram
-from purestep.axis.protocol import Gather, RankError
+from purestep.axis.protocol import Gather
 from purestep.axis.session import OwnPrograms
 from purestep.types import Tree
 
 Wait: TypeAlias = Callable[[], Tensor]
 """Waits for what was launched, as long as the axis itself allows, and returns it."""
-
-__all__ = ["BUCKET_BYTES", "RankError", "Ranks", "Wait"]
 
 BUCKET_BYTES = 25 * 2**20
 

@@ -23,9 +23,7 @@ if TYPE_CHECKING:
     from purestep.axis.ranks import Ranks
 
 
-GATHERS = (
-    "the number of microbatches, each of which gathers params (add some whose weights are zero)"
-)
+GATHERS = "the number of microbatches, each of which gathers params (add some of weight zero)"
 EARLY = "the buckets that have left before a collective inside the loss (add 0 * w.sum() to it)"
 
 

@@ -41,8 +41,7 @@ def whole(params: Params, axis: Axis, gather: Gather) -> Params:
         leaves[at] = leaf if over is None else pvary(leaf, over)
     if gather == "step":
         return filled(params, leaves, inside)
-    but = {place.axis for place in inside.values()}
-    return bare(tree.unflatten(structure, leaves), but)
+    return bare(tree.unflatten(structure, leaves), {place.axis for place in inside.values()})
 
 
 def filled(tree_: Tree, leaves: Sequence[Tensor], places: Mapping[int, Place]) -> Tree:

@@ -45,9 +45,7 @@ def merge(microbatches: Sequence[Microbatch]) -> Tree:
     check_alike(parts)
     lengths = [common_length(part, name) for name, part in parts.items()]
     if len({*lengths}) != 1:
-        raise ValueError(
-            f"merge: microbatches of one batch have the same length, but these have {lengths}"
-        )
+        raise ValueError(f"merge: microbatches of one batch have one length, these have {lengths}")
     return tree.map(lambda *leaves: torch.cat(leaves), *parts.values())
 
 

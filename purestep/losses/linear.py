@@ -67,9 +67,7 @@ def linear_cross_entropy(
             f"bias needs one value for each class, so shape ({classes},)"
         )
     if soft_cap is not None and not soft_cap > 0:
-        raise ValueError(
-            f"soft_cap={soft_cap}: logits are divided by it, so take one above 0, or None"
-        )
+        raise ValueError(f"soft_cap={soft_cap}: it divides logits, so take one above 0, or None")
     labels = labels.to(torch.int64)  # In uint8, ignore_index would wrap around to 156.
     known = at_hand(labels)
     if known is not None:

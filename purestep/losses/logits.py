@@ -74,9 +74,7 @@ def kl_divergence(logits: Tensor, teacher_logits: Tensor, *, temperature: float 
     tensor([0.0000, 1.3826])
     """
     if logits.ndim == 0:
-        raise ValueError(
-            "logits of shape () have no classes: their last dimension is that of classes"
-        )
+        raise ValueError("logits of shape () have no classes, which are their last dimension")
     check_temperature(temperature)
     both = paired(logits=logits, teacher_logits=teacher_logits)
     log_p, log_q = ((x / temperature).log_softmax(-1) for x in both)
@@ -88,6 +86,4 @@ def kl_divergence(logits: Tensor, teacher_logits: Tensor, *, temperature: float 
 def check_temperature(temperature: float) -> None:
     """Refuses one that is not positive."""
     if not 0 < temperature < math.inf:
-        raise ValueError(
-            f"temperature={temperature}: logits are divided by it, so take one above 0"
-        )
+        raise ValueError(f"temperature={temperature}: it divides logits, so take one above 0")

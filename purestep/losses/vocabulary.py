@@ -63,8 +63,7 @@ def chunk_size(hidden: Tensor, head: Head, chunk: int | None) -> int:
         raise ValueError(f"chunk={chunk}: it counts classes, so take 1 or more, or None")
     if torch.compiler.is_dynamo_compiling():
         return len(head.weight)
-    at_once = AT_ONCE.get(hidden.device.type, 2**26)
-    return chunk or max(LEAST, at_once // max(len(hidden), 1))
+    return chunk or max(LEAST, AT_ONCE.get(hidden.device.type, 2**26) // max(len(hidden), 1))
 
 
 def pieces(head: Head, size: int) -> list[Head]:

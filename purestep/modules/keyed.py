@@ -132,9 +132,7 @@ class Keyed(TorchFunctionMode):
         shaped = input
         if func in _CHANNELS:
             if isinstance(self._keys, TokenKeys):
-                raise ValueError(
-                    f"{func.__name__} drops channels, no tokens: pass keys of examples"
-                )
+                raise ValueError(f"{func.__name__} drops channels: pass keys of examples")
             shaped = input.new_empty(input.shape[: len(self._shape) + 1])
         dropped = self._dropped(shaped, p)
         dropped = dropped.view(*dropped.shape, *[1] * (input.ndim - dropped.ndim))

@@ -173,8 +173,7 @@ def number(value: float | Tensor, x: Tensor) -> float | Tensor:
 def multiply_add(x: Tensor, factor: float | Tensor, y: Tensor) -> Tensor:
     """x + factor · y with one rounding, as kernels do with their ``alpha``, in the dtype of x."""
     if isinstance(factor, Tensor):
-        wide = torch.promote_types(x.dtype, y.dtype)
-        return torch.addcmul(x, y, factor.to(wide)).to(x.dtype)
+        return torch.addcmul(x, y, factor.to(torch.promote_types(x.dtype, y.dtype))).to(x.dtype)
     return torch.add(x, y, alpha=factor).to(x.dtype)
 
 

@@ -136,8 +136,7 @@ def scale_by_adam(b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8) -> Tran
         def of_leaf(grad: Tensor, _: Tensor, mu: Tensor, nu: Tensor) -> tuple[Tensor, ...]:
             mu = (b1 * mu + (1 - b1) * grad).to(mu.dtype)
             nu = (b2 * nu + (1 - b2) * (grad * grad)).to(nu.dtype)
-            direction = (mu / mu_correction) / (root(nu / nu_correction) + eps)
-            return direction.to(mu.dtype), mu, nu
+            return (mu / mu_correction / (root(nu / nu_correction) + eps)).to(mu.dtype), mu, nu
 
         return of_leaf
 

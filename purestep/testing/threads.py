@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from purestep.axis.laws import LAWS
-from purestep.axis.ranks import BUCKET_BYTES, RankError, Ranks, Wait
+from purestep.axis.protocol import RankError
+from purestep.axis.ranks import BUCKET_BYTES, Ranks, Wait
 from purestep.torch_private import never_compiled_alone, transformed
 
 
