@@ -79,10 +79,7 @@ WRITES: dict[str, tuple[str, Callable[[Any], object]]] = {
         lambda m: functional.batch_norm(torch.ones(2, 3), m.buffer, torch.ones(3), training=True),
     ),
     "param.data": ("a.weight", lambda m: m.a.weight.data.clamp_(-0.1, 0.1)),
-    "assigned param.data": (
-        "a.weight",
-        lambda m: setattr(m.a.weight, "data", m.frozen.weight + 0),
-    ),
+    "assigned param.data": ("a.weight", lambda m: setattr(m.a.weight, "data", m.frozen.weight + 0)),
 }
 
 

@@ -67,8 +67,7 @@ def compiled_gathers(axis: ps.Axis, rank: int, gather: Gather, whole: bool) -> A
 
 
 @pytest.mark.parametrize(
-    ("gather", "whole"),
-    [("step", False), ("loss", False), ("microbatch", True)],
+    ("gather", "whole"), [("step", False), ("loss", False), ("microbatch", True)]
 )
 def test_compiled_gathers(processes: Run, gather: Gather, whole: bool) -> None:
     for compiled, eager in processes(compiled_gathers, range(4), [gather] * 4, [whole] * 4):

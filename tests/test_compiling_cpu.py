@@ -9,20 +9,9 @@ import torch
 from torch import Tensor
 
 import purestep as ps
-from purestep.compiling.cpu import (
-    LEAST,
-    MANY,
-    compute_once,
-    product,
-    split_addmm,
-    use_onednn,
-)
+from purestep.compiling.cpu import LEAST, MANY, compute_once, product, split_addmm, use_onednn
 from tests.graphs import operators_after
-from tests.torch_private import (
-    code_of_the_compiler,
-    compiling_sizes_of_data,
-    pass_of_the_compiler,
-)
+from tests.torch_private import code_of_the_compiler, compiling_sizes_of_data, pass_of_the_compiler
 
 STEP = torch.tensor(3)
 LEAF = torch.linspace(-1, 1, 4 * MANY)
@@ -102,10 +91,7 @@ def test_compiled_of_views() -> None:
     """Whatever view of the few the many see, and in whatever order of memory the few lie."""
     many = torch.linspace(-1, 1, 6 * 8 * 8).reshape(3, 2, 8, 8)[:, :2]
     compiled = ps.compile(views)
-    for few in (
-        torch.linspace(0, 1, 6).reshape(2, 3),
-        torch.linspace(0, 1, 6).reshape(3, 2).t(),
-    ):
+    for few in (torch.linspace(0, 1, 6).reshape(2, 3), torch.linspace(0, 1, 6).reshape(3, 2).t()):
         torch.testing.assert_close(compiled(few, many), views(few, many))
 
 

@@ -37,10 +37,7 @@ assert len(PROGRAMS) > 20
 
 @pytest.mark.parametrize("page", PROGRAMS, ids=name)
 def test_the_programs_of_a_page_run(
-    page: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """From top to bottom, in an empty folder; they print what the page says that they print."""
     monkeypatch.chdir(tmp_path)
