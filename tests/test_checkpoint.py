@@ -5,7 +5,7 @@ import pickle
 import re
 import subprocess
 import sys
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ import purestep as ps
 from proofs.devices import lazy
 from purestep import tree
 from tests.hazards import Bomb, room
-from tests.held_by_ranks import axis, refused
+from tests.held_by_ranks import axis
 from tests.memory import LiveBytes
 from tests.states import COMPLEX, anything, assert_same_bits, noise, zeros
 
@@ -90,18 +90,16 @@ def test_each_changed_missing_or_further_byte_is_noticed(path: Path) -> None:
     """But for a word on which nothing depends."""
     ps.checkpoint.save(path, STATE)
     content = path.read_bytes()
-    note = content.index(b'"format":"pt"')
+    before, word, _ = content.partition(b'"format":"pt"')
+    changes = [content + b"\0", b"\0" + content]
     for place, byte in enumerate(content):
-        before, after = content[:place], content[place + 1 :]
-        changes = [before, before + bytes([byte ^ 1 << place % 8]) + after]
-        for change in changes[: 1 if note <= place < note + len('"format":"pt"') else 2]:
-            path.write_bytes(change)
-            kind, text = refused(lambda: ps.checkpoint.load(path, STATE))
-            assert kind == "ValueError"
-            assert str(path) in text
-    for change in (content + b"\0", b"\0" + content):
+        changes.append(content[:place])
+        if not len(before) <= place < len(before + word):
+            changed = bytes([byte ^ 1 << place % 8])
+            changes.append(content[:place] + changed + content[place + 1 :])
+    for change in changes:
         path.write_bytes(change)
-        with pytest.raises(ValueError, match=DAMAGED):
+        with pytest.raises(ValueError, match=re.escape(str(path))):
             ps.checkpoint.load(path, STATE)
 
 
@@ -169,24 +167,18 @@ def test_what_cannot_be_written_leaves_all_as_it_was(act: Any, text: str, path: 
 def test_what_goes_wrong_in_the_background_is_raised_once(path: Path) -> None:
     """By the next call, by ``wait``, or at the end of the block, unless that has an error."""
     nowhere, background = path / "nowhere", ps.checkpoint.Background()
-    background.save(nowhere, STATE)
-    with pytest.raises(OSError, match="nowhere cannot be written"):
+    for act in (background.wait, lambda: background.save(path, STATE)):
+        background.save(nowhere, STATE)
+        with pytest.raises(OSError, match="nowhere cannot be written"):
+            act()
         background.wait()
-    background.wait()
-    background.save(nowhere, STATE)
-    with pytest.raises(OSError, match="nowhere cannot be written"):
-        background.save(path, STATE)
     with pytest.raises(OSError, match="nowhere"), background:
         background.save(nowhere, STATE)
 
-    def interrupted(path: Path) -> None:
-        with background:
-            background.save(path, STATE)
-            raise KeyboardInterrupt
-
     for place in (nowhere, path):
-        with pytest.raises(KeyboardInterrupt):
-            interrupted(place)
+        background.save(place, STATE)
+        with pytest.raises(KeyboardInterrupt), background:
+            raise KeyboardInterrupt
     assert_same_bits(ps.checkpoint.load(path, STATE), STATE)
     with pytest.raises(TypeError, match=r"tree\['w'\] is int, no tensor"):
         background.save(path, {"w": 1})
@@ -196,22 +188,18 @@ def test_what_goes_wrong_in_the_background_is_raised_once(path: Path) -> None:
 
 def test_two_savers_at_once(path: Path) -> None:
     """At every moment, a reader finds a whole one, of one of them."""
-    states = [{"w": torch.full((10**5,), float(i))} for i in range(4)]
+    states = [torch.full((10**5,), float(i)) for i in range(4)]
     ps.checkpoint.save(path, states[0])
-    saved = []
 
     def go_on(state: Any) -> None:
         for _ in range(15):
             ps.checkpoint.save(path, state)
-        saved.append(state)
 
-    savers = [threading.Thread(target=go_on, args=[state]) for state in states]
-    for saver in savers:
-        saver.start()
-    while any(saver.is_alive() for saver in savers):
-        (w,) = ps.checkpoint.load(path, states[0]).values()
-        assert w.unique().numel() == 1
-    assert len(saved) == 4
+    with ThreadPoolExecutor(4) as pool:
+        savers = [pool.submit(go_on, state) for state in states]
+        while not all(saver.done() for saver in savers):
+            assert ps.checkpoint.load(path, states[0]).unique().numel() == 1
+    assert [saver.result() for saver in savers] == [None] * 4
     assert [*path.parent.iterdir()] == [path]
 
 
