@@ -53,6 +53,11 @@ def refused(act: Callable[[], Any]) -> tuple[str, str]:
     raise AssertionError("nothing was refused")
 
 
+def files(folder: Path) -> set[str]:
+    """What is in a folder."""
+    return {file.name for file in folder.iterdir()}
+
+
 def save(_: int, path: Path, dims: str = "dp", dim: int = 0) -> None:
     """All of it in pieces."""
     ps.checkpoint.save(path, in_pieces(whole(), axis(dims), dim))

@@ -18,7 +18,7 @@ import purestep as ps
 from proofs.devices import lazy
 from purestep import tree
 from tests.hazards import Bomb, room
-from tests.held_by_ranks import axis
+from tests.held_by_ranks import axis, files
 from tests.memory import LiveBytes
 from tests.states import COMPLEX, anything, assert_same_bits, noise, zeros
 
@@ -218,10 +218,6 @@ def test_rights_and_links_stay(path: Path) -> None:
     assert {*path.parent.iterdir()} == {path, latest, plain}
 
 
-def names(folder: Path) -> set[str]:
-    return {file.name for file in folder.iterdir()}
-
-
 def test_the_last_steps_are_kept(tmp_path: Path) -> None:
     """What is not a checkpoint stays, and what a killed program left goes with its step."""
     folder, state = tmp_path / "run", {"w": torch.ones(1)}
@@ -238,7 +234,7 @@ def test_the_last_steps_are_kept(tmp_path: Path) -> None:
         ps.checkpoint.save_step(folder, step, state, keep=2)
     expected = {"00000020", "100000000", "notes", "7", "00000001.txt"}
     expected |= {f"{name}.unfinished" for name in kept}
-    assert names(folder) == expected
+    assert files(folder) == expected
     assert ps.checkpoint.latest(folder) == folder / "100000000"
     wrong: list[tuple[Any, Any, str]] = [
         *((*pair, "must be a whole number, [01] or more") for pair in [(True, 1), (1.0, 1), (1, 0), (1, None)]),
@@ -247,7 +243,7 @@ def test_the_last_steps_are_kept(tmp_path: Path) -> None:
     for step, keep, text in wrong:
         with pytest.raises(ValueError, match=text):
             ps.checkpoint.save_step(folder, step, state, keep)
-    assert names(folder) == expected
+    assert files(folder) == expected
     with pytest.raises(OSError, match=r"notes cannot be written \(File exists\)"):
         ps.checkpoint.save_step(folder / "notes", 1, state)
 

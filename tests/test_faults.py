@@ -8,6 +8,7 @@ import contextlib
 import gc
 import itertools
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -251,17 +252,13 @@ def test_ranks_that_call_another_function_or_axis(ranks: Run, what: str) -> None
 
 def transformed(axis: ps.Axis, rank: int) -> str:
     """A step inside a derivative."""
-
-    def loss(x: Tensor) -> Tensor:
-        return step(axis, sound(rank))[2].loss + x
-
-    return str(caught(partial(torch.func.grad(loss), torch.tensor(1.0))))
+    slope = torch.func.grad(lambda x: step(axis, sound(rank))[2].loss + x)
+    return str(caught(partial(slope, torch.tensor(1.0))))
 
 
 def test_a_step_of_real_ranks_is_not_recorded(ranks: Run) -> None:
     for text in ranks(transformed, range(4)):
-        assert "is not recorded" in text
-        assert "ps.VmapAxis" in text
+        assert re.search("is not recorded.*ps.VmapAxis", text)
 
 
 OVERFLOWS = {
@@ -502,8 +499,7 @@ def test_fingerprints_are_the_same_in_every_process() -> None:
     for rank in range(2):
         command = [sys.executable, "-c", PROGRAM.replace("RANK", str(rank))]
         env = {**os.environ, "PYTHONHASHSEED": str(rank + 1)}
-        done = subprocess.run(command, env=env, capture_output=True, check=True, timeout=60)
-        found.add(done.stdout)
+        found.add(subprocess.check_output(command, env=env, timeout=60))
     assert len(found) == 1
 
 
