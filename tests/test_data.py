@@ -28,25 +28,22 @@ def shifted(ids: list[int], mask: list[int]) -> list[int]:
     st.integers(0, 6),
     st.sampled_from(INTEGERS),
     st.sampled_from([None, torch.bool, *INTEGERS]),
-    st.randoms(use_true_random=False),
+    st.integers(0, 999),
 )
 def test_labels_are_the_next_tokens(
-    leading: list[int], length: int, dtype: torch.dtype, mask_dtype: torch.dtype | None, random: Any
+    leading: list[int], length: int, dtype: torch.dtype, mask_dtype: torch.dtype | None, seed: int
 ) -> None:
     """Of every text of a batch, wherever there is padding; as a whole, one by one, and mapped."""
-    shape = [*leading, length]
-    size = torch.Size(shape).numel()
-    ids = torch.tensor([random.randint(0, 100) for _ in range(size)]).view(shape)
-    mask = torch.tensor([random.randint(0, 1) for _ in range(size)]).view(shape)
-    if mask_dtype is None:
-        mask = torch.ones_like(mask)
-    texts = zip(ids.reshape(-1, length or 1), mask.reshape(-1, length or 1), strict=True)
-    expected = [shifted(text.tolist(), one.tolist()) for text, one in texts]
+    generator, shape = torch.Generator().manual_seed(seed), [*leading, length]
+    ids, mask = (torch.randint(most, shape, generator=generator) for most in (101, 2))
+    mask = torch.ones_like(mask) if mask_dtype is None else mask
+    texts = (each.reshape(-1, length or 1).tolist() for each in (ids, mask))
+    expected = [label for text in zip(*texts, strict=True) for label in shifted(*text)]
     given_ids, given_mask = ids.to(dtype), mask.to(mask_dtype) if mask_dtype else None
     labels = ps.shift_labels(given_ids, given_mask)
     assert labels.dtype == torch.int64
     assert list(labels.shape) == shape
-    assert labels.reshape(-1).tolist() == [label for text in expected for label in text]
+    assert labels.reshape(-1).tolist() == expected
     if leading and leading[0] and dtype == torch.int64:
         assert torch.equal(torch.vmap(ps.shift_labels)(ids, mask), labels)
         unmapped = torch.vmap(ps.shift_labels, in_dims=(0, None))(ids, mask[0])
@@ -63,19 +60,16 @@ def test_labels_of_an_empty_text_and_of_one_on_a_device(masked: bool) -> None:
         assert (labels.device, labels.dtype, labels.shape) == (ids.device, torch.int64, ids.shape)
 
 
+TWO = torch.tensor([5, 6])
 NO_LABELS: dict[str, tuple[Any, ...]] = {
     "input_ids is list, no tensor, where a tensor of integers": ([5, 6],),
     "input_ids is torch.float32 of shape": (torch.tensor(5.0),),
     "input_ids is torch.float32 .*, where a tensor of integers": (torch.ones(2),),
     "input_ids is torch.bool .*, where a tensor of int": (torch.tensor([True]),),
     r"input_ids is a single token, torch.int64 of shape \(\)": (torch.tensor(5),),
-    r"attention_mask has the shape \(3,\), but input_ids \(2, 3\)": (
-        torch.ones(2, 3).long(), torch.ones(3).long(),
-    ),
-    "attention_mask is torch.float32 .*, where a tensor of integers is needed": (
-        torch.tensor([5, 6]), torch.zeros(2),
-    ),
-}  # fmt: skip
+    r"attention_mask has the shape \(3,\), but input_ids \(2,\)": (TWO, torch.ones(3).long()),
+    "attention_mask is torch.float32 .*, where a tensor of integers": (TWO, torch.zeros(2)),
+}
 
 
 @pytest.mark.parametrize("message", NO_LABELS)
