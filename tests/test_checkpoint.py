@@ -17,8 +17,7 @@ from torch import Tensor
 import purestep as ps
 from proofs.devices import lazy
 from purestep import tree
-from tests.hazards import Bomb, room
-from tests.held_by_ranks import axis, files
+from tests.held_by_ranks import axis, files, room
 from tests.memory import LiveBytes
 from tests.states import COMPLEX, anything, assert_same_bits, noise, zeros
 
@@ -101,6 +100,16 @@ def test_each_changed_missing_or_further_byte_is_noticed(path: Path) -> None:
         path.write_bytes(change)
         with pytest.raises(ValueError, match=re.escape(str(path))):
             ps.checkpoint.load(path, STATE)
+
+
+class Bomb:
+    """Whoever unpickles this makes a folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.folder),)
 
 
 def test_what_is_no_checkpoint_is_refused_and_not_run(path: Path) -> None:

@@ -19,8 +19,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_distribu
 
 import purestep as ps
 from purestep.testing.processes import World, values
-from tests.hazards import room
-from tests.held_by_ranks import BAD, LARGE, axis, files, load, refused, save, together, whole
+from tests.held_by_ranks import BAD, LARGE, axis, files, load, refused, room, save, together, whole
 from tests.memory import LiveBytes
 from tests.states import assert_same_bits, zeros
 

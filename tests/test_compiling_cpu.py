@@ -2,16 +2,21 @@
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
 from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import purestep as ps
 from purestep.compiling.cpu import LEAST, MANY, compute_once, product, split_addmm, use_onednn
-from tests.graphs import operators_after
-from tests.torch_private import code_of_the_compiler, compiling_sizes_of_data, pass_of_the_compiler
+from tests.torch_private import (
+    code_of_the_compiler,
+    compiling_sizes_of_data,
+    decompositions_of_the_compiler,
+    pass_of_the_compiler,
+)
 
 STEP = torch.tensor(3)
 LEAF = torch.linspace(-1, 1, 4 * MANY)
@@ -45,6 +50,21 @@ TIMES_KEPT: dict[str, tuple[int, Any]] = {
     "not if each part has many": (0, (halves, torch.ones(2), LEAF)),
     "not for networks of unknown size": (0, (*NETWORKS, "symbolic")),
 }
+
+
+def operators_after(
+    rewrite: Callable[[torch.fx.Graph], None],
+    function: Callable[..., Any],
+    *args: Any,
+    mode: Literal["fake", "symbolic"] = "fake",
+) -> list[str]:
+    """The operators of a function's graph once it is rewritten; it must still compute the same."""
+    graph = make_fx(function, decompositions_of_the_compiler(), mode)(*args)
+    rewrite(graph.graph)
+    graph.graph.lint()
+    graph.recompile()
+    torch.testing.assert_close(graph(*args), function(*args), rtol=0, atol=0, equal_nan=True)
+    return [str(node.target) for node in graph.graph.nodes if node.op == "call_function"]
 
 
 def operators(function: Any, step: Tensor, leaf: Tensor, mode: Any = "fake") -> list[str]:
