@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, cast
 
@@ -253,22 +254,17 @@ def test_an_exception_comes_out_as_it_is_with_its_rank(mine: Exception | None, e
 def test_one_axis_in_many_threads(axis: Any, calls: int) -> None:
     """Each ``map`` has its own ranks, while others map over the same axis."""
     barrier = threading.Barrier(3 * calls)
-    totals: dict[int, list[int]] = {}
 
     def rank(x: Tensor) -> Tensor:
         barrier.wait(timeout=30)
         return ps.psum(x, axis)
 
-    def work(number: int) -> None:
+    def work(number: int) -> list[int]:
         mine = number * torch.tensor([1, 10, 100, 1000])
-        totals[number] = [int(x) for _ in range(20) for x in axis.map(rank)(mine)]
+        return [int(x) for _ in range(20) for x in axis.map(rank)(mine)]
 
-    threads = [threading.Thread(target=work, args=(number,), daemon=True) for number in (1, 2, 3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(timeout=60)
-    assert totals == {number: [number * 1111] * 80 for number in (1, 2, 3)}
+    with ThreadPoolExecutor(3) as pool:
+        assert [*pool.map(work, range(3))] == [[number * 1111] * 80 for number in range(3)]
 
 
 def test_a_world_inside_of_a_rank() -> None:

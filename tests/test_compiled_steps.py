@@ -246,12 +246,10 @@ def test_ranks_in_threads_meet_in_a_compiled_loss() -> None:
     assert first == second == first[::-1]
 
 
-Loss = Callable[[list[Tensor], dict[str, Tensor]], Tensor]
-SHARED: dict[str, Loss] = {
+SHARED: dict[str, Callable[[list[Tensor], dict[str, Tensor]], Tensor]] = {
     "one tensor for both": lambda p, m: (p[0] + p[1]) @ torch.ones(2) * m["x"],
     "views of one tensor": lambda p, m: torch.stack(p).sum(0) @ torch.ones(2) * m["x"],
     "one number for all elements": lambda p, m: (p[0].sum() - p[1].sum()) * m["x"],
-    "one number for all elements of both": lambda p, m: torch.stack(p).sum() * m["x"],
     "the microbatch": lambda p, m: torch.dot(p[0], m["x"])[None] + p[1].sum() * m["x"],
 }
 """Of two leaves with two elements, what their gradients may share, or be a view of."""
@@ -262,8 +260,7 @@ def test_gradients_that_share_memory_are_sums_of_their_own(shared: str) -> None:
     """Every sum has its memory, each element its place, and clipping scales each once."""
     optimizer = ps.optim.chain(ps.optim.clip_by_global_norm(0.125), ps.optim.sgd(1.0, momentum=0.5))
     group = [{"x": torch.arange(1.0, 3.0) * 2**m} for m in range(3)]
-    before = tree.map(torch.clone, group)
-    found: list[Any] = []
+    before, found = tree.map(torch.clone, group), []
     settings: list[dict[str, Any]] = [{}, {"compile": AOT, "donate": True}]
     for how in settings:
         step: Any = ps.make_update_step(SHARED[shared], optimizer, weight_fn=x_ones, **how)
