@@ -11,19 +11,8 @@ from torch import Tensor
 import purestep as ps
 from proofs.strategies import assert_same
 from purestep.compiling.graph import without_libraries, without_surroundings
-from tests.counted_graphs import (
-    AOT,
-    GROUPS,
-    PLAIN,
-    Compilations,
-    assert_close,
-    batch,
-    compiled,
-    loss_fn,
-    make,
-    run,
-    start,
-)
+from tests import counted_graphs
+from tests.counted_graphs import AOT, GROUPS, PLAIN, batch, compiled, loss_fn, make, run, start
 from tests.torch_private import few_recompilations
 
 RAGGED = [[batch(3, length, length) for length in lengths] for lengths in ([4, 7], [5], [9, 6], [])]
@@ -78,14 +67,14 @@ def test_compiled_is_the_step(compiler: Any, settings: dict[str, Any]) -> None:
     groups = [[batch(3, length, length) for length in lengths] for lengths in ([4, 7], [4, 9], [])]
     ours, counts = run(make(ADAMW, compile=compiler, **settings), ADAMW, groups)
     theirs, expected = run(make(ADAMW, **settings), ADAMW, groups)
-    assert_close(ours, theirs)
+    counted_graphs.assert_close(ours, theirs)
     assert counts == expected
 
 
 def test_each_step_has_a_cache_in_which_no_size_varies() -> None:
     """However many steps of whatever sizes a process makes."""
     for size in range(2, 5):
-        backend = Compilations()
+        backend = counted_graphs.Compilations()
         step = ps.make_update_step(
             lambda params, m: (m["x"] @ params).square(),
             PLAIN,
@@ -101,7 +90,7 @@ def test_each_step_has_a_cache_in_which_no_size_varies() -> None:
 def test_each_function_has_a_cache() -> None:
     """One more of the same code than share a cache is one graph like the first."""
     for seed in range(3):
-        backend = Compilations()
+        backend = counted_graphs.Compilations()
         m = batch(2, 4, seed)
         whole = ps.compile(lambda params, m=m: loss_fn(params, m), backend=backend, fullgraph=True)
         with few_recompilations():
@@ -122,7 +111,7 @@ def test_ranks_that_are_empty_and_params_in_pieces() -> None:
 
     expected, _, metrics = make(PLAIN)(start(), PLAIN.init(start()), part)
     for params, count in axis.map(rank)([part[:2], [], part[2:]]):
-        assert_close(params, expected)
+        counted_graphs.assert_close(params, expected)
         assert count == metrics.num_tokens
 
 

@@ -11,12 +11,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import purestep as ps
 from purestep.compiling.cpu import LEAST, MANY, compute_once, product, split_addmm, use_onednn
-from tests.torch_private import (
-    code_of_the_compiler,
-    compiling_sizes_of_data,
-    decompositions_of_the_compiler,
-    pass_of_the_compiler,
-)
+from tests import torch_private
 
 STEP = torch.tensor(3)
 LEAF = torch.linspace(-1, 1, 4 * MANY)
@@ -59,7 +54,7 @@ def operators_after(
     mode: Literal["fake", "symbolic"] = "fake",
 ) -> list[str]:
     """The operators of a function's graph once it is rewritten; it must still compute the same."""
-    graph = make_fx(function, decompositions_of_the_compiler(), mode)(*args)
+    graph = make_fx(function, torch_private.decompositions_of_the_compiler(), mode)(*args)
     rewrite(graph.graph)
     graph.graph.lint()
     graph.recompile()
@@ -131,7 +126,7 @@ def test_a_compiled_step_takes_powers_once() -> None:
     params = [torch.ones(size) for size in (64, 64, 64)]
     step = ps.compile(update_step, fullgraph=True)
     given = params, optimizer.init(params), [torch.ones(64)]
-    (new, *_), code = code_of_the_compiler(step, *given)
+    (new, *_), code = torch_private.code_of_the_compiler(step, *given)
     assert code.count("std::pow(") == 2
     torch.testing.assert_close(new, update_step(*given)[0])
 
@@ -213,7 +208,7 @@ def test_compiled_products_with_gradients() -> None:
         assert torch.equal(*outputs)
         grads = [torch.autograd.grad(output.sum(), [*params.values()]) for output in outputs]
         assert all(map(torch.equal, *grads))
-    assert pass_of_the_compiler() is None, "options of the compiler stay as they are"
+    assert torch_private.pass_of_the_compiler() is None, "options of the compiler stay as they are"
 
 
 def test_compiled_with_sizes_that_only_the_data_knows() -> None:
@@ -222,7 +217,7 @@ def test_compiled_with_sizes_that_only_the_data_knows() -> None:
 
     x, w = (integers(SIDE, SIDE, seed=seed).requires_grad_() for seed in range(2))
     chosen = torch.arange(SIDE) % 3 > 0
-    with compiling_sizes_of_data():
+    with torch_private.compiling_sizes_of_data():
         output = compiled(picked)(x, chosen, w)
     ours = torch.autograd.grad(output.sum(), (x, w))
     theirs = torch.autograd.grad(picked(x, chosen, w).sum(), (x, w))

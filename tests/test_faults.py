@@ -32,17 +32,16 @@ from purestep import tree
 from purestep.axis.agreement import described
 from purestep.testing import ThreadAxis
 from purestep.testing.processes import DeadRankError, World
+from tests import uneven
 from tests.held_by_ranks import axis as axis_of_all
 from tests.uneven import (
     BAD,
     SGD,
-    SHARE,
     Arguments,
     Batch,
     alone,
     batch,
     loss_fn,
-    loss_with_aux,
     ones,
     params,
     sound,
@@ -168,10 +167,10 @@ FAULTS = {
     ),
     "another aux": difference(
         "LossTerms.aux", "the structure ()", "LossTerms.aux['small']: torch.int64 of shape ()",
-        ranks="0, 3", loss_fn=loss_with_aux,
+        ranks="0, 3", loss_fn=uneven.loss_with_aux,
     ),
     "aux beside a rank without microbatches": Fault(
-        lambda _: {"loss_fn": loss_with_aux},
+        lambda _: {"loss_fn": uneven.loss_with_aux},
         (ValueError, "which 1 of its 4 ranks cannot, as they hold no microbatch: give each of them "
          "one whose weights are zero"),
         (ValueError, ""),
@@ -494,7 +493,7 @@ def test_a_step_that_is_read_later() -> None:
         assert_same(tuple(new), alone()[:2])
         assert metrics.loss == alone()[2].loss
         assert metrics.num_tokens == 16
-        assert metrics.num_tokens.dtype == (torch.int64 if SHARE[rank] else torch.float64)
+        assert metrics.num_tokens.dtype == (torch.int64 if uneven.SHARE[rank] else torch.float64)
 
 
 @pytest.mark.parametrize(
