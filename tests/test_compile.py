@@ -2,7 +2,8 @@
 
 import math
 from functools import partial
-from typing import Any, NamedTuple
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -28,13 +29,11 @@ OPTIMIZERS: dict[str, ps.optim.Optimizer] = {
 }
 
 
-SETTINGS: list[dict[str, Any]] = [{"donate": True}, {"normalize": "grads"}]
+CASES: list[tuple[str, dict[str, Any]]] = [(name, {}) for name in OPTIMIZERS]
+CASES += [("torch's", {"donate": True}), ("torch's", {"normalize": "grads"})]
 
 
-@pytest.mark.parametrize(
-    ("name", "settings"),
-    [*((name, {}) for name in OPTIMIZERS), *(("torch's", how) for how in SETTINGS)],
-)
+@pytest.mark.parametrize(("name", "settings"), CASES)
 def test_two_graphs_for_every_number_of_microbatches(name: str, settings: dict[str, Any]) -> None:
     """One for the first microbatch and one for all others; none for the optimizer."""
     optimizer = OPTIMIZERS[name]
@@ -51,14 +50,11 @@ def test_ragged_shapes_become_dynamic() -> None:
     assert len(backend.graphs) == 3
 
 
-@pytest.mark.parametrize(
-    ("compiler", "settings"),
-    [
-        (True, {"donate": True, "normalize": "grads", "on_nonfinite": "skip"}),
-        (AOT, {"grad_and_value": torch.func.grad_and_value}),
-    ],
-    ids=["torch's", "torch.func"],
-)
+ALL: dict[str, Any] = {"donate": True, "normalize": "grads", "on_nonfinite": "skip"}
+REVERSE = {"grad_and_value": torch.func.grad_and_value}
+
+
+@pytest.mark.parametrize(("compiler", "settings"), [(True, ALL), (AOT, REVERSE)])
 def test_compiled_is_the_step(compiler: Any, settings: dict[str, Any]) -> None:
     """With the compiler that torch has, too: the same counts, the same state to rounding.
 
@@ -74,16 +70,12 @@ def test_compiled_is_the_step(compiler: Any, settings: dict[str, Any]) -> None:
 def test_each_step_has_a_cache_in_which_no_size_varies() -> None:
     """However many steps of whatever sizes a process makes."""
     for size in range(2, 5):
-        backend = counted_graphs.Compilations()
-        step = ps.make_update_step(
-            lambda params, m: (m["x"] @ params).square(),
-            PLAIN,
-            weight_fn=lambda m: m["x"][:, 0] > -9,
-            compile=partial(torch.compile, backend=backend),
-        )
-        params = torch.ones(size).double()
+        backend, params = counted_graphs.Compilations(), torch.ones(size).double()
+        how: Any = {"compile": partial(torch.compile, backend=backend)}
+        loss_fn: Any = lambda params, x: (x @ params).square()  # noqa: E731
+        step = ps.make_update_step(loss_fn, PLAIN, weight_fn=lambda x: x[:, 0] > -9, **how)
         with few_recompilations():
-            step(params, PLAIN.init(params), [{"x": torch.ones(3, size).double()}] * 3)
+            step(params, PLAIN.init(params), [torch.ones(3, size).double()] * 3)
         assert backend.varying == [False] * 2
 
 
@@ -193,21 +185,17 @@ def test_a_whole_step_has_few_guards_on_globals() -> None:
 
 def test_guards_on_libraries_are_left_out_by_name() -> None:
     """What a loss reads by a like name keeps its guard, and so does what is no global."""
-
-    class Guard(NamedTuple):
-        name: str
-        guard_type: str = "ID_MATCH"
-
-    guards = {
-        Guard("G['__import_purestep_dot_step'].weigh"): False,
-        Guard("dict(G['__import_purestep_dot_types'].Count.__dict__)['__new__'].__func__"): False,
-        Guard("G['__builtins_dict__7']['len']"): False,
-        Guard("G['___unnamed_scope_1_c0']['_tuple_new'].__self__"): False,
-        Guard("G['__import_torchtrain_dot_loss'].RATE"): True,
-        Guard("G['__import___main__'].factors['_tuple_new']"): True,
-        Guard("G['___unnamed_scope_1_c0']['factor']"): True,
-        Guard("L['loss_fn'].__closure__[0].cell_contents"): True,
+    names = {
+        "G['__import_purestep_dot_step'].weigh": False,
+        "dict(G['__import_purestep_dot_types'].Count.__dict__)['__new__'].__func__": False,
+        "G['__builtins_dict__7']['len']": False,
+        "G['___unnamed_scope_1_c0']['_tuple_new'].__self__": False,
+        "G['__import_torchtrain_dot_loss'].RATE": True,
+        "G['__import___main__'].factors['_tuple_new']": True,
+        "G['___unnamed_scope_1_c0']['factor']": True,
+        "L['loss_fn'].__closure__[0].cell_contents": True,
     }
-    assert without_libraries([*guards]) == [*guards.values()]
-    stack = Guard("", guard_type="FUNCTORCH_STACK_MATCH")
-    assert (without_libraries([stack]), without_surroundings([stack])) == ([True], [False])
+    guards = [SimpleNamespace(name=name, guard_type="ID_MATCH") for name in names]
+    assert without_libraries(guards) == [*names.values()]
+    stack = [SimpleNamespace(name="", guard_type="FUNCTORCH_STACK_MATCH")]
+    assert (without_libraries(stack), without_surroundings(stack)) == ([True], [False])

@@ -34,19 +34,7 @@ from purestep.testing import ThreadAxis
 from purestep.testing.processes import DeadRankError, World
 from tests import uneven
 from tests.held_by_ranks import axis as axis_of_all
-from tests.uneven import (
-    BAD,
-    SGD,
-    Arguments,
-    Batch,
-    alone,
-    batch,
-    loss_fn,
-    ones,
-    params,
-    sound,
-    step,
-)
+from tests.uneven import BAD, SGD, Arguments, Batch, batch, loss_fn, ones, params, sound, step
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -147,67 +135,41 @@ def one_storage(_: Arguments) -> Arguments:
     return {"donate": True, **state(b=(w := params()["w"])[0], w=w)}
 
 
+def breaks_backward(kind: type[BaseException]) -> Any:
+    """The backward pass of the loss raises."""
+    return lambda _: {"loss_fn": broken_backward(kind)}
+
+
+ALL = (0, 1, 2, 3)
+PARAMS_B = "params['b']: torch.float64 of shape ()", "params['b']: torch.float32 of shape ()"
+TRACE = "opt_state[0].trace['b']: torch.float64 of shape (), opt_state[0].trace['w']: torch.float64"
+TRACE += " of shape (3,), opt_state[1].step: torch.int64 of shape ()"
 FAULTS = {
-    "normalize": difference(
-        "settings", "settings['normalize']: 'loss'", "settings['normalize']: 'grads'",
-        normalize="grads",
-    ),
-    "another leaf": difference(
-        "params", "the structure {'b': *, 'w': *}", "params['c']: torch.float32 of shape (1,)",
-        **state(c=torch.ones(1)),
-    ),
-    "another dtype": difference(
-        "params", "params['b']: torch.float64 of shape ()", "params['b']: torch.float32 of shape ()",
-        **state(b=torch.tensor(1.0)),
-    ),
-    "another opt_state": difference(
-        "opt_state", "opt_state[0].trace['b']: torch.float64 of shape (), opt_state[0].trace['w']: "
-        "torch.float64 of shape (3,), opt_state[1].step: torch.int64 of shape ()",
-        "the structure ()", opt_state=(),
-    ),
-    "another aux": difference(
-        "LossTerms.aux", "the structure ()", "LossTerms.aux['small']: torch.int64 of shape ()",
-        ranks="0, 3", loss_fn=uneven.loss_with_aux,
-    ),
+    "normalize": difference("settings", *(f"settings['normalize']: '{how}'" for how in ("loss", "grads")), normalize="grads"),
+    "another leaf": difference("params", "the structure {'b': *, 'w': *}", "params['c']: torch.float32 of shape (1,)",
+                               **state(c=torch.ones(1))),
+    "another dtype": difference("params", *PARAMS_B, **state(b=torch.tensor(1.0))),
+    "another opt_state": difference("opt_state", TRACE, "the structure ()", opt_state=()),
+    "another aux": difference("LossTerms.aux", "the structure ()", "LossTerms.aux['small']: torch.int64 of shape ()",
+                              ranks="0, 3", loss_fn=uneven.loss_with_aux),
     "aux beside a rank without microbatches": Fault(
         lambda _: {"loss_fn": uneven.loss_with_aux},
-        (ValueError, "which 1 of its 4 ranks cannot, as they hold no microbatch: give each of them "
-         "one whose weights are zero"),
-        (ValueError, ""),
-        ranks=(0, 1, 2, 3),
-    ),
+        (ValueError, "which 1 of its 4 ranks cannot, as they hold no microbatch: give each of them one whose weights are zero"),
+        (ValueError, ""), ALL),
     "params that require grad": failure(
-        ValueError, "is not recorded, but params",
-        lambda _: {"params": tree.map(Tensor.requires_grad_, params())}, "a step over",
-    ),
+        ValueError, "is not recorded, but params", lambda _: {"params": tree.map(Tensor.requires_grad_, params())}, "a step over"),
     "weights": failure(ArithmeticError, "θ ≠ θ", raises_at("weight_fn", 1)),
     "first loss": failure(ArithmeticError, "θ ≠ θ", raises_at("loss_fn", 0)),
     "exit": failure(SystemExit, "θ ≠ θ", raises_at("loss_fn", 1, SystemExit)),
-    "backward": failure(
-        ArithmeticError, "no way back", lambda _: {"loss_fn": broken_backward(ArithmeticError)}
-    ),
-    "interrupted backward": failure(
-        KeyboardInterrupt, "no way back", lambda _: {"loss_fn": broken_backward(KeyboardInterrupt)}
-    ),
-    "after the last microbatch": failure(
-        ArithmeticError, "θ ≠ θ", lambda a: {"microbatches": Tail(a["microbatches"])}
-    ),
+    "backward": failure(ArithmeticError, "no way back", breaks_backward(ArithmeticError)),
+    "interrupted backward": failure(KeyboardInterrupt, "no way back", breaks_backward(KeyboardInterrupt)),
+    "after the last microbatch": failure(ArithmeticError, "θ ≠ θ", lambda a: {"microbatches": Tail(a["microbatches"])}),
     "no params": failure(ValueError, "params holds no tensors", lambda _: {"params": {}}),
-    "donated leaves that share a storage": failure(
-        ValueError, "donate=True writes over", one_storage
-    ),
-    "two ranks": Fault(
-        raises_at("loss_fn", 0),
-        (ArithmeticError, "θ ≠ θ"),
-        (ps.RankError, "rank 0: ArithmeticError: θ ≠ θ; rank 2: ArithmeticError: θ ≠ θ"),
-        ranks=(0, 2),
-    ),
-    "every rank": Fault(
-        lambda _: {"weight_fn": raising(ones, 0), "microbatches": [batch()]},
-        (ArithmeticError, "θ ≠ θ"),
-        (ps.RankError, ""),
-        ranks=(0, 1, 2, 3),
-    ),
+    "donated leaves that share a storage": failure(ValueError, "donate=True writes over", one_storage),
+    "two ranks": Fault(raises_at("loss_fn", 0), (ArithmeticError, "θ ≠ θ"),
+                       (ps.RankError, "rank 0: ArithmeticError: θ ≠ θ; rank 2: ArithmeticError: θ ≠ θ"), (0, 2)),
+    "every rank": Fault(lambda _: {"weight_fn": raising(ones, 0), "microbatches": [batch()]},
+                        (ArithmeticError, "θ ≠ θ"), (ps.RankError, ""), ALL),
 }  # fmt: skip
 
 
@@ -234,7 +196,7 @@ def faulty_step(axis: ps.Axis, rank: int, name: str, how: Arguments) -> Any:
 
 def check_fault(name: str, results: Sequence[Any]) -> None:
     """Every rank has raised the error of the table, and goes on with a sound step."""
-    fault, expected = FAULTS[name], alone()
+    fault, expected = FAULTS[name], uneven.alone()
     for rank, (axis, error, next_step) in enumerate(results):
         kind, text = fault.own if rank in fault.ranks else fault.others
         assert type(error) is kind
@@ -286,7 +248,7 @@ def test_a_rank_that_calls_another_function_axis_or_optimizer(ranks: Run, what: 
     for rank, (text, next_step) in enumerate(ranks(differs_on_one_rank, range(4), [what] * 4)):
         own = "θ ≠ θ" if rank == BAD else "^None$"
         assert re.search(own if what == "optimizer" else disagree, text, re.S)
-        assert_same(next_step, alone())
+        assert_same(next_step, uneven.alone())
 
 
 def transformed(axis: ps.Axis, rank: int) -> str:
@@ -490,26 +452,25 @@ def read_later(bad: Callable[[Arguments], Arguments]) -> list[Any]:
 
 def test_a_step_that_is_read_later() -> None:
     for rank, (*new, metrics) in enumerate(read_later(lambda _: {})):
-        assert_same(tuple(new), alone()[:2])
-        assert metrics.loss == alone()[2].loss
+        assert_same(tuple(new), uneven.alone()[:2])
+        assert metrics.loss == uneven.alone()[2].loss
         assert metrics.num_tokens == 16
         assert metrics.num_tokens.dtype == (torch.int64 if uneven.SHARE[rank] else torch.float64)
 
 
-@pytest.mark.parametrize(
-    ("change", "own", "others"),
-    [
-        (raises_at("weight_fn", 0), "θ ≠ θ", "rank 2 of "),
-        (raises_at("loss_fn", 0), "θ ≠ θ", "these ranks cannot meet"),
-        (lambda _: {"normalize": "grads"}, *["disagree on one of params, opt_state"] * 2),
-        (
-            lambda _: {"weight_fn": lambda m: ones(m) / 2},
-            *["the weights of 1 ranks of ThreadAxis(4) are floats, those of 2 are integers"] * 2,
-        ),
-    ],
-    ids=["weights", "loss", "settings", "dtype of weights"],
-)
-def test_a_fault_that_is_read_later(change: Any, own: str, others: str) -> None:
+FLOATS = "the weights of 1 ranks of ThreadAxis(4) are floats, those of 2 are integers"
+SETTINGS = "disagree on one of params, opt_state"
+LATER: dict[str, tuple[Any, str, str]] = {
+    "weights": (raises_at("weight_fn", 0), "θ ≠ θ", "rank 2 of "),
+    "loss": (raises_at("loss_fn", 0), "θ ≠ θ", "these ranks cannot meet"),
+    "settings": (lambda _: {"normalize": "grads"}, SETTINGS, SETTINGS),
+    "dtype of weights": (lambda _: {"weight_fn": lambda m: ones(m) / 2}, FLOATS, FLOATS),
+}
+
+
+@pytest.mark.parametrize("what", LATER)
+def test_a_fault_that_is_read_later(what: str) -> None:
+    change, own, others = LATER[what]
     for rank, text in enumerate(read_later(change)):
         assert (own if rank == BAD else others) in text
 
