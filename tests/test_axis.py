@@ -136,7 +136,7 @@ def test_refused(call: Callable[..., Any], values: list[Any], message: str) -> N
 def test_what_is_launched_is_handed_over_at_once() -> None:
     """What is written to the buffer later is lost, as it may be between processes."""
 
-    def program(axis: Any, rank: int) -> tuple[list[int], list[Any]]:
+    def program(axis: Any, rank: int) -> Any:
         flats = [torch.full((2,), 10.0**place * (rank + 1)) for place in range(3)]
         waits = [axis.launch(flat) for flat in flats]
         begun = axis.meetings
@@ -144,11 +144,10 @@ def test_what_is_launched_is_handed_over_at_once() -> None:
             flat.fill_(-1.0)
         for wait in waits[::-1] if rank else waits:
             wait()
-        return [begun, axis.meetings], [flat.tolist() for flat in flats]
+        return begun, axis.meetings, [flat.tolist() for flat in flats]
 
-    for begun, sums in on_threads(Ranks(3), program, range(3)):
-        assert begun == [3, 3]
-        assert sums == [[6.0] * 2, [60.0] * 2, [600.0] * 2]
+    sums = [[6.0] * 2, [60.0] * 2, [600.0] * 2]
+    assert on_threads(Ranks(3), program, range(3)) == [(3, 3, sums)] * 3
 
 
 def test_what_comes_out_is_each_ranks_own() -> None:
@@ -287,6 +286,5 @@ def test_thirty_runs_are_one() -> None:
         own = {"params": state, "opt_state": SGD.init(state), "microbatches": group}
         return step(axis, {**sound(0), **own})
 
-    first, *runs = (on_threads(Ranks(4, 8), program, groups) for _ in range(30))
-    for run in [first, *runs]:
-        assert_same(run, [first[0]] * 4)
+    runs = [on_threads(Ranks(4, 8), program, groups) for _ in range(30)]
+    assert_same(runs, [[runs[0][0]] * 4] * 30)

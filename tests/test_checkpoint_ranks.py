@@ -14,7 +14,6 @@ import pytest
 import safetensors.torch
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed.checkpoint.state_dict_loader import load as load_distributed
 
 import purestep as ps
@@ -184,8 +183,7 @@ def test_a_full_disk_of_one_rank_reaches_all(act: str, three: World, path: Path)
     full = 0 if act == "export much" else BAD
     for rank, (kind, text) in enumerate(together(three, attempt, act, path, full)):
         assert kind == ("RankError" if full == 0 < rank else "OSError")
-        assert str(path) in text
-        assert re.search(r"cannot be written \(", text)
+        assert re.search(rf"{path}.*cannot be written \(", text)
         assert "File too large" in text or "rank 1: " in text
     assert not files(path)
 
@@ -204,7 +202,7 @@ def test_a_name_that_is_taken_is_refused(three: World, path: Path) -> None:
     for place, reason in taken:
         for kind, text in together(three, attempt, "save", place):
             assert kind in ("OSError", "RankError")
-            assert re.search(rf"{place}.*({reason})|rank 0 failed.*{reason}|{reason}", text)
+            assert reason in text
     assert files(mine) == {"thesis"}
     assert files(path.parent) == {"state", "mine"}
     assert ps.checkpoint.load(path, torch.tensor(0.0)) == 1
@@ -245,9 +243,9 @@ def test_each_changed_missing_or_further_byte_is_noticed(three: World, path: Pat
             with pytest.raises(ValueError, match=r"state.* is no checkpoint .* changed"):
                 ps.checkpoint.load(path, SMALL)
         if file.name == "__1_0.distcp":
-            said = together(three, attempt, "load", path)
-            assert {kind for kind, _ in said} <= {"ValueError", "RankError"}
-            assert all(f"{file} is no checkpoint" in text for _, text in said)
+            for kind, text in together(three, attempt, "load", path):
+                assert kind in ("ValueError", "RankError")
+                assert f"{file} is no checkpoint" in text
         file.write_bytes(content)
     ps.checkpoint.load(path, SMALL)
 
@@ -274,33 +272,30 @@ def test_what_is_no_state_of_all_ranks_is_refused(act: str, three: World, path: 
 
 def test_different_paths_on_different_ranks_are_refused(three: World, path: Path) -> None:
     paths = [path.with_name(name) for name in ("one", "two", "one")]
-    for kind, text in values(three.run(attempt, ["save"] * 3, paths)):
-        assert kind == "ValueError"
-        assert re.search(r"rank 1 differs from rank 0 in .*/(one|two): give all ranks one", text)
-    for number, place in enumerate(paths[:2]):
-        ps.checkpoint.save(place, SMALL | {"w": torch.full((5, 3), float(number))})
-    for kind, text in values(three.run(attempt, ["load"] * 3, paths)):
-        assert kind == "ValueError"
-        assert re.search(r"rank 1 differs from rank 0 in .*/(one|two), [0-9a-f]{8}: ", text)
+    for act, words in ("save", ": give all ranks one"), ("load", ", [0-9a-f]{8}: "):
+        for kind, text in values(three.run(attempt, [act] * 3, paths)):
+            assert kind == "ValueError"
+            assert re.search(f"rank 1 differs from rank 0 in .*/(one|two){words}", text)
+        for number, place in enumerate(paths[:2]):
+            ps.checkpoint.save(place, SMALL | {"w": torch.full((5, 3), float(number))})
     assert files(path.parent) == {"one", "two"}
 
 
 def test_pieces_that_no_processes_hold_are_refused(path: Path) -> None:
     """Those of simulated ranks, and of processes that have parted."""
     threads = ps.testing.ThreadAxis(2)
-
-    def save(rank: Tensor) -> tuple[str, str]:
-        return refused(lambda: ps.checkpoint.save(path, {"w": ps.shard(torch.ones(3), threads)}))
-
     place: Any = {"init_method": f"file://{path}.store", "rank": 0, "world_size": 1}
     dist.init_process_group("gloo", **place)
     state = {"w": ps.shard(torch.ones(3), axis())}
     dist.destroy_process_group()
     acts = (ps.checkpoint.save, ps.checkpoint.load, ps.checkpoint.export)
-    parted = [refused(partial(act, path, state)) for act in acts]
-    for kind, text in [*threads.map(save)([torch.tensor(0), torch.tensor(1)]), *parted]:
-        assert kind == "ValueError"
-        assert "process group has not been initialized" in text
+    simulated = threads.map(lambda w: ps.checkpoint.save(path, {"w": ps.shard(w, threads)}))
+    for act in (
+        *(partial(act, path, state) for act in acts),
+        lambda: simulated([torch.ones(3)] * 2),
+    ):
+        with pytest.raises(ValueError, match="process group has not been initialized"):
+            act()
 
 
 def save_steps(_: int, folder: Path) -> None:

@@ -57,9 +57,8 @@ def assert_near(actual: Any, expected: Any, state: Any) -> None:
     """The gradients are exact; the formula of a step, its powers and its norms round so often."""
     elements = sum(leaf.numel() for leaf in tree.leaves_of(state[0]))
     roundings = gamma(2 * (elements + 64), torch.float64)
-    for path, *leaves in zip(
-        tree.paths(state, "state"), *map(tree.leaves_of, (actual, expected, state)), strict=True
-    ):
+    every = map(tree.leaves_of, (actual, expected, state))
+    for path, *leaves in zip(tree.paths(state, "state"), *every, strict=True):
         ours, theirs, old = (leaf.to(torch.float64) for leaf in leaves)
         scale = old.abs() + (theirs - old).abs()
         assert ((ours - theirs).abs() <= roundings * scale).all(), path

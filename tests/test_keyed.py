@@ -101,6 +101,7 @@ def test_what_does_not_train_is_not_drawn() -> None:
 CLOSED = torch.tensor([[True, False, True, True], [False] * 4, [True] * 4, [True] * 4])
 
 
+attend = functional.scaled_dot_product_attention
 ADDED = torch.randn(3, 1, 4, 4, dtype=torch.float64)
 ATTENTION: list[dict[str, Any]] = [{}, {"is_causal": True}, {"scale": 3.0}, {"attn_mask": CLOSED}]
 
@@ -114,9 +115,8 @@ def test_attention(settings: dict[str, Any]) -> None:
     units = torch.eye(4, dtype=torch.float64).expand(3, heads, 4, 4)
 
     def function(x: Tensor, p: float = 0.5) -> Tensor:
-        return functional.scaled_dot_product_attention(
-            x[..., :3], x[:, :heads, :, 3:], units, dropout_p=p, **settings
-        )
+        query, key = x[..., :3], x[:, :heads, :, 3:]
+        return attend(query, key, units, dropout_p=p, **settings)
 
     weights = torch.where(kept(0, (4, 4, 4)), 2 * function(x, 0.0), 0)
     assert not weights.isnan().any()
@@ -134,10 +134,9 @@ def test_multihead_attention(need_weights: bool, batch_first: bool) -> None:
     params, apply = ps.from_module(layer)
     x = X if batch_first else X.transpose(0, 1)
 
-    made, evaluated = (
-        each(params, x, x, x, need_weights=need_weights, key=KEYS)[0]
-        for each in (apply, apply.eval)
-    )
+    given: Any = (params, x, x, x)
+    how: Any = {"need_weights": need_weights, "key": KEYS}
+    made, evaluated = (each(*given, **how)[0] for each in (apply, apply.eval))
     projected = X @ params["in_proj_weight"].T + params["in_proj_bias"]
     query, key, value = projected.view(3, 4, 3, 2, 3).permute(2, 0, 3, 1, 4)
     weights = (query @ key.mT / 3**0.5).softmax(-1)
@@ -192,10 +191,8 @@ def test_what_is_computed_again_draws_the_same(again: Any) -> None:
         assert all(map(torch.equal, gradient(each, params), gradient(plain, params)))
     assert torch.equal(before, torch.get_rng_state())
     if again is by_remat:
-        ours, theirs = (
-            torch.func.grad(lambda p, of=of: of(p, X, key=KEYS).sum())(params).values()
-            for of in (apply, plain)
-        )
+        sums = [lambda p, of=of: of(p, X, key=KEYS).sum() for of in (apply, plain)]
+        ours, theirs = (torch.func.grad(total)(params).values() for total in sums)
         assert all(map(torch.equal, ours, theirs))
 
 
@@ -318,13 +315,12 @@ def test_hugging_face_models_draw_the_same_alone_padded_and_packed(
     params, apply = ps.from_module(with_dropout(looking_back(model(family, attention)), 0.25))
 
     def total(m: Any) -> Any:
-        positions, key = torch.arange(m["labels"].shape[1]).expand(m["labels"].shape), m["key"]
+        key, segments, more = m["key"], m.get("segments", m["attention_mask"]), {"use_cache": False}
         if "positions" in m:
-            positions = m["positions"]
-            key = ps.random.token_keys(key, m["segments"], positions)
-        mask = ps.segment_mask(m.get("segments", m["attention_mask"]), torch.float64)
-        more = {"attention_mask": mask, "position_ids": positions, "use_cache": False}
-        logits = apply(params, m["input_ids"], key=key, **more).logits
+            key = ps.random.token_keys(key, segments, m["positions"])
+            more["position_ids"] = m["positions"]
+        mask = ps.segment_mask(segments, torch.float64)
+        logits = apply(params, m["input_ids"], key=key, attention_mask=mask, **more).logits
         return ps.losses.cross_entropy(logits, m["labels"]).sum()
 
     texts = ps.random.with_keys(examples(family), ps.random.key(9))
