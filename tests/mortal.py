@@ -32,8 +32,8 @@ STEPS, LIVES, PATIENCE, TIMEOUT, KEEP = 100, 24, 60.0, 20.0, 2
 OPTIMIZER = ps.optim.chain(ps.optim.clip_by_global_norm(1.0), ps.optim.adamw(1e-2))
 
 # What takes seconds to import, before any life begins.
-for module in ("torch._dynamo", "torch.distributed.checkpoint.state_dict_saver"):
-    importlib.import_module(module)
+importlib.import_module("torch._dynamo")
+importlib.import_module("torch.distributed.checkpoint.state_dict_saver")
 
 
 def begin() -> Any:
@@ -53,13 +53,8 @@ def batches() -> list[Any]:
 def train(state: Any, axis: ps.Axis, save: Callable[[int, Any], None]) -> Any:
     """From a state to the end, with a save for each step; ranks take microbatches in turn."""
     params, opt_state, position = state
-    update_step = ps.make_update_step(
-        lambda p, m: (m["x"] @ p["w"]).sum(-1),
-        OPTIMIZER,
-        weight_fn=lambda m: torch.ones(len(m["x"])),
-        axis=axis,
-        donate=True,
-    )
+    how: Any = {"weight_fn": lambda m: torch.ones(len(m["x"])), "axis": axis, "donate": True}
+    update_step = ps.make_update_step(lambda p, m: (m["x"] @ p["w"]).sum(-1), OPTIMIZER, **how)
     rank, size = (axis.rank, axis.size) if isinstance(axis, ps.MeshAxis) else (0, 1)
     groups = ps.group(batches(), 2, start=int(position))
     for step, group in enumerate(groups, int(position) // 2 + 1):

@@ -1,6 +1,7 @@
 """Optimizers of every kind, small params and gradients for them, and what holds of each in place."""
 
 from collections.abc import Iterable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,12 +22,8 @@ TRANSFORMS = {
 }
 RECIPES: dict[str, Any] = {
     "descend": ps.optim.descend,
-    "momentum": lambda rate: ps.optim.sgd(
-        rate, 0.9, nesterov=True, weight_decay=0.1, mask=matrices
-    ),
-    "clipped": lambda rate: ps.optim.chain(
-        ps.optim.clip_by_global_norm(1.0), ps.optim.sgd(rate, 0.5)
-    ),
+    "momentum": partial(ps.optim.sgd, momentum=0.9, nesterov=True, weight_decay=0.1, mask=matrices),
+    "clipped": lambda rate: ps.optim.chain(TRANSFORMS["clip"], ps.optim.sgd(rate, 0.5)),
     "adamw": ps.optim.adamw,
     "masked adamw": lambda rate: ps.optim.adamw(rate, 0.5, 0.9, weight_decay=0.1, mask=matrices),
     "lion": lambda rate: ps.optim.lion(rate, weight_decay=0.1, mask=matrices),

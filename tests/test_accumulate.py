@@ -50,16 +50,16 @@ def test_aux_sums_wide() -> None:
     assert aux_of([torch.ones(2)]) == ()
 
 
-@pytest.mark.parametrize(
-    ("terms", "error", "message"),
-    [
-        ({"aux": {"n": 3}}, TypeError, r"LossTerms\.aux\['n'\] must be a tensor, got int; wrap it"),
-        ({"microbatch": ONE[None]}, ValueError, r"a scalar tensor, got shape \(1,\)"),
-        ({"microbatch": ONE}, ValueError, 'known before the backward pass: use normalize="loss"'),
-        ({"weights": torch.ones(2)}, ValueError, "the weights come twice"),
-        ({"weight_fn": None}, ValueError, "weight_fn=None needs a loss_fn that returns LossTerms"),
-    ],
-)
+TERMS: list[tuple[dict[str, Any], Any, str]] = [
+    ({"aux": {"n": 3}}, TypeError, r"LossTerms\.aux\['n'\] must be a tensor, got int; wrap it"),
+    ({"microbatch": ONE[None]}, ValueError, r"a scalar tensor, got shape \(1,\)"),
+    ({"microbatch": ONE}, ValueError, 'known before the backward pass: use normalize="loss"'),
+    ({"weights": torch.ones(2)}, ValueError, "the weights come twice"),
+    ({"weight_fn": None}, ValueError, "weight_fn=None needs a loss_fn that returns LossTerms"),
+]
+
+
+@pytest.mark.parametrize(("terms", "error", "message"), TERMS)
 def test_loss_terms_that_are_refused(terms: Any, error: Any, message: str) -> None:
     weight_fn, two = terms.pop("weight_fn", torch.ones_like), torch.ones(2)
     with pytest.raises(error, match=message):

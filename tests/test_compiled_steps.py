@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -112,20 +113,18 @@ def test_a_compiler_at_work_in_another_thread_is_not_ours() -> None:
         assert go_on.wait(60)
         return graph.forward
 
-    compiled = torch.compile(lambda x: x + 1, backend=slow)
-    other = threading.Thread(target=lambda: compiled(torch.ones(2)))
-    other.start()
-    try:
-        assert began.wait(60)
-        assert torch.compiler.is_compiling()
-        with pytest.raises(ValueError, match="one is -1"):
-            ps.count_tokens([torch.tensor([1.0, -1.0])], lambda m: m)
-        old = torch.ones(2, requires_grad=True).clone()
-        assert tree.overwrite(old, torch.zeros(2), None) is not old
-        assert torch.equal(old, torch.ones(2))
-    finally:
-        go_on.set()
-        other.join(60)
+    with ThreadPoolExecutor() as pool:
+        pool.submit(torch.compile(lambda x: x + 1, backend=slow), torch.ones(2))
+        try:
+            assert began.wait(60)
+            assert torch.compiler.is_compiling()
+            with pytest.raises(ValueError, match="one is -1"):
+                ps.count_tokens([torch.tensor([1.0, -1.0])], lambda m: m)
+            old = torch.ones(2, requires_grad=True).clone()
+            assert tree.overwrite(old, torch.zeros(2), None) is not old
+            assert torch.equal(old, torch.ones(2))
+        finally:
+            go_on.set()
 
 
 SGD = ps.optim.sgd(0.125)
@@ -181,7 +180,7 @@ def test_what_a_compiled_loss_closes_over_is_a_constant(whole: bool) -> None:
 
     def scaled(params: Any, m: Any) -> ps.LossTerms:
         losses = loss_fn(params, m) * scale
-        return ps.LossTerms(losses, aux=losses.sum())
+        return ps.LossTerms(losses, aux={"loss": losses.sum()})
 
     step = make(SGD, scaled, compile=False if whole else AOT)
     step = ps.compile(step, backend="eager", fullgraph=True) if whole else step
@@ -276,17 +275,15 @@ def test_gradients_that_share_memory_are_sums_of_their_own(shared: str) -> None:
 def test_sparse_gradients_arrive_dense_with_a_warning() -> None:
     """No graph holds an operation that makes such gradients."""
 
-    def loss(p: dict[str, Tensor], m: dict[str, Tensor]) -> Tensor:
-        rows = functional.embedding(m["x"], p["table"], sparse=True).sum(-1)
-        bag = functional.embedding_bag(m["x"][:, None], p["bag"], sparse=True).sum(-1)
+    def loss(p: dict[str, Tensor], x: Tensor) -> Tensor:
+        rows = functional.embedding(x, p["table"], sparse=True).sum(-1)
+        bag = functional.embedding_bag(x[:, None], p["bag"], sparse=True).sum(-1)
         return rows * p["w"] + bag
 
-    sgd = ps.optim.sgd(1.0)
+    sgd, make_step = ps.optim.sgd(1.0), partial(ps.make_update_step, weight_fn=torch.ones_like)
     params = {"table": torch.ones(4, 2), "bag": torch.ones(4, 2), "w": torch.tensor(2.0)}
-    given = params, sgd.init(params), [{"x": torch.tensor([1, 1])}, {"x": torch.tensor([3, 0])}]
-    step, eager = (
-        ps.make_update_step(loss, sgd, weight_fn=x_ones, compile=how) for how in (AOT, False)
-    )
+    given = params, sgd.init(params), [torch.tensor([1, 1]), torch.tensor([3, 0])]
+    step, eager = (make_step(loss, sgd, compile=how) for how in (AOT, False))
     with pytest.warns(UserWarning, match="make one graph of .*loss"):
         found = step(*given)
     assert_same(found, eager(*given))

@@ -55,21 +55,17 @@ def test_the_programs_of_a_page_run(
 def test_every_public_name_is_on_a_reference_page() -> None:
     text = "\n".join(page.read_text() for page in (DOCS / "reference").glob("*.md"))
     shown = re.findall(r"^::: ps\.(\S+)$", text, re.M)
-    public = {
-        f"{prefix}{each}"
-        for prefix, namespace in NAMESPACES.items()
-        for each in getattr(namespace, "__all__", None) or dir(namespace)
-    }
+    public: set[str] = set()
+    for prefix, namespace in NAMESPACES.items():
+        public |= {prefix + each for each in getattr(namespace, "__all__", None) or dir(namespace)}
     assert sorted(shown) == sorted(public - {prefix[:-1] for prefix in NAMESPACES})
 
 
 def test_every_page_is_in_the_navigation() -> None:
-    listed = re.findall(
-        r": ((?!why/(?:bench|proofs|CH))\S+\.md)$", (ROOT / "docs/mkdocs.yml").read_text(), re.M
-    )
-    assert sorted(listed) == sorted(
-        page.relative_to(DOCS).as_posix() for page in DOCS.rglob("*.md")
-    )
+    navigation = (ROOT / "docs/mkdocs.yml").read_text()
+    listed = re.findall(r": ((?!why/(?:bench|proofs|CH))\S+\.md)$", navigation, re.M)
+    pages = [page.relative_to(DOCS).as_posix() for page in DOCS.rglob("*.md")]
+    assert sorted(listed) == sorted(pages)
 
 
 def anchors(page: Path) -> set[str]:
