@@ -6,8 +6,9 @@ import re
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import safetensors.torch
@@ -102,11 +103,10 @@ def test_each_changed_missing_or_further_byte_is_noticed(path: Path) -> None:
             ps.checkpoint.load(path, STATE)
 
 
-class Bomb:
-    """Whoever unpickles this makes a folder."""
+class Bomb(NamedTuple):
+    """To unpickle this makes a folder."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    folder: Path
 
     def __reduce__(self) -> Any:
         return os.mkdir, (str(self.folder),)
@@ -115,12 +115,8 @@ class Bomb:
 def test_what_is_no_checkpoint_is_refused_and_not_run(path: Path) -> None:
     bomb = path.with_name("bomb")
     path.write_bytes(pickle.dumps(Bomb(bomb)))
-    writers = [
-        lambda: None,
-        lambda: torch.save({"w": Bomb(bomb)}, path),
-        lambda: safetensors.torch.save_file(ps.state_dict(STATE), path),
-    ]
-    for write in writers:
+    plain = partial(safetensors.torch.save_file, ps.state_dict(STATE), path)
+    for write in (lambda: None, partial(torch.save, {"w": Bomb(bomb)}, path), plain):
         write()
         with pytest.raises(ValueError, match=DAMAGED):
             ps.checkpoint.load(path, STATE)
@@ -137,13 +133,11 @@ def test_export_writes_what_others_read(path: Path) -> None:
     ps.checkpoint.export(path, model)
     with safetensors.safe_open(path, "pt") as file:
         assert file.metadata()["format"] == "pt"
-    refusals: list[tuple[Any, str]] = [
-        ({"a": {"b": one}}, "'a' is dict, no tensor"),
-        ({"a": None}, "'a' is NoneType, no tensor"),
-        ({"__metadata__": one}, "'__metadata__' is the name of something else"),
-        ({0: one}, "'int' object"),
-    ]
-    for wrong, text in refusals:
+    refusals: dict[str, Any] = {
+        "'a' is dict, no tensor": {"a": {"b": one}}, "'a' is NoneType, no tensor": {"a": None},
+        "'__metadata__' is the name of something else": {"__metadata__": one}, "'int' object": {0: one},
+    }  # fmt: skip
+    for text, wrong in refusals.items():
         with pytest.raises(TypeError, match=text):
             ps.checkpoint.export(path, wrong)
     assert_same_bits(safetensors.torch.load_file(path), model)

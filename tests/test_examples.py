@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -106,6 +106,15 @@ def running(folder: Path, *arguments: str, **environment: str) -> Iterator[Run]:
         run.process.wait()
 
 
+@contextmanager
+def two_ranks(folder: Path, *arguments: str) -> Iterator[list[Run]]:
+    """Two of them that meet."""
+    meeting = world(ranks=2)
+    with ExitStack() as both:
+        ranks = (running(folder / r, *arguments, **meeting, RANK=r) for r in "01")
+        yield [both.enter_context(each) for each in ranks]
+
+
 def ended(folder: Path, *arguments: str, **environment: str) -> Run:
     """A run that has ended well."""
     with running(folder, *arguments, **environment) as run:
@@ -158,11 +167,7 @@ def test_an_interrupted_run_goes_on_over_other_ranks(undisturbed: Run, tmp_path:
     resumable = [*TRAINING, "--checkpoint", str(checkpoint), "--save-every", "4"]
     resumable += ["--shard", "microbatch"]
 
-    meeting = world(ranks=2)
-    with (
-        running(tmp_path / "0", *resumable, **meeting, RANK="0") as first,
-        running(tmp_path / "1", *resumable, **meeting, RANK="1") as second,
-    ):
+    with two_ranks(tmp_path, *resumable) as (first, second):
         first.wait_until(lambda: ps.checkpoint.latest(checkpoint) is not None)
         assert interrupt(first, second) == [130, 130], first.stderr + second.stderr
     assert first.complaints == [f"interrupted; the same command goes on from {checkpoint}"]
@@ -198,11 +203,7 @@ def test_ranks_refuse_together_before_they_begin(tmp_path: Path) -> None:
     settings = docstrings.written(docstrings.settings_of(options, data))
     ps.checkpoint.save_step(checkpoint, 7, (settings, begun))
 
-    meeting = world(ranks=2)
-    with (
-        running(tmp_path / "0", *training, **meeting, RANK="0") as first,
-        running(tmp_path / "1", *training, **meeting, RANK="1") as second,
-    ):
+    with two_ranks(tmp_path, *training) as (first, second):
         assert [run.process.wait(timeout=PATIENCE) for run in (first, second)] == [1, 1]
     (line,) = first.complaints
     assert re.search("state is of a run with steps=24, but this one has steps=25: ", line), line
