@@ -13,15 +13,8 @@ from proofs.ranks import Run
 from proofs.worlds import LARGEST, Ranks, on_processes, on_threads
 from purestep.testing.processes import World
 
-pytest.register_assert_rewrite(
-    "tests.blocks",
-    "tests.counted_graphs",
-    "tests.held_by_ranks",
-    "tests.modules",
-    "tests.optimizers",
-    "tests.states",
-    "tests.uneven",
-)
+HELPERS = "counted_graphs", "held_by_ranks", "modules", "optimizers", "states", "uneven"
+pytest.register_assert_rewrite(*(f"tests.{name}" for name in HELPERS))
 
 
 @pytest.fixture

@@ -42,21 +42,17 @@ def batch(rows: int, length: int, seed: int = 0) -> dict[str, Tensor]:
 
 
 def start() -> dict[str, Tensor]:
-    return {
-        "v": torch.tensor([1.0, -2.0]).double(),
-        "w": torch.tensor([[1.0, 2.0], [0.0, 1.0], [3.0, -1.0]]).double(),
-    }
+    v, w = torch.tensor([1.0, -2.0]), torch.tensor([[1.0, 2.0], [0.0, 1.0], [3.0, -1.0]])
+    return {"v": v.double(), "w": w.double()}
 
 
 def run(step: UpdateStep, optimizer: ps.optim.Optimizer, groups: list[Any]) -> Any:
     """A state after one step on each group, and all counts."""
-    params = start()
-    state, counts = (params, optimizer.init(params)), []
+    params, opt_state, counts = start(), optimizer.init(start()), []
     for group in groups:
-        *state_, metrics = step(*state, group)
-        state = (state_[0], state_[1])
+        params, opt_state, metrics = step(params, opt_state, group)
         counts.append((metrics.num_tokens, metrics.num_microbatches, metrics.applied))
-    return state, counts
+    return (params, opt_state), counts
 
 
 def make(optimizer: ps.optim.Optimizer, loss: Any = loss_fn, **settings: Any) -> UpdateStep:

@@ -44,15 +44,10 @@ Example = dict[str, Tensor]
 Grads = dict[str, Tensor]
 
 SHAPE: dict[str, Any] = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": WIDTH,
-    "intermediate_size": 2 * WIDTH,
-    "num_hidden_layers": LAYERS,
-    "num_attention_heads": HEADS,
-    "max_position_embeddings": CONTEXT,
-    "bos_token_id": None,
-    "eos_token_id": None,
-}
+    "vocab_size": VOCABULARY, "hidden_size": WIDTH, "intermediate_size": 2 * WIDTH,
+    "num_hidden_layers": LAYERS, "num_attention_heads": HEADS, "max_position_embeddings": CONTEXT,
+    "bos_token_id": None, "eos_token_id": None,
+}  # fmt: skip
 ROTARY: dict[str, Any] = {**SHAPE, "num_key_value_heads": 1, "attention_dropout": 0.0}
 
 
@@ -80,10 +75,8 @@ def t5() -> Any:
 
 def lora() -> Any:
     """Adapters on a Llama, past the zero at which they begin."""
-    targets = ["q_proj", "v_proj", "down_proj"]
-    model = peft.get_peft_model(
-        built("LlamaForCausalLM"), peft.LoraConfig(r=2, target_modules=targets)
-    )
+    config = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj", "down_proj"])
+    model = peft.get_peft_model(built("LlamaForCausalLM"), config)
     for name, parameter in model.named_parameters():
         if "lora_B" in name:
             nn.init.normal_(parameter)
@@ -100,9 +93,7 @@ FAMILIES = {
     "Mistral": Family(partial(built, "MistralForCausalLM", sliding_window=WINDOW), window=WINDOW),
     "Gemma": Family(partial(built, "GemmaForCausalLM", head_dim=8)),
     "T5": Family(t5),
-    "BERT": Family(
-        partial(built, "BertForMaskedLM", SHAPE, **NO_NOISE), causal=False, float32=False
-    ),
+    "BERT": Family(partial(built, "BertForMaskedLM", SHAPE, **NO_NOISE), False, float32=False),
     "LoRA on Llama": Family(lora),
 }
 
@@ -289,12 +280,8 @@ def step_grads(family: str, setting: Setting, group: list[list[Any]]) -> Grads:
         on_ranks = axis.map(step, in_dims=(None, None, 0), out_dims=None)
         _, opt_state, _ = on_ranks(*state, stacked)
     elif isinstance(axis, ps.testing.ThreadAxis):
-
-        def on_rank(mine: list[Any]) -> Any:
-            own = ps.shard(state, axis) if "gather" in setting.step else state
-            return ps.unshard(step(*own, mine)[1])
-
-        opt_state = axis.map(on_rank)(group)[0]
+        pieces: Any = partial(ps.shard, axis=axis) if "gather" in setting.step else tuple
+        opt_state = axis.map(lambda mine: ps.unshard(step(*pieces(state), mine)[1]))(group)[0]
     else:
         _, opt_state, _ = step(*state, group[0])
     return opt_state[0].trace

@@ -1,6 +1,9 @@
 """States in pieces: how ranks save and load them, and what each of them hears."""
 
-from collections.abc import Callable
+import resource
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +54,24 @@ def refused(act: Callable[[], Any]) -> tuple[str, str]:
     except Exception as error:
         return type(error).__name__, str(error)
     raise AssertionError("nothing was refused")
+
+
+def files(folder: Path) -> set[str]:
+    """What is in a folder."""
+    return {file.name for file in folder.iterdir()}
+
+
+@contextmanager
+def room(size: int) -> Iterator[None]:
+    """No file may become larger: as on a full disk, writing fails in the middle."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)
 
 
 def save(_: int, path: Path, dims: str = "dp", dim: int = 0) -> None:

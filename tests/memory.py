@@ -1,12 +1,18 @@
 """How much memory is alive, by counting the storages that operations make."""
 
 import weakref
+from collections import Counter
 from typing import Any
 
 from torch import Tensor
 
 from purestep.tree import leaves_of
 from tests.torch_private import TorchDispatchMode
+
+
+def tensors(*values: Any) -> list[Tensor]:
+    """The tensors among the leaves."""
+    return [leaf for leaf in leaves_of(values) if isinstance(leaf, Tensor)]
 
 
 class LiveBytes(TorchDispatchMode):
@@ -18,47 +24,36 @@ class LiveBytes(TorchDispatchMode):
         self._known: set[int] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        for leaf in leaves_of((args, kwargs)):
-            if isinstance(leaf, Tensor):
-                self._see(leaf, new=False)
+        self._see(tensors(args, kwargs), new=False)
         result = func(*args, **(kwargs or {}))
-        for leaf in leaves_of(result):
-            if isinstance(leaf, Tensor):
-                self._see(leaf, new=True)
+        self._see(tensors(result), new=True)
         return result
 
-    def _see(self, tensor: Tensor, new: bool) -> None:
-        if tensor.is_meta:
-            return
-        storage = tensor.untyped_storage()
-        key, size = id(storage), storage.nbytes() if new else 0
-        if key in self._known:
-            return
-        self._known.add(key)
-        self.now += size
-        self.peak = max(self.peak, self.now)
+    def _see(self, seen: list[Tensor], new: bool) -> None:
+        for storage in [tensor.untyped_storage() for tensor in seen if not tensor.is_meta]:
+            key, size = id(storage), storage.nbytes() if new else 0
+            if key not in self._known:
+                self._known.add(key)
+                self.now += size
+                self.peak = max(self.peak, self.now)
+                weakref.finalize(storage, self._forget, key, size)
 
-        def forget() -> None:
-            self._known.discard(key)
-            self.now -= size
-
-        weakref.finalize(storage, forget)
+    def _forget(self, key: int, size: int) -> None:
+        self._known.discard(key)
+        self.now -= size
 
 
 class Touched(TorchDispatchMode):
-    """Counts the operations that read or write a tensor of ``numel`` elements, by name."""
+    """Counts the operations that read or write a tensor of ``numel`` elements, or any, by name."""
 
-    def __init__(self, numel: int) -> None:
+    def __init__(self, numel: int | None = None) -> None:
         super().__init__()
         self.numel = numel
-        self.counts: dict[str, int] = {}
+        self.counts: Counter[str] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        touched = leaves_of((args, kwargs, result))
-        if not func.is_view and any(
-            isinstance(t, Tensor) and t.numel() == self.numel for t in touched
-        ):
-            name = func.overloadpacket.__name__
-            self.counts[name] = self.counts.get(name, 0) + 1
+        touched = {tensor.numel() for tensor in tensors(args, kwargs, result)}
+        if not func.is_view and (self.numel is None or self.numel in touched):
+            self.counts[func.overloadpacket.__name__] += 1
         return result

@@ -182,19 +182,19 @@ def again(run: Callable[..., Any], x: Tensor) -> Any:
     return checkpoint(run, x, use_reentrant=False)
 
 
-def listed(m: Any, x: Tensor) -> Tensor:
-    for w in m.w:
-        x = (x @ w).tanh()
-    return x * m.v["x"]
+def collections_of_parameters() -> nn.Module:
+    def run(m: Any, x: Tensor) -> Tensor:
+        for w in m.w:
+            x = (x @ w).tanh()
+        return x * m.v["x"]
+
+    matrices = nn.ParameterList([torch.randn(D, D) for _ in range(3)])
+    return Of(run, w=matrices, v=nn.ParameterDict({"x": torch.randn(D)}))
 
 
 MODULES: dict[str, Callable[[], nn.Module]] = {
     "self-referring": SelfReferring,
-    "collections": lambda: Of(
-        listed,
-        w=nn.ParameterList([torch.randn(D, D) for _ in range(3)]),
-        v=nn.ParameterDict({"x": torch.randn(D)}),
-    ),
+    "collections": collections_of_parameters,
     "tied": tied,
     "hooked": Hooked,
     "parametrized": lambda: nn.Sequential(
@@ -236,9 +236,8 @@ def losses(output: Tensor) -> Tensor:
 
 
 def grads(apply: ps.modules.Apply, params: Params, x: Tensor) -> Params:
-    grads: Params = ps.accumulate(
-        lambda p, x: losses(apply(p, x)), params, [x], weight_fn=ones
-    ).grads
+    sums = ps.accumulate(lambda p, x: losses(apply(p, x)), params, [x], weight_fn=ones)
+    grads: Params = sums.grads
     return grads
 
 
@@ -256,17 +255,13 @@ def assert_equal(one: Params, other: Params) -> None:
 def close(one: Params, other: Params) -> bool:
     """Compiled sums run in another order: some hundred roundings."""
     bound = 1000 * torch.finfo(torch.float64).eps
-    return all(
-        bool(((one[n] - other[n]).abs() <= bound * (1 + other[n].abs())).all()) for n in other
-    )
+    return all(torch.allclose(one[n], other[n], rtol=bound, atol=bound) for n in other)
 
 
 def train(apply: Any, params: Params, **settings: Any) -> Params:
     """The params after three steps."""
-    optimizer = ps.optim.adamw(1e-2)
-    step = ps.make_update_step(
-        lambda p, x: losses(apply(p, x)), optimizer, weight_fn=ones, **settings
-    )
+    optimizer, how = ps.optim.adamw(1e-2), {"weight_fn": ones, **settings}
+    step = ps.make_update_step(lambda p, x: losses(apply(p, x)), optimizer, **how)
     new: Params = {name: p.clone() for name, p in params.items()}
     state = optimizer.init(new)
     for seed in range(3):
@@ -276,9 +271,8 @@ def train(apply: Any, params: Params, **settings: Any) -> Params:
 
 def traced(apply: Any) -> Any:
     """The same, of which a compiler makes one graph, run as it is."""
-    return torch.compile(
-        lambda *args, **more: apply(*args, **more), backend="eager", fullgraph=True
-    )
+    called = lambda *args, **more: apply(*args, **more)  # noqa: E731
+    return torch.compile(called, backend="eager", fullgraph=True)
 
 
 TRACED = functools.partial(ps.compile, backend="aot_eager")

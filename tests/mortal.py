@@ -19,21 +19,21 @@ from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 import purestep as ps
-from purestep import tree
+from tests.states import assert_same_bits
 
 STEPS, LIVES, PATIENCE, TIMEOUT, KEEP = 100, 24, 60.0, 20.0, 2
 OPTIMIZER = ps.optim.chain(ps.optim.clip_by_global_norm(1.0), ps.optim.adamw(1e-2))
 
 # What takes seconds to import, before any life begins.
-for module in ("torch._dynamo", "torch.distributed.checkpoint.state_dict_saver"):
-    importlib.import_module(module)
+importlib.import_module("torch._dynamo")
+importlib.import_module("torch.distributed.checkpoint.state_dict_saver")
 
 
 def begin() -> Any:
@@ -53,13 +53,8 @@ def batches() -> list[Any]:
 def train(state: Any, axis: ps.Axis, save: Callable[[int, Any], None]) -> Any:
     """From a state to the end, with a save for each step; ranks take microbatches in turn."""
     params, opt_state, position = state
-    update_step = ps.make_update_step(
-        lambda p, m: (m["x"] @ p["w"]).sum(-1),
-        OPTIMIZER,
-        weight_fn=lambda m: torch.ones(len(m["x"])),
-        axis=axis,
-        donate=True,
-    )
+    how: Any = {"weight_fn": lambda m: torch.ones(len(m["x"])), "axis": axis, "donate": True}
+    update_step = ps.make_update_step(lambda p, m: (m["x"] @ p["w"]).sum(-1), OPTIMIZER, **how)
     rank, size = (axis.rank, axis.size) if isinstance(axis, ps.MeshAxis) else (0, 1)
     groups = ps.group(batches(), 2, start=int(position))
     for step, group in enumerate(groups, int(position) // 2 + 1):
@@ -88,26 +83,20 @@ def live(folder: Path, store: Path, rank: int, size: int, in_background: bool) -
 
 
 def life(folder: Path, size: int, in_background: bool) -> list[int]:
-    """Processes that train together."""
+    """Processes that train together. Those who lose another end with an error."""
     store, processes = folder.with_name(f"store.{os.urandom(4).hex()}"), []
     for rank in range(size):
-        process = os.fork()
-        if process == 0:
-            _live(folder, store, rank, size, in_background)
-        processes.append(process)
+        processes.append(os.fork())
+        if processes[-1] == 0:
+            code = 1
+            try:
+                live(folder, store, rank, size, in_background)
+                code = 0
+            except Exception as error:
+                print(f"{type(error).__name__}: {error}", file=sys.stderr)
+            finally:
+                os._exit(code)
     return processes
-
-
-def _live(*arguments: Any) -> NoReturn:
-    code = 1
-    try:
-        live(*arguments)
-        code = 0
-    except Exception as error:
-        # Of those who lost another.
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
-    finally:
-        os._exit(code)
 
 
 def wait_until(happened: Callable[[], Any], process: int) -> None:
@@ -186,9 +175,7 @@ def main(folder: Path) -> None:
     found = ps.checkpoint.load(last, like=begin())
     expected = train(begin(), ps.LocalAxis(), lambda step, state: None)
     assert int(found[2]) == 2 * STEPS
-    paths = tree.paths(found, "state")
-    for name, *both in zip(paths, tree.leaves_of(found), tree.leaves_of(expected), strict=True):
-        assert torch.equal(*both), f"{name} differs"
+    assert_same_bits(found, expected)
     assert len([*folder.iterdir()]) == KEEP, "something was left"
     print(f"killed {LIVES} times, {in_saves} of them in the middle of a save: the same bits")
 

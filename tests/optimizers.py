@@ -1,6 +1,7 @@
 """Optimizers of every kind, small params and gradients for them, and what holds of each in place."""
 
 from collections.abc import Iterable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,19 +22,14 @@ TRANSFORMS = {
 }
 RECIPES: dict[str, Any] = {
     "descend": ps.optim.descend,
-    "momentum": lambda rate: ps.optim.sgd(
-        rate, 0.9, nesterov=True, weight_decay=0.1, mask=matrices
-    ),
-    "clipped": lambda rate: ps.optim.chain(
-        ps.optim.clip_by_global_norm(1.0), ps.optim.sgd(rate, 0.5)
-    ),
+    "momentum": partial(ps.optim.sgd, momentum=0.9, nesterov=True, weight_decay=0.1, mask=matrices),
+    "clipped": lambda rate: ps.optim.chain(TRANSFORMS["clip"], ps.optim.sgd(rate, 0.5)),
     "adamw": ps.optim.adamw,
     "masked adamw": lambda rate: ps.optim.adamw(rate, 0.5, 0.9, weight_decay=0.1, mask=matrices),
     "lion": lambda rate: ps.optim.lion(rate, weight_decay=0.1, mask=matrices),
     "adam": lambda rate: ps.optim.chain(ps.optim.scale_by_adam(), ps.optim.descend(rate)),
     "partition": lambda rate: ps.optim.partition(
-        labels,
-        {"matrix": ps.optim.adamw(rate), "rest": ps.optim.sgd(rate, 0.9, nesterov=True)},
+        labels, {"matrix": ps.optim.adamw(rate), "rest": ps.optim.sgd(rate, 0.9, nesterov=True)}
     ),
     "master": lambda rate: ps.optim.master_weights(ps.optim.sgd(rate, 0.9)),
     "ema": lambda rate: ps.optim.ema(ps.optim.sgd(rate, 0.9), 0.9),

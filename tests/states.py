@@ -53,19 +53,12 @@ def anything(dtypes: Sequence[torch.dtype] = DTYPES) -> dict[str, Any]:
     """Each of these dtypes, in each way to lie in memory."""
     by_dtype = {
         dtype: [
-            noise(dtype),
-            noise(dtype, 0),
-            noise(dtype, 2, 0, 3),
-            noise(dtype, 3, 2),
-            noise(dtype, 3, 4).T,
-            noise(dtype, 6, 5)[1::2, ::3],
-            noise(dtype, 1).expand(4),
-            noise(dtype, 10)[3:],
+            noise(dtype), noise(dtype, 0), noise(dtype, 2, 0, 3), noise(dtype, 3, 2), noise(dtype, 3, 4).T,
+            noise(dtype, 6, 5)[1::2, ::3], noise(dtype, 1).expand(4), noise(dtype, 10)[3:],
         ]
         for dtype in dtypes
-    }
-    one = noise(torch.float32, 3)
-    z = noise(torch.complex64, 3)
+    }  # fmt: skip
+    one, z = noise(torch.float32, 3), noise(torch.complex64, 3)
     special = [-0.0, 5e-324, float("inf"), float("nan")]
     return {
         "by dtype": by_dtype,

@@ -1,5 +1,6 @@
 """Buffers of a module are carried through a step, as aux of the loss."""
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -22,15 +23,13 @@ def test_buffers_are_carried(fresh_compiler: None) -> None:
         return ps.LossTerms(losses(output), aux=(buffers, torch.tensor(1)))
 
     # The last one holds padding alone.
-    group = [
-        {"x": data(4, seed), "w": torch.tensor(seed < 3), "buffers": start} for seed in (1, 2, 3)
-    ]
+    every, held = (data(4, 1), data(4, 2), data(4, 3)), torch.tensor([True, True, False])
+    group = [{"x": x, "w": w, "buffers": start} for x, w in zip(every, held, strict=True)]
     sgd = ps.optim.sgd(0.1)
     step = ps.make_update_step(loss_fn, sgd, weight_fn=lambda m: m["w"].expand(4))
     _, _, metrics = step(params, sgd.init(params), group)
-    assert_equal(
-        traced(apply)(params, data(), buffers=start)[1], apply(params, data(), buffers=start)[1]
-    )
+    compiled, eager = (f(params, data(), buffers=start)[1] for f in (traced(apply), apply))
+    assert_equal(compiled, eager)
     assert_equal(dict(module.named_buffers()), kept)
     totals, microbatches = metrics.aux
     sums = {name: torch.zeros_like(buffer) for name, buffer in kept.items()}
@@ -48,11 +47,8 @@ def test_evaluation_takes_the_buffers_of_training() -> None:
     module = normed()
     params, apply = ps.from_module(module)
     _, after = apply(params, data(), buffers=dict(module.named_buffers()))
-    for call in (
-        lambda: apply.eval(params, data()),
-        lambda: ps.to_module(params, module),
-        lambda: ps.to_module(params, module, buffers={"1.running_mean": after["1.running_mean"]}),
-    ):
+    some, back = {"1.running_mean": after["1.running_mean"]}, partial(ps.to_module, params, module)
+    for call in (partial(apply.eval, params, data()), back, partial(back, buffers=some)):
         with pytest.raises(ValueError, match=r"buffers lacks 1\.running_.*named_buffers"):
             call()
     with pytest.raises(ValueError, match=r"1\.running_var is .* of shape \(1,\)"):

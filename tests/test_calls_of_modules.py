@@ -66,6 +66,10 @@ def average(module: Any) -> None:
         module.frozen.weight.lerp_(module.a.weight, 0.1)
 
 
+def statistic(m: Any) -> object:
+    return functional.batch_norm(torch.ones(2, 3), m.buffer, torch.ones(3), training=True)
+
+
 WRITES: dict[str, tuple[str, Callable[[Any], object]]] = {
     "buffer": ("buffer", lambda m: m.buffer.add_(1)),
     "tensor": ("tensor", lambda m: m.tensor.add_(1)),
@@ -74,15 +78,9 @@ WRITES: dict[str, tuple[str, Callable[[Any], object]]] = {
     "assigned buffer.data": ("buffer", lambda m: setattr(m.buffer, "data", torch.ones(2))),
     "a result": ("tensor", lambda m: torch.add(m.tensor, 1, out=m.tensor)),
     "an average": ("frozen.weight", average),
-    "a statistic": (
-        "buffer",
-        lambda m: functional.batch_norm(torch.ones(2, 3), m.buffer, torch.ones(3), training=True),
-    ),
+    "a statistic": ("buffer", statistic),
     "param.data": ("a.weight", lambda m: m.a.weight.data.clamp_(-0.1, 0.1)),
-    "assigned param.data": (
-        "a.weight",
-        lambda m: setattr(m.a.weight, "data", m.frozen.weight + 0),
-    ),
+    "assigned param.data": ("a.weight", lambda m: setattr(m.a.weight, "data", m.frozen.weight + 0)),
 }
 
 
@@ -113,34 +111,29 @@ def test_a_module_that_writes_to_its_tensors(way: str) -> None:
 REGISTRY: dict[str, nn.Module] = {}
 
 
-class Elsewhere(nn.Module):
+class Elsewhere(Of):
     """Computes with a layer that it finds outside of its attributes."""
 
     layers: ClassVar[list[nn.Module]] = []
 
-    def __init__(self, way: str) -> None:
-        super().__init__()
-        self.a, self.way = linear(), way
-        self.closure = lambda x: self.a(x)
-        Elsewhere.layers[:] = [self.a]
-        REGISTRY["layer"] = self.a
-        Elsewhere.forward.__defaults__[0]["layer"] = self.a  # type: ignore[index]
 
-    def forward(self, x: Tensor, default: Any = {}) -> Tensor:  # noqa: B006
-        found = {
-            "class": lambda: self.layers[0],
-            "global": lambda: REGISTRY["layer"],
-            "default": lambda: default["layer"],
-            "closure": lambda: self.closure,
-        }
-        return found[self.way]()(x) + self.a(x)
+def elsewhere(way: str) -> nn.Module:
+    layer = REGISTRY["layer"] = linear()
+    Elsewhere.layers[:] = [layer]
+    runs: dict[str, Callable[[Any, Tensor], Tensor]] = {
+        "class": lambda m, x: m.layers[0](x) + m.a(x),
+        "global": lambda m, x: REGISTRY["layer"](x) + m.a(x),
+        "default": lambda m, x, default=layer: default(x) + m.a(x),  # type: ignore[misc]
+        "closure": lambda m, x: layer(x) + m.a(x),
+    }
+    return Elsewhere(runs[way], a=layer).double()
 
 
 @pytest.mark.parametrize("way", ["class", "global", "default", "closure"])
 def test_a_module_that_computes_with_its_own_parameters(way: str) -> None:
     """Is refused: they would not train. No matter if they require grad, or are recorded."""
     for frozen in (False, True):
-        module = Elsewhere(way).double().requires_grad_(not frozen)
+        module = elsewhere(way).requires_grad_(not frozen)
         params, apply = ps.from_module(module, trainable="*")
         for settings in ({}, {"compile": TRACED}):
             with pytest.raises(ValueError, match=r"with a\.(weight|bias) of the module itself"):

@@ -2,10 +2,8 @@
 
 import os
 import re
-import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
@@ -16,13 +14,11 @@ import pytest
 import safetensors.torch
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed.checkpoint.state_dict_loader import load as load_distributed
 
 import purestep as ps
-from purestep.testing.processes import DeadRankError, World, values
-from tests.hazards import room
-from tests.held_by_ranks import BAD, LARGE, axis, load, refused, save, together, whole
+from purestep.testing.processes import World, values
+from tests.held_by_ranks import BAD, LARGE, axis, files, load, refused, room, save, together, whole
 from tests.memory import LiveBytes
 from tests.states import assert_same_bits, zeros
 
@@ -30,10 +26,6 @@ SMALL = {"w": torch.zeros(5, 3), "n": torch.tensor(1), "b": torch.ones(2)}
 OTHER = {"w": torch.zeros(5, 4), "n": torch.tensor(1.0), "x": torch.zeros(4)}
 ROOT = Path(__file__).parent.parent
 LOCAL = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-
-
-def files(folder: Path) -> set[str]:
-    return {file.name for file in folder.iterdir()}
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -61,7 +53,7 @@ def test_any_number_of_ranks_loads_what_any_number_saves(
 
 def peaks(_: int, path: Path) -> list[int]:
     """Bytes that saving, exporting and loading make."""
-    state = {str(i): ps.shard(torch.ones(512, 512), axis()) for i in range(8)}
+    state = {str(i): ps.shard(torch.ones(256, 256), axis()) for i in range(8)}
     bytes_ = []
     for act, name in [("save", "state"), ("export", "model"), ("load", "state")]:
         with LiveBytes() as live:
@@ -73,92 +65,72 @@ def peaks(_: int, path: Path) -> list[int]:
 
 def test_nothing_is_held_but_pieces(three: World, path: Path) -> None:
     """And others read what is exported."""
-    piece, largest = 171 * 512 * 4, 512 * 512 * 4
+    piece, largest = 86 * 256 * 4, 256 * 256 * 4
     for saved, exported, loaded in together(three, peaks, path):
         assert saved < 0.1 * piece
         assert exported < 8.1 * largest + 2.1 * largest, "all, on the first, and one in the making"
         assert loaded < 10.1 * piece, "eight, what is read, and what was read before"
     found = safetensors.torch.load_file(path.with_name("model"))
-    assert found.keys() == {*map(str, range(8))}
-    assert all(torch.equal(tensor, torch.ones(512, 512)) for tensor in found.values())
+    assert_same_bits(found, {str(i): torch.ones(256, 256) for i in range(8)})
 
 
 # In the background.
 
 
-def save_in_background(rank: int, path: Path) -> None:
+def save_in_background(_: int, path: Path) -> None:
     """Twice, while it is written to, and all meet over their own group."""
     state = {"w": ps.shard(torch.ones(1000), axis())}
-    alone = {"w": torch.ones(1000)}
-    with ps.checkpoint.Background() as background, ps.checkpoint.Background() as other:
+    with ps.checkpoint.Background() as background:
         for number in range(2):
             background.save(path.with_name(f"pieces{number}"), state)
-            if rank == 0:
-                other.save(path.with_name("file"), alone)
             state["w"].piece.mul_(2)
-            alone["w"].mul_(2)
             for _ in range(20):
                 assert ps.psum(torch.tensor([1.0]), axis()) == 3
     assert dist.get_world_size() == 3
 
 
 def test_what_is_saved_in_the_background_is_what_it_was(three: World, path: Path) -> None:
+    """In pieces on ranks, and as a file of this process."""
     together(three, save_in_background, path)
-    for name in ("pieces1", "file"):
-        found = ps.checkpoint.load(path.with_name(name), {"w": torch.zeros(1000)})
-        assert torch.equal(found["w"], torch.full((1000,), 2.0))
+    with ps.checkpoint.Background() as background:
+        state = {"w": torch.ones(1000)}
+        for number in range(2, 4):
+            background.save(path.with_name(f"pieces{number}"), state)
+            state["w"].mul_(2)
+    for number in range(4):
+        found = ps.checkpoint.load(path.with_name(f"pieces{number}"), {"w": torch.zeros(1000)})
+        assert torch.equal(found["w"], torch.full((1000,), 2.0 ** (number % 2)))
 
 
-def die_in_a_save(rank: int, path: Path) -> None:
-    """The last rank dies while it writes."""
-    state = ps.shard([torch.ones(3 * LARGE)], axis())
-
-    def die() -> None:
-        while not [*path.parent.glob("*.unfinished/__2_0.distcp")]:
-            pass
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    saving = ps.checkpoint.Background()
-    saving.save(path, state)
-    saving.wait()
-    if rank == 2:
-        threading.Thread(target=die, daemon=True).start()
-    saving.save(path.with_name("state2"), state)
-    saving.wait()
-
-
-def test_a_rank_that_dies_is_heard_in_the_background(path: Path) -> None:
-    with World(3, timeout=40) as world:
-        results = world.run(die_in_a_save, [path] * 3)
-    assert [type(result) for result in results] == [RuntimeError, RuntimeError, DeadRankError]
-    found = ps.checkpoint.load(path, [torch.zeros(3 * LARGE)])
-    assert_same_bits(found, [torch.ones(3 * LARGE)])
-    assert files(path.parent) == {"state"}
-
-
-ENDS = f"""
-import sys, torch, torch.distributed as dist, purestep as ps
+ENDS = ["", "raise ValueError", "dist.destroy_process_group()"]
+PROGRAMS = f"""
+import os, sys, torch, torch.distributed as dist, purestep as ps, torch._dynamo
+import torch.distributed.checkpoint.state_dict_saver
 from torch.distributed.device_mesh import init_device_mesh
-folder, rank = sys.argv[1:]
-dist.init_process_group("gloo", init_method=f"file://{{folder}}/store", rank=int(rank), world_size=2)
-axis = ps.MeshAxis(init_device_mesh("cpu", (2,), mesh_dim_names=("dp",)), "dp")
-state = ps.shard([torch.ones({LARGE})] * 8, axis)
-ps.checkpoint.Background().save(f"{{folder}}/state", state)
+children = []
+for number in range(6):
+    children.append(os.fork())
+    if children[-1]:
+        continue
+    folder, rank = f"{{sys.argv[1]}}/{{number // 2}}", number % 2
+    dist.init_process_group("gloo", init_method=f"file://{{folder}}.store", rank=rank, world_size=2)
+    axis = ps.MeshAxis(init_device_mesh("cpu", (2,), mesh_dim_names=("dp",)), "dp")
+    ps.checkpoint.Background().save(folder, ps.shard([torch.ones({LARGE})] * 8, axis))
+    exec({ENDS}[number // 2])
+    break
+else:
+    print([os.waitpid(child, 0)[1] >> 8 for child in children])
 """
 
 
-@pytest.mark.parametrize("end", ["", "raise ValueError", "dist.destroy_process_group()"])
-def test_a_program_that_ends_keeps_its_exit_code(end: str, tmp_path: Path) -> None:
+def test_a_program_that_ends_keeps_its_exit_code(tmp_path: Path) -> None:
     """While it saves; and what it saves is whole, as long as the processes are joined."""
-    program = [sys.executable, "-c", f"{ENDS}\n{end}", str(tmp_path)]
-    ranks = [
-        subprocess.Popen([*program, str(rank)], cwd=ROOT, env=LOCAL, stderr=subprocess.DEVNULL)
-        for rank in range(2)
-    ]
-    assert [rank.wait(timeout=60) for rank in ranks] == [1 if "raise" in end else 0] * 2
-    if "destroy" not in end:
-        found = ps.checkpoint.load(tmp_path / "state", [torch.zeros(LARGE)] * 8)
-        assert all(map(torch.equal, found, [torch.ones(LARGE)] * 8))
+    program = [sys.executable, "-c", PROGRAMS, str(tmp_path)]
+    run = subprocess.run(program, cwd=ROOT, env=LOCAL, capture_output=True, text=True, timeout=60)
+    assert run.stdout == "[0, 0, 1, 1, 0, 0]\n", run.stderr
+    for number in range(2):
+        found = ps.checkpoint.load(tmp_path / f"{number}", [torch.zeros(LARGE)] * 8)
+        assert_same_bits(found, [torch.ones(LARGE)] * 8)
 
 
 # What is refused, on every rank.
@@ -173,8 +145,17 @@ def with_number(rank: int) -> Any:
     return sharded({"w": torch.ones(3)}) | {"n": 1 if rank == BAD else torch.tensor(1)}
 
 
+def save_small(_: int, path: Path) -> None:
+    ps.checkpoint.save(path, sharded(SMALL))
+
+
+def save_behind(_: int, path: Path) -> None:
+    with ps.checkpoint.Background() as background:
+        background.save_step(path, 1, sharded([torch.randn(10**5)]))
+
+
 ACTS: dict[str, Callable[[int, Path], Any]] = {
-    "save": lambda rank, path: ps.checkpoint.save(path, sharded(SMALL)),
+    "save": save_small,
     "load": lambda rank, path: ps.checkpoint.load(path, sharded(SMALL)),
     "load other": lambda rank, path: ps.checkpoint.load(path, sharded(OTHER)),
     "export": lambda rank, path: ps.checkpoint.export(path, sharded(SMALL)),
@@ -185,16 +166,9 @@ ACTS: dict[str, Callable[[int, Path], Any]] = {
     "save a short piece": lambda rank, path: ps.checkpoint.save(path, {"w": ps.Shard(torch.ones(2), axis(), (3,))}),
     "save simulated": lambda rank, path: ps.checkpoint.save(path, {"w": ps.Shard(torch.ones(3), ps.LocalAxis(), (3,))}),
     "save much": lambda rank, path: ps.checkpoint.save(path / "state", sharded([torch.randn(10**5)])),
+    "save behind": save_behind,
     "export much": lambda rank, path: ps.checkpoint.export(path / "state", sharded({"w": torch.randn(10**5)})),
 }  # fmt: skip
-
-
-def save_behind(rank: int, path: Path) -> None:
-    with ps.checkpoint.Background() as background:
-        background.save_step(path, 1, sharded([torch.randn(10**5)]))
-
-
-ACTS["save behind"] = save_behind
 
 
 def attempt(rank: int, act: str, path: Path, full: int | None = None) -> tuple[str, str]:
@@ -209,8 +183,7 @@ def test_a_full_disk_of_one_rank_reaches_all(act: str, three: World, path: Path)
     full = 0 if act == "export much" else BAD
     for rank, (kind, text) in enumerate(together(three, attempt, act, path, full)):
         assert kind == ("RankError" if full == 0 < rank else "OSError")
-        assert str(path) in text
-        assert re.search(r"cannot be written \(", text)
+        assert re.search(rf"{path}.*cannot be written \(", text)
         assert "File too large" in text or "rank 1: " in text
     assert not files(path)
 
@@ -221,14 +194,15 @@ def test_a_name_that_is_taken_is_refused(three: World, path: Path) -> None:
     mine.mkdir()
     (mine / "thesis").write_text("")
     ps.checkpoint.save(path, torch.tensor(1.0))
-    for place, reason in [
+    taken = (
         (mine, "Directory not empty"),
         (path, "Not a directory"),
         (mine / "thesis" / "state", "Not a directory"),
-    ]:
+    )
+    for place, reason in taken:
         for kind, text in together(three, attempt, "save", place):
             assert kind in ("OSError", "RankError")
-            assert re.search(rf"{place}.*({reason})|rank 0 failed.*{reason}|{reason}", text)
+            assert reason in text
     assert files(mine) == {"thesis"}
     assert files(path.parent) == {"state", "mine"}
     assert ps.checkpoint.load(path, torch.tensor(0.0)) == 1
@@ -240,12 +214,8 @@ def test_a_name_that_is_taken_is_refused(three: World, path: Path) -> None:
     assert_same_bits(ps.checkpoint.load(folder, zeros(whole())), whole())
 
 
-def make(rank: int, act: str, path: Path) -> None:
-    ACTS[act](rank, path)
-
-
 def test_every_difference_is_named_on_every_rank(three: World, path: Path) -> None:
-    together(three, make, "save", path)
+    together(three, save_small, path)
     ps.checkpoint.save(path.with_name("file"), SMALL)
     for name in ("state", "file"):
         text = [
@@ -261,79 +231,71 @@ def test_every_difference_is_named_on_every_rank(three: World, path: Path) -> No
 
 def test_each_changed_missing_or_further_byte_is_noticed(three: World, path: Path) -> None:
     """Whichever file of the folder it is in; and what one rank finds, all refuse."""
-    together(three, make, "save", path)
+    together(three, save_small, path)
     for file in [*path.iterdir()]:
         content = file.read_bytes()
         changes = [content[:-1], content + b"\0", b"\0" + content, b""]
         for place in range(0, len(content), 7):
             byte = bytes([content[place] ^ 1 << place % 8])
             changes.append(content[:place] + byte + content[place + 1 :])
-        for change in changes:
-            file.write_bytes(change)
+        for change in [*changes, None]:
+            file.unlink() if change is None else file.write_bytes(change)
             with pytest.raises(ValueError, match=r"state.* is no checkpoint .* changed"):
                 ps.checkpoint.load(path, SMALL)
-        file.unlink()
-        with pytest.raises(ValueError, match=r"state.* is no checkpoint .* changed"):
-            ps.checkpoint.load(path, SMALL)
         if file.name == "__1_0.distcp":
-            said = together(three, attempt, "load", path)
-            assert {kind for kind, _ in said} <= {"ValueError", "RankError"}
-            assert all(f"{file} is no checkpoint" in text for _, text in said)
+            for kind, text in together(three, attempt, "load", path):
+                assert kind in ("ValueError", "RankError")
+                assert f"{file} is no checkpoint" in text
         file.write_bytes(content)
     ps.checkpoint.load(path, SMALL)
 
 
-@pytest.mark.parametrize(
-    ("act", "text"),
-    [
-        ("save a number", r"tree\['n'\] is int, no tensor"),
-        ("load a number", r"tree\['n'\] is int, no tensor"),
-        ("save other names", r"rank 1 differs .* tree\['w'\], torch.float32 of shape \(1,\): "),
-        ("save a short piece", r"tree\['w'\].piece has shape \(2,\), but this rank's piece of"),
-        ("save simulated", r"a Shard over LocalAxis\(\) cannot be a DTensor"),
-    ],
-)
-def test_what_is_no_state_of_all_ranks_is_refused(
-    act: str, text: str, three: World, path: Path
-) -> None:
+NO_STATE = {
+    "save a number": r"tree\['n'\] is int, no tensor",
+    "load a number": r"tree\['n'\] is int, no tensor",
+    "save other names": r"rank 1 differs .* tree\['w'\], torch.float32 of shape \(1,\): ",
+    "save a short piece": r"tree\['w'\].piece has shape \(2,\), but this rank's piece of",
+    "save simulated": r"a Shard over LocalAxis\(\) cannot be a DTensor",
+}
+
+
+@pytest.mark.parametrize("act", NO_STATE)
+def test_what_is_no_state_of_all_ranks_is_refused(act: str, three: World, path: Path) -> None:
     if act == "load a number":
         ps.checkpoint.save(path, {"w": torch.ones(3), "n": torch.tensor(1)})
     for rank, (kind, said) in enumerate(together(three, attempt, act, path)):
         error = "TypeError" if "number" in act or "simulated" in act else "ValueError"
         assert kind == ("RankError" if "number" in act and rank != BAD else error)
-        assert re.search(text, said)
+        assert re.search(NO_STATE[act], said)
     assert files(path.parent) <= {"state"}
 
 
 def test_different_paths_on_different_ranks_are_refused(three: World, path: Path) -> None:
     paths = [path.with_name(name) for name in ("one", "two", "one")]
-    for kind, text in values(three.run(attempt, ["save"] * 3, paths)):
-        assert kind == "ValueError"
-        assert re.search(r"rank 1 differs from rank 0 in .*/(one|two): give all ranks one", text)
-    for number, place in enumerate(paths[:2]):
-        ps.checkpoint.save(place, SMALL | {"w": torch.full((5, 3), float(number))})
-    for kind, text in values(three.run(attempt, ["load"] * 3, paths)):
-        assert kind == "ValueError"
-        assert re.search(r"rank 1 differs from rank 0 in .*/(one|two), [0-9a-f]{8}: ", text)
+    for act, words in ("save", ": give all ranks one"), ("load", ", [0-9a-f]{8}: "):
+        for kind, text in values(three.run(attempt, [act] * 3, paths)):
+            assert kind == "ValueError"
+            assert re.search(f"rank 1 differs from rank 0 in .*/(one|two){words}", text)
+        for number, place in enumerate(paths[:2]):
+            ps.checkpoint.save(place, SMALL | {"w": torch.full((5, 3), float(number))})
     assert files(path.parent) == {"one", "two"}
 
 
 def test_pieces_that_no_processes_hold_are_refused(path: Path) -> None:
     """Those of simulated ranks, and of processes that have parted."""
     threads = ps.testing.ThreadAxis(2)
-
-    def save(rank: Tensor) -> tuple[str, str]:
-        return refused(lambda: ps.checkpoint.save(path, {"w": ps.shard(torch.ones(3), threads)}))
-
     place: Any = {"init_method": f"file://{path}.store", "rank": 0, "world_size": 1}
     dist.init_process_group("gloo", **place)
     state = {"w": ps.shard(torch.ones(3), axis())}
     dist.destroy_process_group()
     acts = (ps.checkpoint.save, ps.checkpoint.load, ps.checkpoint.export)
-    parted = [refused(partial(act, path, state)) for act in acts]
-    for kind, text in [*threads.map(save)([torch.tensor(0), torch.tensor(1)]), *parted]:
-        assert kind == "ValueError"
-        assert "process group has not been initialized" in text
+    simulated = threads.map(lambda w: ps.checkpoint.save(path, {"w": ps.shard(w, threads)}))
+    for act in (
+        *(partial(act, path, state) for act in acts),
+        lambda: simulated([torch.ones(3)] * 2),
+    ):
+        with pytest.raises(ValueError, match="process group has not been initialized"):
+            act()
 
 
 def save_steps(_: int, folder: Path) -> None:

@@ -1,5 +1,6 @@
 """Labels, and what belongs to an example as a whole."""
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -17,9 +18,9 @@ INTEGERS += [torch.uint64, torch.int64]
 
 def shifted(ids: list[int], mask: list[int]) -> list[int]:
     """Token by token: what comes next, where both are tokens."""
-    return [
-        ids[t + 1] if t + 1 < len(ids) and mask[t] and mask[t + 1] else -100
-        for t in range(len(ids))
+    following = zip(ids[1:], mask, mask[1:], strict=False)
+    return [label if both and other else -100 for label, both, other in following] + [-100][
+        : len(ids)
     ]
 
 
@@ -28,25 +29,22 @@ def shifted(ids: list[int], mask: list[int]) -> list[int]:
     st.integers(0, 6),
     st.sampled_from(INTEGERS),
     st.sampled_from([None, torch.bool, *INTEGERS]),
-    st.randoms(use_true_random=False),
+    st.integers(0, 999),
 )
 def test_labels_are_the_next_tokens(
-    leading: list[int], length: int, dtype: torch.dtype, mask_dtype: torch.dtype | None, random: Any
+    leading: list[int], length: int, dtype: torch.dtype, mask_dtype: torch.dtype | None, seed: int
 ) -> None:
     """Of every text of a batch, wherever there is padding; as a whole, one by one, and mapped."""
-    shape = [*leading, length]
-    size = torch.Size(shape).numel()
-    ids = torch.tensor([random.randint(0, 100) for _ in range(size)]).view(shape)
-    mask = torch.tensor([random.randint(0, 1) for _ in range(size)]).view(shape)
-    if mask_dtype is None:
-        mask = torch.ones_like(mask)
-    texts = zip(ids.reshape(-1, length or 1), mask.reshape(-1, length or 1), strict=True)
-    expected = [shifted(text.tolist(), one.tolist()) for text, one in texts]
+    generator, shape = torch.Generator().manual_seed(seed), [*leading, length]
+    ids, mask = (torch.randint(most, shape, generator=generator) for most in (101, 2))
+    mask = torch.ones_like(mask) if mask_dtype is None else mask
+    texts = (each.reshape(-1, length or 1).tolist() for each in (ids, mask))
+    expected = [label for text in zip(*texts, strict=True) for label in shifted(*text)]
     given_ids, given_mask = ids.to(dtype), mask.to(mask_dtype) if mask_dtype else None
     labels = ps.shift_labels(given_ids, given_mask)
     assert labels.dtype == torch.int64
     assert list(labels.shape) == shape
-    assert labels.reshape(-1).tolist() == [label for text in expected for label in text]
+    assert labels.reshape(-1).tolist() == expected
     if leading and leading[0] and dtype == torch.int64:
         assert torch.equal(torch.vmap(ps.shift_labels)(ids, mask), labels)
         unmapped = torch.vmap(ps.shift_labels, in_dims=(0, None))(ids, mask[0])
@@ -63,19 +61,16 @@ def test_labels_of_an_empty_text_and_of_one_on_a_device(masked: bool) -> None:
         assert (labels.device, labels.dtype, labels.shape) == (ids.device, torch.int64, ids.shape)
 
 
+TWO = torch.tensor([5, 6])
 NO_LABELS: dict[str, tuple[Any, ...]] = {
     "input_ids is list, no tensor, where a tensor of integers": ([5, 6],),
     "input_ids is torch.float32 of shape": (torch.tensor(5.0),),
     "input_ids is torch.float32 .*, where a tensor of integers": (torch.ones(2),),
     "input_ids is torch.bool .*, where a tensor of int": (torch.tensor([True]),),
     r"input_ids is a single token, torch.int64 of shape \(\)": (torch.tensor(5),),
-    r"attention_mask has the shape \(3,\), but input_ids \(2, 3\)": (
-        torch.ones(2, 3).long(), torch.ones(3).long(),
-    ),
-    "attention_mask is torch.float32 .*, where a tensor of integers is needed": (
-        torch.tensor([5, 6]), torch.zeros(2),
-    ),
-}  # fmt: skip
+    r"attention_mask has the shape \(3,\), but input_ids \(2,\)": (TWO, torch.ones(3).long()),
+    "attention_mask is torch.float32 .*, where a tensor of integers": (TWO, torch.zeros(2)),
+}
 
 
 @pytest.mark.parametrize("message", NO_LABELS)
@@ -93,14 +88,11 @@ FILLING = {"tokens": 0, "labels": -100, "id": -1, "weights": 0}
 @given(st.lists(st.integers(1, 6), min_size=1, max_size=8), st.integers(6, 20))
 def test_what_belongs_to_an_example_stays_with_it(lengths: list[int], budget: int) -> None:
     """In rows and in documents: beside its tokens; nothing but padding beside the rest."""
-    examples: list[dict[str, Any]] = [
-        {
-            "tokens": torch.full((n,), i + 1),
-            "labels": torch.tensor(i % CLASSES),
-            "more": {"id": torch.tensor(i), "weights": torch.tensor([[i], [n]])},
-        }
-        for i, n in enumerate(lengths)
-    ]
+    examples: list[dict[str, Any]] = []
+    for i, n in enumerate(lengths):
+        more = {"id": torch.tensor(i), "weights": torch.tensor([[i], [n]])}
+        labels = torch.tensor(i % CLASSES)
+        examples.append({"tokens": torch.full((n,), i + 1), "labels": labels, "more": more})
 
     def check(part: Any, row: int, own: Tensor, *place: int) -> int:
         """What belongs to the example that has these tokens of a row."""
@@ -123,10 +115,8 @@ def test_what_belongs_to_an_example_stays_with_it(lengths: list[int], budget: in
 
 
 def test_balance_by_length_alone() -> None:
-    examples = [
-        {"tokens": torch.ones(n), "labels": torch.tensor(n), "image": torch.ones(9, 2)}
-        for n in (5, 4, 3, 3, 3)
-    ]
+    tokens, image = [torch.ones(n) for n in (5, 4, 3, 3, 3)], torch.ones(9, 2)
+    examples = [{"tokens": t, "labels": torch.tensor(len(t)), "image": image} for t in tokens]
     shares = ps.balance(examples, 2, whole=["image"])
     assert [[int(one["labels"]) for one in share] for share in shares] == [[5, 3], [4, 3, 3]]
 
@@ -134,20 +124,19 @@ def test_balance_by_length_alone() -> None:
 ONE = {"tokens": torch.ones(2), "class": torch.tensor(1)}
 EMPTY = {"tokens": torch.ones(0), "class": torch.tensor(1)}
 PICTURE = {"tokens": torch.ones(2), "image": torch.ones(2, 3)}
+BARE = {**PICTURE, "tokens": torch.ones(0)}
+TWO_CLASSES = {**ONE, "class": torch.tensor([1, 2])}
 NOT_PACKED: dict[str, tuple[list[Any], list[str]]] = {
-    r"^examples\[1\] has length 0, but examples\[1\]\['class'\] belongs to it.*leave the example out":
-        ([ONE, EMPTY], []),
+    r"^examples\[1\] has length 0, but examples\[1\]\['class'\] belongs to it.*leave the example out": ([ONE, EMPTY], []),
     r"^examples\[0\] has length 0": ([EMPTY], []),
     r"\['class'\] is torch.float32 of shape \(\)": ([ONE, {**ONE, "class": torch.tensor(1.0)}], []),
-    r"\['class'\] is torch.int64 of shape \(2,\)": ([ONE, {**ONE, "class": torch.tensor([1, 2])}], []),
-    r"\['class'\] is torch.int64 of shape \(\)": ([{**ONE, "class": torch.tensor([1, 2])}, ONE], []),
+    r"\['class'\] is torch.int64 of shape \(2,\)": ([ONE, TWO_CLASSES], []),
+    r"\['class'\] is torch.int64 of shape \(\)": ([TWO_CLASSES, ONE], []),
     "common first dimension": ([{"class": torch.tensor(1)}], []),
     "make tensors of them": ([{**ONE, "class": 1}], []),
-    r"examples\[1\]\['image'\] is torch.float32 of shape \(3, 3\)":
-        ([PICTURE, {**PICTURE, "image": torch.ones(3, 3)}], ["image"]),
+    r"examples\[1\]\['image'\] is torch.float32 of shape \(3, 3\)": ([PICTURE, {**PICTURE, "image": torch.ones(3, 3)}], ["image"]),
     r"whole=\['picture'\] names 'picture'.*\['image'\]": ([PICTURE], ["picture"]),
-    r"examples\[0\]\['image'\].* belongs to it as a whole":
-        ([{**PICTURE, "tokens": torch.ones(0)}], ["image"]),
+    r"examples\[0\]\['image'\].* belongs to it as a whole": ([BARE], ["image"]),
 }  # fmt: skip
 
 
@@ -155,10 +144,9 @@ NOT_PACKED: dict[str, tuple[list[Any], list[str]]] = {
 def test_what_no_example_can_hold_is_refused(message: str) -> None:
     """In rows and in documents: left out or padded, it would be missing from N."""
     examples, whole = NOT_PACKED[message]
-    with pytest.raises(ValueError, match=message):
-        ps.pack(examples, max_tokens=9, pad=0, whole=whole)
-    with pytest.raises(ValueError, match=message):
-        ps.pack_documents(examples, row_tokens=9, pad=0, whole=whole)
+    for pack in (partial(ps.pack, max_tokens=9), partial(ps.pack_documents, row_tokens=9)):
+        with pytest.raises(ValueError, match=message):
+            pack(examples, pad=0, whole=whole)
 
 
 def test_what_belongs_to_an_example_is_stacked() -> None:

@@ -37,10 +37,7 @@ assert len(PROGRAMS) > 20
 
 @pytest.mark.parametrize("page", PROGRAMS, ids=name)
 def test_the_programs_of_a_page_run(
-    page: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """From top to bottom, in an empty folder; they print what the page says that they print."""
     monkeypatch.chdir(tmp_path)
@@ -58,21 +55,17 @@ def test_the_programs_of_a_page_run(
 def test_every_public_name_is_on_a_reference_page() -> None:
     text = "\n".join(page.read_text() for page in (DOCS / "reference").glob("*.md"))
     shown = re.findall(r"^::: ps\.(\S+)$", text, re.M)
-    public = {
-        f"{prefix}{each}"
-        for prefix, namespace in NAMESPACES.items()
-        for each in getattr(namespace, "__all__", None) or dir(namespace)
-    }
+    public: set[str] = set()
+    for prefix, namespace in NAMESPACES.items():
+        public |= {prefix + each for each in getattr(namespace, "__all__", None) or dir(namespace)}
     assert sorted(shown) == sorted(public - {prefix[:-1] for prefix in NAMESPACES})
 
 
 def test_every_page_is_in_the_navigation() -> None:
-    listed = re.findall(
-        r": ((?!why/(?:bench|proofs|CH))\S+\.md)$", (ROOT / "docs/mkdocs.yml").read_text(), re.M
-    )
-    assert sorted(listed) == sorted(
-        page.relative_to(DOCS).as_posix() for page in DOCS.rglob("*.md")
-    )
+    navigation = (ROOT / "docs/mkdocs.yml").read_text()
+    listed = re.findall(r": ((?!why/(?:bench|proofs|CH))\S+\.md)$", navigation, re.M)
+    pages = [page.relative_to(DOCS).as_posix() for page in DOCS.rglob("*.md")]
+    assert sorted(listed) == sorted(pages)
 
 
 def anchors(page: Path) -> set[str]:
@@ -117,15 +110,18 @@ def test_the_readme_is_one_page() -> None:
     assert len(text.split()) <= 900
 
 
-def test_torch_is_claimed_alike_everywhere() -> None:
-    assert f'"torch>={OLDEST}"' in (ROOT / "pyproject.toml").read_text()
-    for page in ("README.md", "docs/pages/start/install.md"):
-        assert f"torch {OLDEST} to {NEWEST}" in (ROOT / page).read_text()
+CLAIMS = {
+    "pyproject.toml": f'"torch>={OLDEST}"',
+    "README.md": f"torch {OLDEST} to {NEWEST}",
+    "docs/pages/start/install.md": f"torch {OLDEST} to {NEWEST}",
+    "CHANGELOG.md": f"## {ps.__version__}",
+    "CITATION.cff": f"version: {ps.__version__}\n",
+}
 
 
-def test_version_is_in_the_changelog_and_the_citation() -> None:
-    assert f"## {ps.__version__}" in (ROOT / "CHANGELOG.md").read_text()
-    assert f"version: {ps.__version__}\n" in (ROOT / "CITATION.cff").read_text()
+@pytest.mark.parametrize("page", CLAIMS)
+def test_versions_are_claimed_alike_everywhere(page: str) -> None:
+    assert CLAIMS[page] in (ROOT / page).read_text()
 
 
 def test_every_row_of_a_table_has_as_many_cells_as_its_head() -> None:
@@ -138,17 +134,20 @@ def test_every_row_of_a_table_has_as_many_cells_as_its_head() -> None:
             assert len(set(cells)) == 1, f"{file.relative_to(ROOT)}: {rows}"
 
 
-def test_the_training_program_runs_under_torchrun(tmp_path: Path) -> None:
+def test_the_training_program_runs_under_torchrun(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The whole program of the first page: two ranks log the losses of one."""
     program = CODE.findall((DOCS / "start" / "loop.md").read_text())[-1]
     (tmp_path / "train.py").write_text(program)
     one, two = tmp_path / "one", tmp_path / "two"
-    torchrun = ["-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
+    one.mkdir()
+    two.mkdir()
+    run = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
     where = {**os.environ, "PYTHONPATH": str(ROOT)}
-    for folder, how in ((one, []), (two, torchrun)):
-        folder.mkdir()
-        run = [sys.executable, *how, "../train.py"]
-        subprocess.run(run, cwd=folder, env=where, check=True, capture_output=True, timeout=240)
+    subprocess.run([*run, "../train.py"], cwd=two, env=where, check=True, timeout=240)
+    monkeypatch.chdir(one)
+    exec(program, {"__name__": "__main__"})
     logs = [(folder / "log.jsonl").read_text().splitlines() for folder in (one, two)]
     losses = [torch.tensor([json.loads(line)["loss"] for line in log]) for log in logs]
     assert len(losses[0]) == 20

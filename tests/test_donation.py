@@ -23,17 +23,17 @@ def test_outputs_are_no_views_of_inputs() -> None:
 
 SHARED = r"\[0\]\['a'\], but \(.*\)\[0\]\['b'\] shares its memory: clone one of them"
 DATA = r"\[0\]\['a'\], but microbatches\[1\]\['x'\] shares its memory"
-ITSELF = r"\[0\]\['a'\] overlaps itself"
+ITSELF, ONE = r"\[0\]\['a'\] overlaps itself", torch.ones(1)
 CASES: list[tuple[Any, str]] = [
-    (lambda x: {"a": x[:2], "b": x[:2], "x": torch.ones(2)}, SHARED),
-    (lambda x: {"a": x[:2], "b": x[4:6], "x": torch.ones(2)}, SHARED),
-    (lambda x: {"a": x[:2], "b": torch.ones(2), "x": x[2:4]}, DATA),
-    (lambda x: {"a": x.expand(2, 8), "b": torch.ones(8), "x": torch.ones(8)}, ITSELF),
-    (lambda x: {"a": x.unfold(0, 3, 1), "b": torch.ones(3), "x": torch.ones(3)}, ITSELF),
+    (lambda x: {"a": x[:2], "b": x[:2], "x": ONE}, SHARED),
+    (lambda x: {"a": x[:2], "b": x[4:6], "x": ONE}, SHARED),
+    (lambda x: {"a": x[:2], "b": ONE.clone(), "x": x[2:4]}, DATA),
+    (lambda x: {"a": x.expand(2, 8), "b": ONE.clone(), "x": ONE}, ITSELF),
+    (lambda x: {"a": x.unfold(0, 3, 1), "b": ONE.clone(), "x": ONE}, ITSELF),
     # A leaf with gaps, or in another order, is given away like any other.
-    (lambda x: {"a": x.unfold(0, 3, 3), "b": torch.ones(3), "x": torch.ones(3)}, ""),
-    (lambda x: {"a": x[::2], "b": torch.ones(4), "x": torch.ones(4)}, ""),
-    (lambda x: {"a": x.view(2, 4).t()[1:, ::2], "b": torch.ones(1), "x": torch.ones(1)}, ""),
+    (lambda x: {"a": x.unfold(0, 3, 3), "b": ONE.clone(), "x": ONE}, ""),
+    (lambda x: {"a": x[::2], "b": ONE.clone(), "x": ONE}, ""),
+    (lambda x: {"a": x.view(2, 4).t()[1:], "b": ONE.clone(), "x": ONE}, ""),
 ]
 
 
@@ -43,15 +43,9 @@ def test_leaves_and_data_that_share_memory_are_refused(make: Any, refused: str) 
     params = make(torch.arange(8.0))
     group = [{"x": torch.ones(1)}, {"x": params.pop("x")}]
     shape, apart = params["a"].shape, tree.map(torch.clone, params)
-    plain, step = (
-        ps.make_update_step(
-            lambda p, m: p["a"] * p["b"] * m["x"],
-            SGD,
-            weight_fn=lambda m: torch.ones(shape),
-            donate=donate,
-        )
-        for donate in (False, True)
-    )
+    how: Any = {"weight_fn": lambda m: torch.ones(shape)}
+    loss_fn: Any = lambda p, m: p["a"] * p["b"] * m["x"]  # noqa: E731
+    plain, step = (ps.make_update_step(loss_fn, SGD, donate=d, **how) for d in (False, True))
     expected = plain(apart, SGD.init(apart), group)[0]
     if refused:
         with pytest.raises(ValueError, match=refused):

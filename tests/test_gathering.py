@@ -6,6 +6,7 @@ Losses that gather differently, figures of memory, and what other people's losse
 import gc
 import weakref
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -43,11 +44,12 @@ def test_a_loss_that_gathers_wants_equally_many_microbatches() -> None:
     """Refused on all ranks before any of them gathers."""
     axis = ThreadAxis(2)
 
+    message = (
+        r"disagree on the number of microbatches, each of which gathers params \(add some whose "
+    )
+    message += r"weights are zero\).*rank 0 with .*'1'.* against rank 1 with .*'2'"
+
     def program(rank: int) -> None:
-        message = (
-            r"disagree on the number of microbatches, each of which gathers params "
-            r"\(add some of weight zero\).*rank 0 with .*'1'.* against rank 1 with .*'2'"
-        )
         params = ps.shard(network(2), axis)
         with pytest.raises(ValueError, match=message):
             step_on(axis, of_pieces, params, [rows(2)] * (1 + rank), gather="loss")
@@ -55,42 +57,30 @@ def test_a_loss_that_gathers_wants_equally_many_microbatches() -> None:
     axis.map(program)(range(2))
 
 
-def test_a_rank_that_fails_where_its_loss_gathers() -> None:
-    """It cannot bring what the others wait for: they learn that it has ended."""
-    axis = ThreadAxis(3)
-
-    def loss_fn(params: Any, x: Tensor) -> Tensor:
-        losses = of_pieces(params, x)
-        if axis.rank == 1:
-            raise ArithmeticError
-        return losses
-
-    def program(rank: int) -> str:
-        params = ps.shard(network(3), axis)
-        with pytest.raises(ArithmeticError if rank == 1 else ps.RankError) as info:
-            step_on(axis, loss_fn, params, [rows(2)], gather="loss")
-        return str(info.value)
-
-    errors = axis.map(program)(range(3))
-    assert "rank 1 has returned" in errors[0]
-    assert "rank 1 has returned" in errors[2]
+WAYS: dict[str, tuple[type[Exception], str]] = {
+    "fails": (ArithmeticError, "rank 1 has returned"),
+    "gathers less": (ps.RankError, "these ranks cannot meet"),
+    "does not use it": (ps.RankError, "these ranks cannot meet"),
+}
 
 
-@pytest.mark.parametrize("what", ["skipped", "unused"])
+@pytest.mark.parametrize("what", WAYS)
 def test_a_rank_that_gathers_less_than_the_others_is_an_error(what: str) -> None:
-    """No rank updates anything: its next collective is not that of the others."""
-    axis = ThreadAxis(3)
+    """No rank updates anything: its next collective is not that of the others, or there is none."""
+    axis, (own, text) = ThreadAxis(3), WAYS[what]
 
     def loss_fn(params: Any, x: Tensor) -> Tensor:
         other, (first, second) = axis.rank == 1, params
-        if other and what == "skipped":
+        if other and what == "gathers less":
             return x.sum(-1) * ps.unshard(first).sum()
         x, w = x @ ps.unshard(first), ps.unshard(second)
+        if other and what == "fails":
+            raise ArithmeticError("rank 1 has returned")
         return x.sum(-1) + w.detach().sum() if other else (x @ w).sum(-1)
 
     def program(rank: int) -> None:
         params = ps.shard(network(2), axis)
-        with pytest.raises(ps.RankError, match="these ranks cannot meet"):
+        with pytest.raises(own if rank == 1 else ps.RankError, match=text):
             step_on(axis, loss_fn, params, [rows(2)], gather="loss")
 
     axis.map(program)(range(3))
@@ -114,13 +104,8 @@ def test_pieces_that_fit_on_one_rank_alone() -> None:
 
 def experts(params: Any, batch: dict[str, Tensor]) -> Tensor:
     """Each row goes to one of three experts, all of which are gathered."""
-    x, expert = batch["x"], batch["expert"]
-    total = torch.zeros(len(x)).double()
-    for number, w in enumerate(ps.unshard(params)):
-        chosen = (expert == number).nonzero()[:, 0]
-        if len(chosen):
-            total = total.index_add(0, chosen, (x[chosen] @ w).square().sum(-1))
-    return total
+    every, pairs = ps.unshard(params), zip(batch["x"], batch["expert"].tolist(), strict=True)
+    return torch.stack([(x @ every[number]).square().sum() for x, number in pairs])
 
 
 @pytest.mark.parametrize("gather", GATHERS)
@@ -132,13 +117,12 @@ def test_a_mixture_of_experts(gather: Gather) -> None:
         for seed, places in enumerate([[1, 1], [0, 0], [2, 1]])
     ]
 
-    def program(group: Any) -> Any:
-        return step_on(axis, experts, ps.shard(network(3), axis), group, **how)
+    def program(axis: ps.Axis, group: Any) -> Any:
+        new, metrics = step_on(axis, experts, ps.shard(network(3), axis), group, **how)
+        return new, metrics.loss
 
-    everything = [x for (x,) in groups]
-    expected, metrics = step_on(ps.LocalAxis(), experts, network(3), everything, **how)
-    for new, others in axis.map(program)(groups):
-        assert_same((new, others.loss), (expected, metrics.loss))
+    expected = program(ps.LocalAxis(), [x for (x,) in groups])
+    assert_same(axis.map(partial(program, axis))(groups), [expected] * 3)
 
 
 @pytest.mark.parametrize("gather", GATHERS)
@@ -172,8 +156,7 @@ def test_sparse_gradients(gather: Gather, sharded: bool) -> None:
         return step_on(axis, loss_fn, w, [torch.tensor(x)], gather=gather)[0]
 
     expected = whole - 0.5 * 2 * whole * torch.tensor([2, 3, 1, 1, 0, 1.0])[:, None] / 8
-    for new in axis.map(program)([[0, 1, 1, 5], [2, 1, 3, 0]]):
-        assert torch.equal(new, expected)
+    assert_same(axis.map(program)([[0, 1, 1, 5], [2, 1, 3, 0]]), [expected] * 2)
 
 
 def test_the_state_of_others_in_pieces_and_whole_again() -> None:
@@ -189,8 +172,7 @@ def test_the_state_of_others_in_pieces_and_whole_again() -> None:
         assert params["b"] is not whole["b"]  # A donated step would write to it.
         return ps.unshard(update(params))
 
-    for found in axis.map(program)(range(2)):
-        assert_same(found, update(whole))
+    assert_same(axis.map(program)(range(2)), [update(whole)] * 2)
 
 
 # Memory
@@ -205,19 +187,18 @@ def test_one_layer_is_whole_at_a_time() -> None:
     of_layer = 8 * width * width
 
     def peak(layers: int) -> int:
-        axis = ThreadAxis(1)
+        axis, x = ThreadAxis(1), torch.ones(1, width).double()
+        how: Any = {"weight_fn": ones, "axis": axis, "gather": "loss", "donate": True}
+        step = ps.make_update_step(of_pieces, SGD, **how)
 
         def program(_: int) -> int:
-            params, x = ps.shard(network(layers, width), axis), torch.ones(1, width).double()
-            how: Any = {"weight_fn": ones, "axis": axis, "gather": "loss", "donate": True}
-            step = ps.make_update_step(of_pieces, SGD, **how)
+            params = ps.shard(network(layers, width), axis)
             state = SGD.init(params)
             with LiveBytes() as live:
                 step(params, state, [x, x])
             return live.peak
 
-        (found,) = axis.map(program)(range(1))
-        return int(found)
+        return int(axis.map(program)(range(1))[0])
 
     assert more * of_layer <= peak(4 + more) - peak(4) < 1.05 * more * of_layer
 

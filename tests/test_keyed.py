@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -39,18 +40,18 @@ def kept(place: int, shape: tuple[int, ...], p: float = 0.5) -> Tensor:
     return ~ps.random.bernoulli(ps.random.fold_in(KEYS, place), p, shape)
 
 
-@pytest.mark.parametrize(
-    ("function", "shape", "dimensions"),
-    [
-        (functional.dropout, (4, 6), 2),
-        (lambda x: (nn.Dropout(inplace=True)(x), x)[1], (4, 6), 2),
-        (lambda x: functional.dropout(x, 0.5, True, True), (4, 6), 2),
-        (lambda x: functional.dropout(x, p=0.5, inplace=True), (4, 6), 2),
-        (nn.Dropout1d(), (4, 6), 1),
-        (functional.dropout2d, (4, 2, 3), 1),
-        (functional.dropout3d, (4, 1, 2, 3), 1),
-    ],
-)
+DROPPING: list[tuple[Any, tuple[int, ...], int]] = [
+    (functional.dropout, (4, 6), 2),
+    (lambda x: (nn.Dropout(inplace=True)(x), x)[1], (4, 6), 2),
+    (lambda x: functional.dropout(x, 0.5, True, True), (4, 6), 2),
+    (lambda x: functional.dropout(x, p=0.5, inplace=True), (4, 6), 2),
+    (nn.Dropout1d(), (4, 6), 1),
+    (functional.dropout2d, (4, 2, 3), 1),
+    (functional.dropout3d, (4, 1, 2, 3), 1),
+]
+
+
+@pytest.mark.parametrize(("function", "shape", "dimensions"), DROPPING)
 def test_elements_and_channels(
     function: Any, shape: tuple[int, ...], dimensions: int, fresh_compiler: None
 ) -> None:
@@ -58,7 +59,7 @@ def test_elements_and_channels(
     x, own = X.view(3, *shape), shape[:dimensions]
     params, apply = keyed(lambda x: [function(x + 0) for _ in range(2)])
     results = apply(params, x, key=KEYS)
-    if function in (functional.dropout, functional.dropout2d):
+    if function is functional.dropout2d:
         assert all(map(torch.equal, traced(apply)(params, x, key=KEYS), results))
     for place, made in enumerate(results):
         own_kept = kept(place, own).view(3, *own, *[1] * (len(shape) - dimensions))
@@ -100,17 +101,12 @@ def test_what_does_not_train_is_not_drawn() -> None:
 CLOSED = torch.tensor([[True, False, True, True], [False] * 4, [True] * 4, [True] * 4])
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {},
-        {"is_causal": True},
-        {"scale": 3.0},
-        {"attn_mask": CLOSED},
-        {"attn_mask": torch.randn(3, 1, 4, 4, dtype=torch.float64)},
-        {"enable_gqa": True},
-    ],
-)
+attend = functional.scaled_dot_product_attention
+ADDED = torch.randn(3, 1, 4, 4, dtype=torch.float64)
+ATTENTION: list[dict[str, Any]] = [{}, {"is_causal": True}, {"scale": 3.0}, {"attn_mask": CLOSED}]
+
+
+@pytest.mark.parametrize("settings", [*ATTENTION, {"attn_mask": ADDED}, {"enable_gqa": True}])
 def test_attention(settings: dict[str, Any]) -> None:
     """torch's own weights, of which elements are dropped; a query that attends to nothing gets zeros, and no NaN comes back."""
     x = X.view(3, 1, 4, 6).repeat(1, 4, 1, 1) + torch.arange(4).view(4, 1, 1)
@@ -119,9 +115,8 @@ def test_attention(settings: dict[str, Any]) -> None:
     units = torch.eye(4, dtype=torch.float64).expand(3, heads, 4, 4)
 
     def function(x: Tensor, p: float = 0.5) -> Tensor:
-        return functional.scaled_dot_product_attention(
-            x[..., :3], x[:, :heads, :, 3:], units, dropout_p=p, **settings
-        )
+        query, key = x[..., :3], x[:, :heads, :, 3:]
+        return attend(query, key, units, dropout_p=p, **settings)
 
     weights = torch.where(kept(0, (4, 4, 4)), 2 * function(x, 0.0), 0)
     assert not weights.isnan().any()
@@ -139,17 +134,16 @@ def test_multihead_attention(need_weights: bool, batch_first: bool) -> None:
     params, apply = ps.from_module(layer)
     x = X if batch_first else X.transpose(0, 1)
 
-    def of(apply: Any) -> Tensor:
-        made: Tensor = apply(params, x, x, x, need_weights=need_weights, key=KEYS)[0]
-        return made if batch_first else made.transpose(0, 1)
-
+    given: Any = (params, x, x, x)
+    how: Any = {"need_weights": need_weights, "key": KEYS}
+    made, evaluated = (each(*given, **how)[0] for each in (apply, apply.eval))
     projected = X @ params["in_proj_weight"].T + params["in_proj_bias"]
     query, key, value = projected.view(3, 4, 3, 2, 3).permute(2, 0, 3, 1, 4)
     weights = (query @ key.mT / 3**0.5).softmax(-1)
     mixed = (torch.where(kept(0, (2, 4, 4)), 2 * weights, 0) @ value).transpose(1, 2)
     out = mixed.reshape(3, 4, 6) @ params["out_proj.weight"].T + params["out_proj.bias"]
-    close(of(apply), out)
-    assert not torch.equal(of(apply.eval), of(apply))
+    close(made if batch_first else made.transpose(0, 1), out)
+    assert not torch.equal(evaluated, made)
 
 
 class Noisy(nn.Module):
@@ -197,11 +191,9 @@ def test_what_is_computed_again_draws_the_same(again: Any) -> None:
         assert all(map(torch.equal, gradient(each, params), gradient(plain, params)))
     assert torch.equal(before, torch.get_rng_state())
     if again is by_remat:
-        grads = [
-            torch.func.grad(lambda p, of=of: of(p, X, key=KEYS).sum())(params)
-            for of in (apply, plain)
-        ]
-        assert all(map(torch.equal, grads[0].values(), grads[1].values()))
+        sums = [lambda p, of=of: of(p, X, key=KEYS).sum() for of in (apply, plain)]
+        ours, theirs = (torch.func.grad(total)(params).values() for total in sums)
+        assert all(map(torch.equal, ours, theirs))
 
 
 def test_the_same_under_transforms(fresh_compiler: None) -> None:
@@ -224,22 +216,23 @@ def test_the_same_under_transforms(fresh_compiler: None) -> None:
         traced(apply)(params, X, key=KEYS)
 
 
-@pytest.mark.parametrize(
-    ("name", "function"),
-    [
-        ("rand", lambda x: x + torch.rand(3, 4, 6)),
-        ("rand", lambda x: x + torch.rand([], generator=torch.Generator())),
-        ("bernoulli_", lambda x: x * torch.empty_like(x).bernoulli_()),
-        ("normal_", lambda x: x + nn.init.normal_(torch.empty(6))),
-        ("multinomial", lambda x: torch.multinomial(x.detach().abs()[0], 2)),
-        ("rrelu_with_noise", nn.RReLU()),
-        ("exponential_", functional.gumbel_softmax),
-        ("native_dropout", lambda x: torch.native_dropout(x, 0.5, True)),
-        ("bernoulli_", lambda x: attention_in_steps(x, x, x, None, 0.5)),
-        ("numpy's or Python's generator has drawn", lambda x: x * random.random()),
-        ("numpy's or Python's generator has drawn", lambda x: x * numpy.random.rand()),
-    ],
-)
+OTHERS = "numpy's or Python's generator has drawn"
+WITHOUT_KEYS: list[tuple[str, Any]] = [
+    ("rand", lambda x: x + torch.rand(3, 4, 6)),
+    ("rand", lambda x: x + torch.rand([], generator=torch.Generator())),
+    ("bernoulli_", lambda x: x * torch.empty_like(x).bernoulli_()),
+    ("normal_", lambda x: x + nn.init.normal_(torch.empty(6))),
+    ("multinomial", lambda x: torch.multinomial(x.detach().abs()[0], 2)),
+    ("rrelu_with_noise", nn.RReLU()),
+    ("exponential_", functional.gumbel_softmax),
+    ("native_dropout", lambda x: torch.native_dropout(x, 0.5, True)),
+    ("bernoulli_", lambda x: attention_in_steps(x, x, x, None, 0.5)),
+    (OTHERS, lambda x: x * random.random()),
+    (OTHERS, lambda x: x * numpy.random.rand()),
+]
+
+
+@pytest.mark.parametrize(("name", "function"), WITHOUT_KEYS)
 def test_what_no_key_reaches_is_refused_by_name(name: str, function: Any) -> None:
     for _ in range(2):
         with pytest.raises(ValueError, match=f"^{name}.* (that|which) no key reaches"):
@@ -248,12 +241,13 @@ def test_what_no_key_reaches_is_refused_by_name(name: str, function: Any) -> Non
 
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
 def test_recurrent_kernels_are_refused_where_they_drop(kind: Any) -> None:
-    params, apply = ps.from_module(kind(6, 6, 2, dropout=0.0, batch_first=True).double())
-    assert torch.equal(apply(params, X, key=KEYS)[0], apply(params, X)[0])
-    params, apply = ps.from_module(kind(6, 6, 2, dropout=0.5, batch_first=True).double())
-    assert apply.eval(params, X, key=KEYS)[0].shape == X.shape
-    with pytest.raises(ValueError, match="a recurrent layer with dropout"):
-        apply(params, X, key=KEYS)
+    for rate in (0.0, 0.5):
+        params, apply = ps.from_module(kind(6, 6, 2, dropout=rate, batch_first=True).double())
+        expected = apply.eval(params, X)[0]
+        assert torch.equal(apply.eval(params, X, key=KEYS)[0], expected)
+        refused = pytest.raises(ValueError, match="a recurrent layer with dropout")
+        with refused if rate else nullcontext():
+            assert torch.equal(apply(params, X, key=KEYS)[0], expected)
 
 
 def timm(x: Tensor, keep: float) -> Tensor:
@@ -321,13 +315,12 @@ def test_hugging_face_models_draw_the_same_alone_padded_and_packed(
     params, apply = ps.from_module(with_dropout(looking_back(model(family, attention)), 0.25))
 
     def total(m: Any) -> Any:
-        positions, key = torch.arange(m["labels"].shape[1]).expand(m["labels"].shape), m["key"]
+        key, segments, more = m["key"], m.get("segments", m["attention_mask"]), {"use_cache": False}
         if "positions" in m:
-            positions = m["positions"]
-            key = ps.random.token_keys(key, m["segments"], positions)
-        mask = ps.segment_mask(m.get("segments", m["attention_mask"]), torch.float64)
-        more = {"attention_mask": mask, "position_ids": positions, "use_cache": False}
-        logits = apply(params, m["input_ids"], key=key, **more).logits
+            key = ps.random.token_keys(key, segments, m["positions"])
+            more["position_ids"] = m["positions"]
+        mask = ps.segment_mask(segments, torch.float64)
+        logits = apply(params, m["input_ids"], key=key, attention_mask=mask, **more).logits
         return ps.losses.cross_entropy(logits, m["labels"]).sum()
 
     texts = ps.random.with_keys(examples(family), ps.random.key(9))
