@@ -92,9 +92,8 @@ def test_prefetch_refuses(call: Any, error: type[Exception], message: str) -> No
 
 def test_prefetch_leaves_alone_what_is_no_tensor() -> None:
     name, array = "a string", object()
-    ((microbatch,),) = ps.prefetch(
-        [[{**labelled(1)[0], "name": name, "more": [array, None]}]], "cpu"
-    )
+    groups = ps.prefetch([[{**labelled(1)[0], "name": name, "more": [array, None]}]], "cpu")
+    (microbatch,) = next(groups)
     assert microbatch["name"] is name
     assert microbatch["more"] == [array, None]
 
