@@ -5,7 +5,7 @@ import warnings
 import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -236,11 +236,11 @@ def test_refused_calls() -> None:
     trained, untracked = ps.from_module(modules.normed())
     spectral, normalized = ps.from_module(parametrizations.spectral_norm(linear().double()))
     kept, checkpointed = ps.from_module(made("checkpointed"))
-    grad = torch.func.grad(lambda p: checkpointed(p, x).sum())
+    grad, wrong = torch.func.grad(lambda p: checkpointed(p, x).sum()), cast(Any, x)
     refused: list[tuple[Callable[[], Any], type[Exception], str]] = [
         (lambda: apply(less, x), ValueError, r"params lacks 0\.weight, 1\.weight, 1\.bias, and has no place for none"),
         (lambda: apply(more, x), ValueError, r"params lacks none, and has no place for other"),
-        (lambda: apply(x), TypeError, r"params is a Tensor, no mapping by name: call apply\(params"),
+        (lambda: apply(wrong), TypeError, r"params is a Tensor, no mapping by name: call apply\(params"),
         (lambda: apply(params, x, buffers=buffers), ValueError, r"buffers lacks none, and has no place for other"),
         (lambda: untracked(trained, x), ValueError, r"buffers lacks 1\.running_mean, .*buffers=dict\(module\.named_buffers"),
         (lambda: normalized(spectral, x), ValueError, r"writes to parametrizations\.weight\.0\._u"),

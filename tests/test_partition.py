@@ -37,7 +37,7 @@ PLAIN = ps.optim.Optimizer(
 
 def split(whole: Any) -> dict[str, list[Tensor]]:
     """The leaves of each label, in order: by hand."""
-    first, second, head = *whole["blocks"], whole["head"]
+    (first, second), head = whole["blocks"], whole["head"]
     return {
         "matrix": [first["w"], second["w"], head["w"]],
         "rest": [first["b"], second["b"], head["scale"]],
@@ -155,7 +155,7 @@ WHOLE = {
 @pytest.mark.parametrize("written", [WHOLE, PREFIX, lambda _: WHOLE, lambda _: PREFIX, "fast"])
 def test_labels_as_a_tree_a_prefix_or_one_for_all(written: Any) -> None:
     """However the labels are written: the second block is fast, all else slow."""
-    optimizer, (first, second) = ps.optim.partition(written, SGD), PARAMS["blocks"]
+    optimizer = ps.optim.partition(written, SGD)
     moved, _ = optimizer.update(GRADS[0], optimizer.init(PARAMS), PARAMS)
     rates = [0.5] * 6 if written == "fast" else [0.125, 0.125, 0.5, 0.5, 0.125, 0.125]
     leaves = zip(tree.leaves_of(PARAMS), tree.leaves_of(GRADS[0]), rates, strict=True)

@@ -45,7 +45,8 @@ def halves(key: int) -> tuple[int, int]:
 @pytest.mark.parametrize(("counters", "key", "words"), PUBLISHED)
 def test_published_words(counters: Any, key: Any, words: Any) -> None:
     assert philox(counters, key) == words
-    made = words_of(ps.random.key(key[0] | key[1] << 32), tuple(map(torch.tensor, counters)))
+    a, b, c, d = map(torch.tensor, counters)
+    made = words_of(ps.random.key(key[0] | key[1] << 32), (a, b, c, d))
     assert tuple(map(int, made)) == words
 
 

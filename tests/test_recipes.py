@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -115,7 +116,7 @@ def test_private_steps_clip_by_hand(how: str) -> None:
     def stepped(noise: float) -> Batch:
         if how == "threads":
             groups = [cut(DATA, [[0, 3]]), [], cut(DATA, [[1], [2]])]
-            return on_three_threads(lambda *a, **kw: privately(*a, noise=noise, **kw), groups)
+            return on_three_threads(partial(privately, noise=noise), groups)
         group = cut(DATA, [[2, 3], [0], [1]]) if how == "three" else [DATA]
         return privately(group, noise=noise, **({"chunk_size": 1} if how == "one by one" else {}))
 

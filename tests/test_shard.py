@@ -138,7 +138,7 @@ def of_different_tensors() -> None:
 REFUSED: dict[str, tuple[Any, type[Exception], str]] = {
     "dim": (lambda: ps.Shard(TWO, TP, (2,), dim=1), ValueError, r"shape=\(2,\), dim=1.*no such dimension"),
     "scalar": (lambda: ps.Shard(torch.ones(()), TP, ()), ValueError, "a scalar is not cut"),
-    "a name": (lambda: ps.Shard(TWO, "tp", (2,)), TypeError, r"axis='tp'.*must have an axis object"),  # type: ignore[arg-type]
+    "a name": (lambda: ps.Shard(TWO, "tp", (2,)), TypeError, r"axis='tp'.*must have an axis object"),
     "nested": (
         lambda: tree.global_norm(ps.Shard(ps.Shard(TWO, TP, (2,)), ps.VmapAxis(3), (2,))),
         ValueError, r"over VmapAxis\(3\) and over VmapAxis\(2\)",
