@@ -66,11 +66,11 @@ def bounds(dtype: torch.dtype, steps: int) -> list[float]:
 
 def test_cuts_are_one_run_of_purestep_and_several_of_the_usual_loop(arguments: list[str]) -> None:
     """No farther apart than rounding explains."""
-    far = cut_invariance.main(["--steps", "2", *arguments])
+    far = cut_invariance.main(["--steps", "1", *arguments])
     assert_drawn(arguments)
     for dtype in (torch.float64, torch.float32):
         name = str(dtype).removeprefix("torch.")
-        for found, most in zip(far[f"purestep, {name}"], bounds(dtype, 2), strict=True):
+        for found, most in zip(far[f"purestep, {name}"], bounds(dtype, 1), strict=True):
             assert 0 < found < most < far["the usual loop, float64"][-1]
 
 
@@ -91,7 +91,7 @@ def test_an_ensemble_is_its_runs(arguments: list[str]) -> None:
 
 def test_rates_learned_through_training_serve_unseen_runs(arguments: list[str]) -> None:
     """Better than the best single rate, by more than the runs differ: five standard errors."""
-    single, learned = hypergradients.main(["--steps", "12", *arguments])
+    single, learned = hypergradients.main(["--steps", "6", *arguments])
     assert_drawn(arguments)
     gain = (single - learned)[:, -1]
     assert gain.mean() > 5 * gain.std() / len(gain) ** 0.5
@@ -114,7 +114,7 @@ def test_an_example_is_hidden_by_noise_and_by_others(
     By ten deviations of 4000 answers. Two cuts are one run, noise included, but for rounding.
     """
     monkeypatch.setattr(differential_privacy, "SEEDS", 1)
-    few, more, most = differential_privacy.main(["--steps", "8", *arguments]).values()
+    few, more, most = differential_privacy.main(["--steps", "5", *arguments]).values()
     assert_drawn(arguments)
     (apart,) = re.findall(r"or 12, with noise: (\S+) of", capsys.readouterr().out)
     assert float(apart) < gamma(1200, torch.float32)
