@@ -114,7 +114,7 @@ def test_an_example_is_hidden_by_noise_and_by_others(
     By ten deviations of 4000 answers. Two cuts are one run, noise included, but for rounding.
     """
     monkeypatch.setattr(differential_privacy, "SEEDS", 1)
-    few, more, most = differential_privacy.main(["--steps", "5", *arguments]).values()
+    few, more, most = differential_privacy.main(["--steps", "4", *arguments]).values()
     assert_drawn(arguments)
     (apart,) = re.findall(r"or 12, with noise: (\S+) of", capsys.readouterr().out)
     assert float(apart) < gamma(1200, torch.float32)
