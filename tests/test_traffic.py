@@ -115,6 +115,31 @@ def test_counts_and_losses_of_other_dtypes_than_gradients(ranks: Run) -> None:
         assert_same(metrics.loss, losses.sum() * EACH / (16 * EACH))
 
 
+FUSED = ps.optim.from_torch(torch.optim.AdamW, lr=0.125, fused=True)
+
+
+def image_step(axis: ps.Axis, rank: int) -> Any:
+    """Images lie with their channels last on some ranks, equal rows in one."""
+    numbers, rows = torch.arange(48.0).remainder(7).view(2, 3, 4, 2), torch.ones(3).expand(4, 3)
+    order = torch.channels_last if rank % 2 else torch.contiguous_format
+    image = numbers.contiguous(memory_format=order)
+    theta = {"image": image, "rows": rows if rank % 2 else rows.contiguous()}
+    how: Any = {"weight_fn": torch.ones_like, "axis": axis}
+    update_step = ps.make_update_step(
+        lambda p, x: ((p["image"] * numbers).sum() + p["rows"].sum()) * x, FUSED, **how
+    )
+    new = update_step(theta, FUSED.init(theta), [torch.ones(1)])[:2]
+    assert new[0]["image"].stride() == image.stride()
+    return new
+
+
+@pytest.mark.parametrize("bucket_bytes", [8, 1 << 20])
+def test_kernels_read_gradients_in_the_order_of_their_leaves(ranks: Run, bucket_bytes: int) -> None:
+    expected = image_step(ps.LocalAxis(), 0)
+    for state in ranks(image_step, range(4), bucket_bytes=bucket_bytes):
+        assert_same(state, expected)
+
+
 def step_that_meets(axis: ps.Axis, rank: int, everywhere: bool) -> Any:
     """Ranks sum over the axis inside of the loss; on some of them a leaf is not used."""
 
