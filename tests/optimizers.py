@@ -16,7 +16,6 @@ GRADS = {"w": torch.full((2, 2), 3.0), "b": torch.full((2,), -2.0)}
 TRANSFORMS = {
     "clip": ps.optim.clip_by_global_norm(1.0),
     "momentum": ps.optim.momentum(0.5, nesterov=True),
-    "adam": ps.optim.scale_by_adam(),
     "decay": ps.optim.add_decayed_weights(0.5),
 }
 RECIPES: dict[str, Any] = {
@@ -32,8 +31,7 @@ RECIPES: dict[str, Any] = {
     "lion": lambda rate: ps.optim.lion(rate, weight_decay=0.1, mask=matrices),
     "adam": lambda rate: ps.optim.chain(ps.optim.scale_by_adam(), ps.optim.descend(rate)),
     "partition": lambda rate: ps.optim.partition(
-        labels,
-        {"matrix": ps.optim.adamw(rate), "rest": ps.optim.sgd(rate, 0.9, nesterov=True)},
+        labels, {"matrix": ps.optim.adamw(rate), "rest": ps.optim.sgd(rate, 0.9, nesterov=True)}
     ),
     "master": lambda rate: ps.optim.master_weights(ps.optim.sgd(rate, 0.9)),
     "ema": lambda rate: ps.optim.ema(ps.optim.sgd(rate, 0.9), 0.9),

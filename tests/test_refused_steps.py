@@ -2,23 +2,14 @@
 
 from collections import namedtuple
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
 import purestep as ps
 from tests.line import MICROBATCH, PARAMS, SGD, loss_fn, step_with, weight_fn
-
-
-class Batch(NamedTuple):
-    """A microbatch that is a tuple too."""
-
-    x: Tensor
-    y: Tensor
-
 
 Optax = namedtuple("Optax", "init update")
 ONES = torch.ones(2)
@@ -85,7 +76,7 @@ def test_mistakes(arguments: Any, error: type[Exception], message: str) -> None:
         step_with(**arguments)
 
 
-@pytest.mark.parametrize("microbatches", [MICROBATCH, ONES, Batch(ONES, ONES), iter([MICROBATCH])])
+@pytest.mark.parametrize("microbatches", [MICROBATCH, ONES, Optax(ONES, ONES), iter([MICROBATCH])])
 def test_a_group_that_is_no_sequence(microbatches: Any) -> None:
     """At the first step and later, and in evaluation."""
     step = ps.make_update_step(loss_fn, SGD, weight_fn=weight_fn)

@@ -12,13 +12,7 @@ from torch.autograd import forward_ad
 import purestep as ps
 from proofs.strategies import assert_same
 from proofs.test_t06_purity import globals_of, storages
-from proofs.test_t08_optimizers import (
-    ALGORITHMS,
-    Namesake,
-    random_grads,
-    random_params,
-    shapes_for,
-)
+from proofs.test_t08_optimizers import ALGORITHMS, Namesake, random_grads, random_params, shapes_for
 from purestep import tree
 from tests.optimizers import WAYS, states_of, updated
 
@@ -97,35 +91,23 @@ def test_a_rate_that_requires_grad_is_refused(fused: bool, way: str) -> None:
 
 
 class Counting(torch.optim.Optimizer):
-    """One that torch does not have, with a python int in its state."""
+    """One that torch does not have, which counts its steps from here on, and takes longer ones."""
 
-    def __init__(self, params: Any, lr: float = 0.1) -> None:
+    def __init__(self, params: Any, lr: float = 0.1, start: Any = 0) -> None:
         super().__init__(params, {"lr": lr})
+        self.start = start
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Steps that become longer."""
         for param in self.param_groups[0]["params"]:
-            steps = self.count(self.state[param])
-            param.sub_(param.grad * self.param_groups[0]["lr"] * steps)
-
-    def count(self, state: dict[str, Any]) -> Any:
-        """The steps so far."""
-        state["steps"] = state.get("steps", 0) + 1
-        return state["steps"]
-
-
-class CountingTensors(Counting):
-    """The same with a tensor."""
-
-    def count(self, state: dict[str, Any]) -> Any:
-        """The steps so far."""
-        return state.setdefault("steps", torch.zeros((), dtype=torch.int32)).add_(1)
+            state = self.state[param]
+            state["steps"] = state.get("steps", self.start) + 1
+            param.sub_(param.grad * self.param_groups[0]["lr"] * state["steps"])
 
 
 def test_an_optimizer_that_torch_does_not_have() -> None:
     """One whose state is tensors is as good as torch's own: steps of g/4, 2 g/4 and 3 g/4."""
-    optimizer = ps.optim.from_torch(CountingTensors, lr=0.25)
+    optimizer = ps.optim.from_torch(Counting, lr=0.25, start=torch.tensor(0))
     *_, (params, state) = states_of(optimizer, PARAMS, [GRADS] * 3)
     assert_same(params, tree.map(lambda p, g: p - 1.5 * g, PARAMS, GRADS))
     assert state.leaves["w"]["steps"] == 3

@@ -60,8 +60,7 @@ def bytes_of_a_step(axis: ps.Axis, microbatches: int, aux: bool, normalize: Any)
 
 @pytest.mark.parametrize("normalize", ["loss", "grads"])
 @pytest.mark.parametrize(
-    ("bucket_bytes", "buckets"),
-    [(8, [4, 40, 84, 120]), (88, [40, 88, 120]), (1 << 20, [40, 208])],
+    ("bucket_bytes", "buckets"), [(8, [4, 40, 84, 120]), (88, [40, 88, 120]), (1 << 20, [40, 208])]
 )
 def test_traffic_of_a_step(
     processes: Run, bucket_bytes: int, buckets: list[int], normalize: str
