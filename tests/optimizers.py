@@ -17,7 +17,6 @@ GRADS = {"w": torch.full((2, 2), 3.0), "b": torch.full((2,), -2.0)}
 TRANSFORMS = {
     "clip": ps.optim.clip_by_global_norm(1.0),
     "momentum": ps.optim.momentum(0.5, nesterov=True),
-    "adam": ps.optim.scale_by_adam(),
     "decay": ps.optim.add_decayed_weights(0.5),
 }
 RECIPES: dict[str, Any] = {

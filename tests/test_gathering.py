@@ -44,10 +44,8 @@ def test_a_loss_that_gathers_wants_equally_many_microbatches() -> None:
     """Refused on all ranks before any of them gathers."""
     axis = ThreadAxis(2)
 
-    message = (
-        r"disagree on the number of microbatches, each of which gathers params \(add some whose "
-    )
-    message += r"weights are zero\).*rank 0 with .*'1'.* against rank 1 with .*'2'"
+    message = r"disagree on the number of microbatches, each of which gathers params \(add some of "
+    message += r"weight zero\).*rank 0 with .*'1'.* against rank 1 with .*'2'"
 
     def program(rank: int) -> None:
         params = ps.shard(network(2), axis)

@@ -1,9 +1,10 @@
-"""Each microbatch has leaves for itself alone, and every sum has its memory.
+"""Each microbatch has leaves for itself alone, and every sum has its memory, also by a ``grad_and_value`` of the user's.
 
 T1 says so of losses that do what they like to their leaves. Here stands what no equation shows.
 """
 
 import weakref
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 
 import purestep as ps
+from proofs.strategies import assert_same
 from purestep.tree import accumulation_dtype
 from tests.squares import WAYS, squares, x_ones
 from tests.torch_private import TorchDispatchMode
@@ -122,17 +124,13 @@ def test_a_sum_that_is_ready_is_taken(dtype: torch.dtype, accum_dtype: Any) -> N
 @pytest.mark.parametrize("normalize", ["loss", "grads"])
 def test_a_shared_gradient_in_a_recorded_step(normalize: Any) -> None:
     """Recorded by data that its gradients do not depend on, a step works on them in place."""
-    optimizer = ps.optim.sgd(1.0, 0.5)
+    optimizer, how = ps.optim.sgd(1.0, 0.5), {"weight_fn": x_ones, "normalize": normalize}
     step = ps.make_update_step(
-        lambda p, m: torch.stack(p).sum(0) * m["x"] + m["z"],
-        optimizer,
-        weight_fn=x_ones,
-        normalize=normalize,
+        lambda p, m: torch.stack(p).sum(0) * m["x"] + m["z"], optimizer, **how
     )
     params: Any = [torch.zeros(1), torch.zeros(1)]
     state = optimizer.init(params)
-    z = torch.zeros(1, requires_grad=True)
-    group = [{"x": torch.tensor([16.0, 14.0]), "z": z}]
+    group = [{"x": torch.tensor([16.0, 14.0]), "z": torch.zeros(1, requires_grad=True)}]
     for expected in (-15, -15 * 2.5):
         params, state, _ = step(params, state, group)
         assert torch.cat(params).tolist() == [expected] * 2
@@ -158,12 +156,72 @@ def test_a_gradient_that_is_the_data(normalize: Any, k: int) -> None:
     """Data are not written to, by sums or by clipping."""
     apply: Any = Dot.apply
     optimizer = ps.optim.chain(ps.optim.clip_by_global_norm(1e-3), ps.optim.sgd(1.0))
-    step = ps.make_update_step(
-        lambda w, m: apply(w, m["x"]),
-        optimizer,
-        weight_fn=lambda _: torch.ones(1),
-        normalize=normalize,
-    )
+    how = {"weight_fn": lambda _: torch.ones(1), "normalize": normalize}
+    step = ps.make_update_step(lambda w, m: apply(w, m["x"]), optimizer, **how)
     w, m = torch.zeros(2), {"x": torch.tensor([1.0, 2.0])}
     step(w, optimizer.init(w), [m] * k)
     assert m["x"].tolist() == [1, 2]
+
+
+Run = Callable[[Callable[..., Any], list[Tensor]], Any]
+
+
+def with_run(run: Run) -> Any:
+    """A ``grad_and_value`` that runs ``run(func, leaves)``."""
+
+    def mine(func: Callable[..., Any], /, argnums: Any = 0, has_aux: bool = False) -> Any:
+        assert (argnums, has_aux) == (0, True)
+        return lambda leaves: run(func, leaves)
+
+    return mine
+
+
+def sums_by(run: Run, dtype: torch.dtype = torch.float32) -> ps.Sums:
+    how, w = {"weight_fn": x_ones, "grad_and_value": with_run(run)}, torch.ones(1, dtype=dtype)
+    return ps.accumulate(lambda w, m: w * m["x"], w, GROUP, **how)
+
+
+@pytest.mark.parametrize("compile", [False, partial(torch.compile, backend="aot_eager")])
+def test_it_differentiates_a_function_of_the_list_of_leaves(compile: Any) -> None:
+    """The very call of ``torch.func.grad_and_value``, whose answer is the step's, to the bit."""
+    seen: list[Any] = []
+
+    def run(func: Callable[..., Any], leaves: list[Tensor]) -> Any:
+        seen.append((type(leaves), [leaf.shape for leaf in leaves]))
+        return torch.func.grad_and_value(func, has_aux=True)(leaves)
+
+    def loss_fn(params: dict[str, Tensor], m: dict[str, Tensor]) -> ps.LossTerms:
+        losses = (params["w"] * m["x"]).square() + params["b"]
+        return ps.LossTerms(losses, aux={"sum": losses.detach().sum()})
+
+    sgd, params = ps.optim.sgd(0.5), {"w": torch.ones(1), "b": torch.zeros(())}
+    one, other = (
+        ps.make_update_step(loss_fn, sgd, weight_fn=x_ones, **how)(params, sgd.init(params), GROUP)
+        for how in ({"grad_and_value": with_run(run), "compile": compile}, {})
+    )
+    assert_same(one, other)
+    assert (list, [(), (1,)]) in seen
+
+
+def test_what_it_returns_is_what_is_added() -> None:
+    """One that shortens a microbatch's gradient to the length 1, say."""
+
+    def shortened(func: Callable[..., Any], leaves: list[Tensor]) -> Any:
+        grads, beside = torch.func.grad_and_value(func, has_aux=True)(leaves)
+        return [grad / grad.norm().clamp(min=1) for grad in grads], beside
+
+    sums = sums_by(shortened)
+    assert [float(each) for each in (sums.grads, sums.loss, sums.counted.num_tokens)] == [3, 7, 3]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_one_that_reuses_its_buffers(dtype: torch.dtype) -> None:
+    """Gradient and loss are copied before those of the next microbatch take their place."""
+    buffer, value = torch.empty(1, dtype=dtype), torch.empty(())
+
+    def run(func: Callable[..., Any], leaves: list[Tensor]) -> Any:
+        (grad,), (loss, beside) = ps.grad_and_value(func, has_aux=True)(leaves)
+        return [buffer.copy_(grad)], (value.copy_(loss), beside)
+
+    sums = sums_by(run, dtype)
+    assert sums.grads == sums.loss == 7

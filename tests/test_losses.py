@@ -14,6 +14,8 @@ import purestep as ps
 from purestep.testing.bounds import gamma
 from tests.logits import problem
 
+vjp: Callable[..., Any] = torch.func.vjp
+
 
 @given(
     st.sampled_from([(), (3,), (2, 3), (2, 3, 1)]),
@@ -59,18 +61,16 @@ def test_kl_divergence(temperature: float, chunk: int, seed: int) -> None:
     size = 1 + (case.hidden.abs() @ case.weight.abs().T).max()
     size = size + (teacher.hidden.abs() @ teacher.weight.abs().T).max()
     unit = gamma(500, torch.float64) * (size * (temperature + 1 / temperature)) ** 2
-    vjp: Callable[..., Any] = torch.func.vjp
     found, pull = vjp(lambda x: ps.losses.kl_divergence(x, others, temperature=temperature), logits)
     assert ((found - temperature**2 * (q * (q / p).log()).sum(-1)).abs() <= unit).all()
     to_logits = temperature * case.cotangents[:, None] * (p - q)
     assert ((pull(case.cotangents)[0] - to_logits).abs() <= unit).all()
 
-    chunked, pull = vjp(
-        lambda h, w: ps.losses.linear_kl_divergence(
-            h, w, teacher.hidden, teacher.weight, temperature=temperature, chunk=chunk
-        ),
-        case.hidden, case.weight,
-    )  # fmt: skip
+    def linear(hidden: Tensor, weight: Tensor) -> Tensor:
+        given = hidden, weight, teacher.hidden, teacher.weight
+        return ps.losses.linear_kl_divergence(*given, temperature=temperature, chunk=chunk)
+
+    chunked, pull = vjp(linear, case.hidden, case.weight)
     assert ((chunked - found).abs() <= unit).all()
     to_hidden, to_weight = pull(case.cotangents)
     factor = 4 * (1 + case.hidden.abs().sum() + case.weight.abs().sum())
@@ -102,11 +102,10 @@ def test_all_are_lifted(dtype: torch.dtype) -> None:
         ps.losses.policy_gradient: (x, y, z),
     }
     for loss, given_ in losses.items():
+        wide = [each.float() if each.is_floating_point() else each for each in given_]
         found = loss(*given_)
         assert found.dtype == torch.float32
-        assert torch.equal(
-            found, loss(*(each.float() if each.is_floating_point() else each for each in given_))
-        )
+        assert torch.equal(found, loss(*wide))
 
 
 def test_mse_is_torchs_over_all_rows() -> None:
@@ -127,7 +126,6 @@ def test_dpo(beta: float, smoothing: float) -> None:
     def loss(chosen: Tensor, rejected: Tensor) -> Tensor:
         return ps.losses.dpo(chosen, rejected, first, second, beta=beta, label_smoothing=smoothing)
 
-    vjp: Callable[..., Any] = torch.func.vjp
     found, pull = vjp(loss, chosen, rejected)
     gap = beta * ((chosen - first) - (rejected - second))
     p = 1 / (1 + (-gap).exp())
@@ -144,7 +142,6 @@ def test_dpo(beta: float, smoothing: float) -> None:
 def test_policy_gradient_where_it_acted() -> None:
     """At the policy that acted, the gradient of −A log π, for either sign."""
     log_probs, advantages = problem(2, 5, 1).hidden
-    vjp: Callable[..., Any] = torch.func.vjp
     _, pull = vjp(lambda x: ps.losses.policy_gradient(x, log_probs, advantages), log_probs)
     assert torch.equal(pull(torch.ones(5, dtype=torch.float64))[0], -advantages)
 
@@ -153,10 +150,9 @@ def test_policy_gradient_ends_where_it_is_clipped() -> None:
     """Beyond the clip, a gain gives no gradient and a loss its whole one."""
     ratio = torch.tensor([0.5, 0.5, 1.25, 1.25, 1.5, 1.5], dtype=torch.float64)
     advantages = torch.tensor([1.0, -1.0] * 3, dtype=torch.float64)
-    vjp: Callable[..., Any] = torch.func.vjp
+    how: Any = {"advantages": advantages, "clip": (0.25, 0.375)}
     losses, pull = vjp(
-        lambda x: ps.losses.policy_gradient(x, torch.zeros_like(x), advantages, clip=(0.25, 0.375)),
-        ratio.log(),
+        lambda x: ps.losses.policy_gradient(x, torch.zeros_like(x), **how), ratio.log()
     )
     expected = torch.tensor([-0.5, 0.75, -1.25, 1.25, -1.375, 1.5], dtype=torch.float64)
     slopes = torch.tensor([-0.5, 0.0, -1.25, 1.25, 0.0, 1.5], dtype=torch.float64)
@@ -164,22 +160,22 @@ def test_policy_gradient_ends_where_it_is_clipped() -> None:
     assert ((pull(torch.ones_like(ratio))[0] - slopes).abs() <= gamma(8, torch.float64) * 2).all()
 
 
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (lambda a, b: ps.losses.cross_entropy(a, torch.ones(3).long()), r"logits of shape \(2, 2\) against labels of shape \(3,\)"),
-        (lambda a, b: ps.losses.kl_divergence(a, b), r"teacher_logits of shape \(2, 1\) against logits"),
-        (lambda a, b: ps.losses.kl_divergence(a, a, temperature=0.0), r"temperature=0.0"),
-        (lambda a, b: ps.losses.kl_divergence(a[0, 0], b[0, 0]), r"no classes"),
-        (lambda a, b: ps.losses.linear_kl_divergence(a, a, b[:1], b), r"hidden of shape \(2, 2\) against teacher_hidden"),
-        (lambda a, b: ps.losses.linear_kl_divergence(a, a, b, b[:1]), r"the same classes"),
-        (lambda a, b: ps.losses.mse(a, b), r"targets of shape \(2, 1\) against predictions of shape \(2, 2\)"),
-        (lambda a, b: ps.losses.mse(a, a, unit_dims=3), r"unit_dims=3 .* from 0 to 2"),
-        (lambda a, b: ps.losses.dpo(a, a, b, a), r"reference_chosen of shape \(2, 1\)"),
-        (lambda a, b: ps.losses.policy_gradient(a, a, b), r"advantages of shape \(2, 1\)"),
-        (lambda a, b: ps.losses.policy_gradient(a, a, a, clip=(2.0, 0.1)), r"clip=\(2.0, 0.1\)"),
-    ],
-)  # fmt: skip
+REFUSED: list[tuple[Any, str]] = [
+    (lambda a, b: ps.losses.cross_entropy(a, torch.ones(3).long()), r"logits of shape \(2, 2\) against labels of shape \(3,\)"),
+    (lambda a, b: ps.losses.kl_divergence(a, b), r"teacher_logits of shape \(2, 1\) against logits"),
+    (lambda a, b: ps.losses.kl_divergence(a, a, temperature=0.0), r"temperature=0.0"),
+    (lambda a, b: ps.losses.kl_divergence(a[0, 0], b[0, 0]), r"no classes"),
+    (lambda a, b: ps.losses.linear_kl_divergence(a, a, b[:1], b), r"hidden of shape \(2, 2\) against teacher_hidden"),
+    (lambda a, b: ps.losses.linear_kl_divergence(a, a, b, b[:1]), r"the same classes"),
+    (lambda a, b: ps.losses.mse(a, b), r"targets of shape \(2, 1\) against predictions of shape \(2, 2\)"),
+    (lambda a, b: ps.losses.mse(a, a, unit_dims=3), r"unit_dims=3 .* from 0 to 2"),
+    (lambda a, b: ps.losses.dpo(a, a, b, a), r"reference_chosen of shape \(2, 1\)"),
+    (lambda a, b: ps.losses.policy_gradient(a, a, b), r"advantages of shape \(2, 1\)"),
+    (lambda a, b: ps.losses.policy_gradient(a, a, a, clip=(2.0, 0.1)), r"clip=\(2.0, 0.1\)"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("call", "message"), REFUSED)
 def test_losses_refuse(call: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         call(torch.ones(2, 2), torch.ones(2, 1))
@@ -192,10 +188,3 @@ def test_labels_of_bytes(how: dict[str, Any]) -> None:
     labels = torch.arange(256)
     wanted = ps.losses.cross_entropy(logits, labels, **how)
     assert torch.equal(ps.losses.cross_entropy(logits, labels.to(torch.uint8), **how), wanted)
-
-
-@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8])
-def test_narrow_labels_of_a_linear_loss(dtype: torch.dtype) -> None:
-    hidden, weight, labels = torch.ones(100, 2), torch.ones(300, 2), torch.arange(100)
-    wanted = ps.losses.linear_cross_entropy(hidden, weight, labels)
-    assert torch.equal(ps.losses.linear_cross_entropy(hidden, weight, labels.to(dtype)), wanted)

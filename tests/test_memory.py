@@ -55,14 +55,11 @@ def test_the_counter_counts() -> None:
 
 def held(microbatches: int, dtype: torch.dtype = torch.float32, **how: Any) -> float:
     """The peak of accumulating, in gradient trees."""
+    params, inputs = [leaf.to(dtype) for leaf in network()], {"x": rows(2)["x"].to(dtype)}
     with LiveBytes() as live:
-        params = [leaf.to(dtype) for leaf in network()]
-        inputs = {"x": rows(2)["x"].to(dtype)}
-        before = live.now
-        live.peak = 0
         sums = ps.accumulate(loss_fn, params, [inputs] * microbatches, weight_fn=weight_fn, **how)
     assert sum(leaf.numel() * 4 for leaf in sums.grads) == TREE
-    return (live.peak - before) / TREE
+    return live.peak / TREE
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -73,9 +70,8 @@ def test_accumulating_holds_one_gradient_tree(dtype: torch.dtype) -> None:
     """
     assert 1 <= held(4, dtype) <= 1.15
     assert held(16, dtype) - held(4, dtype) == 12 * 6 / TREE
-    assert held(4, dtype, grad_and_value=torch.func.grad_and_value) > (
-        2 if dtype == torch.float32 else 1.4
-    )
+    by_torch = held(4, dtype, grad_and_value=torch.func.grad_and_value)
+    assert by_torch > (2 if dtype == torch.float32 else 1.4)
 
 
 OPTIMIZERS = {
@@ -85,11 +81,7 @@ OPTIMIZERS = {
     "clipped adamw": (ps.optim.chain(ps.optim.clip_by_global_norm(1.0), ps.optim.adamw(0.1)), 2),
     "lion": (ps.optim.lion(0.1), 1),
     "fused": (ps.optim.from_torch(torch.optim.AdamW, lr=0.1, fused=True), 2),
-    "partition": (
-        ps.optim.partition(lambda params: ["a"] + ["b"] * (LAYERS - 1),
-                           {"a": ps.optim.sgd(0.1, 0.9), "b": ps.optim.adamw(0.1)}),
-        2,
-    ),
+    "partition": (ps.optim.partition(["a"] + ["b"] * (LAYERS - 1), {"a": ps.optim.sgd(0.1, 0.9), "b": ps.optim.adamw(0.1)}), 2),
     "master": (ps.optim.master_weights(ps.optim.adamw(0.1)), 3),
     "ema": (ps.optim.ema(ps.optim.sgd(0.1, 0.9), 0.9), 2),
 }  # fmt: skip
@@ -101,17 +93,14 @@ OPTIMIZERS = {
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_what_a_step_holds(name: str, donate: bool, normalize: Any) -> None:
     """One tree of gradients; without donation one copy of the state, with it some leaves."""
-    optimizer, trees = OPTIMIZERS[name]
-    params = network()
-    opt_state = optimizer.init(params)
-    step = ps.make_update_step(
-        loss_fn, optimizer, weight_fn=weight_fn, donate=donate, normalize=normalize
-    )
-    group = [rows(2)] * 4
-    held = 1 if donate else 1 + 1 + trees
-    params, opt_state, _ = step(params, opt_state, group)  # torch.optim makes its state here
+    (optimizer, trees), params = OPTIMIZERS[name], network()
+    how: Any = {"weight_fn": weight_fn, "donate": donate, "normalize": normalize}
+    step, group = ps.make_update_step(loss_fn, optimizer, **how), [rows(2)] * 4
+    # torch.optim makes its state in the first step.
+    params, opt_state, _ = step(params, optimizer.init(params), group)
     with LiveBytes() as live:
         step(params, opt_state, group)
+    held = 1 if donate else 1 + 1 + trees
     # A leaf is 1/24 of the tree, and lion's formula has six of them alive at once.
     assert TREE <= live.peak <= (held + 0.3) * TREE
 
@@ -159,37 +148,30 @@ def test_normalising_takes_one_pass_at_most(normalize: Any) -> None:
 
 def trained(model: Any, donate: bool) -> tuple[Any, Any, int]:
     """What trains of a model, its optimizer's state, and the peak of making both and of a step."""
-    tokens = torch.randint(0, 64, (2, 8))
+    tokens, optimizer = torch.randint(0, 64, (2, 8)), ps.optim.adamw(1e-2)
     group = [{"tokens": tokens, "labels": ps.shift_labels(tokens)}] * 2
-    optimizer = ps.optim.adamw(1e-2)
+
+    def loss_fn(params: Any, m: Any) -> Tensor:
+        logits = apply(params, m["tokens"], use_cache=False).logits
+        return ps.losses.cross_entropy(logits, m["labels"])
+
     with LiveBytes() as live:
         params, apply = ps.from_module(model)
-        opt_state = optimizer.init(params)
-        step = ps.make_update_step(
-            lambda params, m: ps.losses.cross_entropy(
-                apply(params, m["tokens"], use_cache=False).logits, m["labels"]
-            ),
-            optimizer,
-            donate=donate,
-        )
-        params, opt_state, metrics = step(params, opt_state, group)
+        step = ps.make_update_step(loss_fn, optimizer, donate=donate)
+        params, opt_state, metrics = step(params, optimizer.init(params), group)
     assert metrics.applied
     return params, opt_state, live.peak
 
 
 @pytest.mark.parametrize("donate", [False, True])
-@pytest.mark.parametrize("checkpointing", [False, True])
-def test_a_lora_step_holds_nothing_the_size_of_the_frozen_rest(
-    checkpointing: bool, donate: bool
-) -> None:
+@pytest.mark.parametrize("again", [False, True], ids=["plain", "checkpoints"])
+def test_a_lora_step_holds_nothing_the_size_of_the_frozen_rest(again: bool, donate: bool) -> None:
     """Neither a copy nor a gradient of even one frozen matrix, in 50 MB."""
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=64, hidden_size=512, intermediate_size=1536, num_hidden_layers=4,
-        num_attention_heads=4, tie_word_embeddings=True,
-    )  # fmt: skip
+    small = {"vocab_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4}
+    config = LlamaConfig(hidden_size=512, intermediate_size=1536, tie_word_embeddings=True, **small)
     model: Any = LlamaForCausalLM(config)
-    if checkpointing:
+    if again:
         model.activation_checkpointing_enable()  # It calls enable_input_require_grads, too.
     whole = sum(p.nbytes for p in model.parameters())
     matrix = model.model.layers[0].mlp.up_proj.weight.nbytes

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from functools import cache, partial
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -49,33 +49,28 @@ def grid() -> DeviceMesh:
     return DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=("dp", "cp"))
 
 
-def refuse(act: Callable[[], Any], message: str) -> None:
-    """The call is refused with a message that holds these words."""
-    with pytest.raises((TypeError, ValueError)) as info:
-        act()
-    assert message in str(info.value)
-
-
 def refusals(rank: int) -> None:
     """DTensors on another mesh, a Shard on none, and what is no axis of a mesh."""
     theirs = distribute_tensor(torch.ones(4, 4), grid(), [Shard(0), Shard(1)])
     part = theirs.redistribute(placements=[Shard(0), Replicate()])
     dp, line = ps.MeshAxis(grid(), "dp"), DeviceMesh("cpu", [0, 1, 2, 3], mesh_dim_names=("dp",))
+    nameless, local = DeviceMesh("cpu", [0, 1, 2, 3]), ps.shard(torch.ones(2), ps.LocalAxis())
+    make: Any = ps.MeshAxis
+    several = "MeshAxis(dims={}) must name one or several different dimensions of the mesh, in its order: ('dp', 'cp')"
     one_axis = "a Shard lies on one axis, here MeshAxis('dp'"
-    refuse(lambda: ps.from_dtensor({"w": theirs}, dp), one_axis)
-    refuse(lambda: ps.from_dtensor(part, ps.MeshAxis(line, "dp")), one_axis)
-    local = ps.shard(torch.ones(2), ps.LocalAxis())
-    refuse(lambda: ps.to_dtensor(local), "Shard over LocalAxis() cannot be a DTensor")
-    for dims in (("tp",), ("cp", "dp"), ("dp", "dp"), ()):
-        several = "must name one or several different dimensions of the mesh, in its order: "
-        message = f"MeshAxis(dims={dims}) {several}('dp', 'cp')"
-        refuse(partial(ps.MeshAxis, grid(), dims), message)
-    nameless = DeviceMesh("cpu", list(range(4)))
-    refuse(lambda: ps.MeshAxis(nameless, "dp"), 'mesh_dim_names=("dp",)')
-    refuse(lambda: ps.psum(torch.ones(2), grid()), 'ps.MeshAxis(mesh, "dp")')  # type: ignore[arg-type]
-    for size in (0, 8.0):
-        message = f"bucket_bytes={size} must be a whole number"
-        refuse(partial(ps.MeshAxis, grid(), "dp", bucket_bytes=size), message)  # type: ignore[arg-type]
+    refused: list[tuple[Callable[[], Any], str]] = [
+        (lambda: ps.from_dtensor({"w": theirs}, dp), one_axis),
+        (lambda: ps.from_dtensor(part, ps.MeshAxis(line, "dp")), one_axis),
+        (lambda: ps.to_dtensor(local), "Shard over LocalAxis() cannot be a DTensor"),
+        *((partial(make, grid(), dims), several.format(dims)) for dims in (("tp",), ("cp", "dp"), ("dp", "dp"), ())),
+        (lambda: ps.MeshAxis(nameless, "dp"), 'mesh_dim_names=("dp",)'),
+        (lambda: ps.psum(torch.ones(2), cast(Any, grid())), 'ps.MeshAxis(mesh, "dp")'),
+        *((partial(make, grid(), "dp", bucket_bytes=size), f"bucket_bytes={size} must be a whole number") for size in (0, 8.0)),
+    ]  # fmt: skip
+    for act, message in refused:
+        with pytest.raises((TypeError, ValueError)) as info:
+            act()
+        assert message in str(info.value)
 
 
 def test_refused(world: World) -> None:

@@ -8,13 +8,7 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 from torch import Tensor
-from torch.utils.data import (
-    BatchSampler,
-    DataLoader,
-    RandomSampler,
-    SubsetRandomSampler,
-    WeightedRandomSampler,
-)
+from torch.utils import data
 
 import purestep as ps
 from proofs.strategies import assert_same
@@ -42,21 +36,17 @@ def test_group_ends_as_it_is_asked(last: Any, start: int) -> None:
     assert next(groups, "end") == "end"
 
 
-class Flaky(Iterator[int]):
-    """Fails once, at the third microbatch."""
-
-    def __init__(self) -> None:
-        self.rest: Iterator[Any] = iter([0, 1, OSError("disk"), 2, 3, 4])
-
-    def __next__(self) -> int:
-        found: int | OSError = next(self.rest)
-        if isinstance(found, OSError):
-            raise found
-        return found
-
-
 def test_group_loses_nothing_to_an_error() -> None:
     """What was taken before the source failed is part of the next group."""
+    source: Iterator[Any] = iter([0, 1, OSError("disk"), 2, 3, 4])
+
+    class Flaky(Iterator[int]):
+        def __next__(self) -> int:
+            found: int | OSError = next(source)
+            if isinstance(found, OSError):
+                raise found
+            return found
+
     groups = ps.group(Flaky(), 3)
     with pytest.raises(OSError, match="disk"):
         next(groups)
@@ -73,43 +63,34 @@ def test_group_inside_a_generator_ends_it_quietly() -> None:
 
 DATA: Any = torch.arange(8)
 ROWS = range(8)
+UNSEEDED: list[dict[str, Any]] = [
+    {"shuffle": True}, {"shuffle": True, "batch_size": None},
+    {"sampler": data.RandomSampler(ROWS), "generator": torch.Generator()},
+    {"sampler": data.SubsetRandomSampler(ROWS)}, {"sampler": data.WeightedRandomSampler([1.0] * 8, 8)},
+    {"batch_sampler": data.BatchSampler(data.RandomSampler(ROWS), 2, drop_last=False)},
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "how",
-    [
-        {"shuffle": True},
-        {"shuffle": True, "batch_size": None},
-        {"sampler": RandomSampler(ROWS), "generator": torch.Generator()},
-        {"sampler": SubsetRandomSampler(ROWS)},
-        {"sampler": WeightedRandomSampler([1.0] * 8, 8)},
-        {"batch_sampler": BatchSampler(RandomSampler(ROWS), 2, drop_last=False)},
-    ],
-)
+@pytest.mark.parametrize("how", UNSEEDED)
 def test_group_resumes_no_order_of_the_global_generator(how: Any) -> None:
     """It is another one by then; nothing is asked where nothing is resumed."""
-    loader: Any = DataLoader(DATA, **how)
+    loader: Any = data.DataLoader(DATA, **how)
     assert sum(map(len, ps.group(loader, 2))) == len(loader)
     with pytest.raises(ValueError, match=r"start=2 .* global generator: .*manual_seed\(epoch\)"):
         ps.group(loader, 2, start=2)
 
 
-def seeded() -> torch.Generator:
-    return torch.Generator().manual_seed(3)
-
-
-SEEDED: dict[str, Callable[[], dict[str, Any]]] = {
-    "loader": lambda: {"shuffle": True, "generator": seeded()},
-    "sampler": lambda: {"sampler": WeightedRandomSampler([1.0] * 8, 8, generator=seeded())},
-    "in order": lambda: {"shuffle": False},
-    "a list": lambda: {"sampler": [3, 1, 2]},
-}
-
-
-@pytest.mark.parametrize("how", SEEDED)
+@pytest.mark.parametrize("how", ["loader", "sampler", "in order", "a list"])
 def test_group_resumes_an_order_that_is_seeded(how: str) -> None:
     def parts(start: int) -> list[Any]:
-        groups = ps.group(DataLoader(DATA, **SEEDED[how]()), 1, start=start)
+        seeded = torch.Generator().manual_seed(3)
+        hows: dict[str, dict[str, Any]] = {
+            "loader": {"shuffle": True, "generator": seeded},
+            "sampler": {"sampler": data.WeightedRandomSampler([1.0] * 8, 8, generator=seeded)},
+            "in order": {"shuffle": False},
+            "a list": {"sampler": [3, 1, 2]},
+        }
+        groups = ps.group(data.DataLoader(DATA, **hows[how]), 1, start=start)
         return [part.tolist() for one in groups for part in one]
 
     assert parts(2) == parts(0)[2:] != []
@@ -128,50 +109,30 @@ def test_split_and_merge_are_inverse(k: int, size: int) -> None:
     assert_same(ps.split(ps.merge(parts), k), parts)
 
 
-COMMON = "one common first dimension"
+COMMON, SIX = "one common first dimension", {"x": torch.arange(6)}
 REFUSED: list[tuple[Callable[[], Any], str]] = [
     (lambda: ps.group([], 0), "k=0 microbatches make no group"),
     (lambda: ps.group([], 1, "pad"), "last='pad' must be one of 'keep', 'drop', 'raise'"),  # type: ignore[arg-type]
     (lambda: ps.group([], 1, start=-1), "start=-1 is no position"),
-    (lambda: ps.split({"x": torch.arange(6)}, 4), r"batch of 6 .* k=4 .*divisible by 1, 2, 3, 6"),
-    (lambda: ps.split({"x": torch.arange(6)}, 0), r"batch of 6 .* k=0 .*divisible by"),
+    (lambda: ps.split(SIX, 4), r"batch of 6 .* k=4 .*divisible by 1, 2, 3, 6"),
+    (lambda: ps.split(SIX, 0), r"batch of 6 .* k=0 .*divisible by"),
     (lambda: ps.split({"x": torch.ones(4), "y": torch.ones(2)}, 2), COMMON),
     (lambda: ps.split({"x": torch.ones(4), "y": torch.tensor(1)}, 2), COMMON),
     (lambda: ps.split({"x": 3}, 2), COMMON),
     (lambda: ps.split({}, 2), COMMON),
     (lambda: ps.merge([]), "no microbatches"),
-    (
-        lambda: ps.merge([{"x": torch.ones(1)}, {"x": torch.ones(2)}]),
-        r"same length, but these have \[1, 2\]",
-    ),
+    (lambda: ps.merge([{"x": torch.ones(1)}, {"x": torch.ones(2)}]), r"same length, but these have \[1, 2\]"),
     (lambda: ps.plan(), "given neither"),
     (lambda: ps.plan(global_batch_size=4), r"given \['global_batch_size'\]"),
     (lambda: ps.plan(global_batch_size=4, local_tokens=2), "given"),
-    (
-        lambda: ps.plan(global_batch_size=4, local_batch_size=0),
-        "local_batch_size=0 must be at least 1",
-    ),
-    (
-        lambda: ps.plan(global_tokens=4, local_tokens=2, axis_size=0),
-        "axis_size=0 must be at least 1",
-    ),
-    (
-        lambda: ps.plan(global_batch_size=100, local_batch_size=8, axis_size=5),
-        r"global_batch_size=100 .* 8 \* 5 = 40\. .*global_batch_size=80 or 120; local_batch_size=5 or 10",
-    ),
-    (
-        lambda: ps.plan(global_tokens=100, local_tokens=4, axis_size=8),
-        r"global_tokens=100 .*Nearest that work: global_tokens=96 or 128$",
-    ),
-    (
-        lambda: ps.plan(global_batch_size=20, local_batch_size=4, axis_size=10),
-        "global_batch_size=40; local_batch_size=1 or 2",
-    ),
-    (
-        lambda: ps.plan(global_tokens=6_000_034, local_tokens=3_000_000),
-        r"local_tokens=2 or 3000017$",
-    ),
-]
+    (lambda: ps.plan(global_batch_size=4, local_batch_size=0), "local_batch_size=0 must be at least 1"),
+    (lambda: ps.plan(global_tokens=4, local_tokens=2, axis_size=0), "axis_size=0 must be at least 1"),
+    (lambda: ps.plan(global_batch_size=100, local_batch_size=8, axis_size=5),
+     r"global_batch_size=100 .* 8 \* 5 = 40\. .*global_batch_size=80 or 120; local_batch_size=5 or 10"),
+    (lambda: ps.plan(global_tokens=100, local_tokens=4, axis_size=8), r"global_tokens=100 .*Nearest that work: global_tokens=96 or 128$"),
+    (lambda: ps.plan(global_batch_size=20, local_batch_size=4, axis_size=10), "global_batch_size=40; local_batch_size=1 or 2"),
+    (lambda: ps.plan(global_tokens=6_000_034, local_tokens=3_000_000), r"local_tokens=2 or 3000017$"),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("call", "message"), REFUSED)
@@ -226,11 +187,11 @@ two_of: Any = {"batch_size": 2, "collate_fn": collate}
 SOURCES: dict[str, Callable[[], Any]] = {
     "a list": lambda: [collate(pair) for pair in PAIRS],
     "a generator": lambda: (collate(pair) for pair in PAIRS),
-    "a loader with workers": lambda: DataLoader(EXAMPLES, num_workers=1, **two_of),  # type: ignore[arg-type]
-    "rows of a table": lambda: DataLoader(ROWS_OF_A_TABLE, **two_of),
-    "a stream of rows": lambda: DataLoader(ROWS_OF_A_TABLE.to_iterable_dataset(), **two_of),
+    "a loader with workers": lambda: data.DataLoader(EXAMPLES, num_workers=1, **two_of),  # type: ignore[arg-type]
+    "rows of a table": lambda: data.DataLoader(ROWS_OF_A_TABLE, **two_of),
+    "a stream of rows": lambda: data.DataLoader(ROWS_OF_A_TABLE.to_iterable_dataset(), **two_of),
     "groups of a loader's worker": lambda: next(
-        iter(DataLoader(ROWS_OF_A_TABLE, 6, collate_fn=lambda rows: [collate(rows[i : i + 2]) for i in (0, 2, 4)]))
+        iter(data.DataLoader(ROWS_OF_A_TABLE, 6, collate_fn=lambda rows: [collate(rows[i : i + 2]) for i in (0, 2, 4)]))
     ),
 }  # fmt: skip
 
@@ -268,7 +229,9 @@ class Anew(Sequence[Any]):
 @pytest.mark.parametrize("normalize", ["loss", "grads"])
 def test_a_sequence_that_makes_its_microbatches_anew(normalize: Any) -> None:
     """What is counted is what is computed: the loss of every counted token is w² = 1."""
-    settings = {"normalize": normalize, "weight_fn": lambda m: m["mask"]}
-    assert step_with(group=Anew(), **settings)[2].loss == 1
-    evaluate = ps.make_eval_step(loss_fn, weight_fn=settings["weight_fn"])
-    assert evaluate(PARAMS, Anew()).loss == 1
+    assert step_with(group=Anew(), normalize=normalize, weight_fn=mask_of)[2].loss == 1
+    assert ps.make_eval_step(loss_fn, weight_fn=mask_of)(PARAMS, Anew()).loss == 1
+
+
+def mask_of(microbatch: Any) -> Any:
+    return microbatch["mask"]

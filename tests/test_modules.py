@@ -1,19 +1,20 @@
-"""``from_module``: the module's own outputs and gradients, to the bit, and the module as it was."""
+"""``from_module``: the module's own outputs and gradients, to the bit, the module as it was; what is refused by name."""
 
 import gc
 import warnings
 import weakref
+from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrizations
 
 import purestep as ps
 from tests import modules
-from tests.memory import LiveBytes
-from tests.modules import Of, assert_equal, close, data, grads, linear, losses, made, traced, train
+from tests.modules import D, Of, assert_equal, close, data, grads, linear, losses, made, train
 
 
 def look(module: nn.Module) -> list[Any]:
@@ -78,34 +79,18 @@ def test_what_trains_is_chosen_and_tied_params_are_one() -> None:
     assert torch.equal(found, modules.backward(module, data())["a.weight"])
 
 
-def test_what_is_frozen_is_not_copied() -> None:
-    """The whole step, and ``from_module``, make less than it."""
-    frozen, optimizer = nn.Linear(512, 512).requires_grad_(False), ps.optim.adamw(1e-3)
-    adapter = nn.Sequential(nn.Linear(512, 1), nn.Linear(1, 512))
-    module = Of(lambda m, x: m.frozen(x) + m.adapter(x), frozen=frozen, adapter=adapter)
-    x = torch.ones(2, 512)
-    with LiveBytes() as live:
-        params, apply = ps.from_module(module)
-        of_rows = lambda p, x: losses(apply(p, x))  # noqa: E731
-        step = ps.make_update_step(of_rows, optimizer, weight_fn=modules.ones)
-        step(params, optimizer.init(params), [x, x])
-    assert len(params) == 4
-    assert 0 < live.peak < frozen.weight.nbytes / 10
-
-
 def test_evaluation() -> None:
     module = nn.Sequential(linear(), nn.BatchNorm1d(6), nn.Dropout(0.5)).double()
     module[1].eval()
     params, apply = ps.from_module(module)
     output = apply.eval(params, data())
-    metrics = ps.make_eval_step(lambda p, x: losses(apply.eval(p, x)), weight_fn=modules.ones)(
-        params, [data()]
-    )
+    evaluate = ps.make_eval_step(lambda p, x: losses(apply.eval(p, x)), weight_fn=modules.ones)
+    loss = evaluate(params, [data()]).loss
     assert module.training
     with torch.no_grad():
         wanted = module.eval()(data())
     assert torch.equal(output, wanted)
-    assert torch.equal(metrics.loss, losses(wanted).sum() / 4)
+    assert torch.equal(loss, losses(wanted).sum() / 4)
     assert apply.eval.eval is apply.eval
 
 
@@ -142,14 +127,15 @@ def test_checkpoints_compute_again_with_the_params_of_their_call() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", sorted({*modules.MODULES} - {"self-referring", "hooked", "patched"})
+    "name",
+    ["collections", "tied", "parametrized", "attention", "keeping", "helped", "checkpointed"],
 )
 def test_compiled_it_is_one_graph(name: str, fresh_compiler: None) -> None:
     """But for hooks and objects that lead back to the module. It keeps neither params nor module."""
     module, x = made(name), data()
     params, apply = ps.from_module(module)
     before = [id(p) for p in module.parameters()]
-    compiled = traced(apply)
+    compiled = modules.traced(apply)
     for scale in (1, 2):
         there = {name: scale * p for name, p in params.items()}
         assert torch.equal(compiled(there, x), apply(there, x))
@@ -175,6 +161,91 @@ def test_hooks_on_the_backward_pass_are_not_compiled(fresh_compiler: None) -> No
     params, apply = ps.from_module(made("hooked"))
     plain = train(apply, params)
     with pytest.raises(Exception, match="leaves hooks on a module's backward pass out"):
-        traced(apply)(params, data())
+        modules.traced(apply)(params, data())
     with warnings.catch_warnings(action="ignore", category=UserWarning):
         assert close(train(apply, params, compile=modules.TRACED), plain)
+
+
+class FSDPModule:
+    """As the class that ``fully_shard`` puts before a module's own is named."""
+
+
+class Sharded(FSDPModule, nn.Linear):
+    pass
+
+
+def masked() -> nn.Module:
+    module = linear()
+    module.weight.register_hook(lambda grad: grad * 0)
+    return module
+
+
+def aliased() -> nn.Module:
+    first, second = linear(), linear()
+    second.weight.data = first.weight.data[:D]
+    return nn.Sequential(first, second)
+
+
+def viewed() -> nn.Module:
+    module = linear()
+    module.kept = [module.weight.t()]
+    return module
+
+
+def beside(other: Tensor) -> nn.Module:
+    return Of(print, a=linear(), at=nn.Parameter(other, requires_grad=other.is_complex()))
+
+
+REFUSED: list[tuple[Callable[[], Any], Any, type[Exception], str]] = [
+    (lambda: nn.Sequential(nn.DataParallel(linear())), None, TypeError, r"Sequential\.0 is a DataParallel.* module\.module"),
+    (lambda: Sharded(D, D), None, TypeError, r"Sharded is a FSDPModule, no plain module: pass a module that fully_shard"),
+    (lambda: torch.compile(linear()), None, TypeError, r"is a OptimizedModule.* compile=True"),
+    (lambda: {"w": torch.ones(1)}, None, TypeError, r"takes an nn\.Module, got dict"),
+    (masked, None, TypeError, r"^weight has a hook on its gradient, .* Transform"),
+    (aliased, None, ValueError, r"^[01]\.weight, which trains, shares memory with [01]\.weight, .* one Parameter"),
+    (aliased, "0.weight", ValueError, r"^0\.weight, which trains, shares memory with 1\.weight, .* one Parameter"),
+    (viewed, None, ValueError, r"^weight, which trains, shares memory with kept\[0\], .* compute kept\[0\] in forward"),
+    (lambda: beside(torch.ones(3, dtype=torch.complex64)), None, TypeError, r"chooses at, which is torch\.complex64 .* torch\.view_as_real\(p\)"),
+    (lambda: beside(torch.arange(3)), "*", TypeError, r"chooses at, which is torch\.int64 .* leave it out"),
+    (lambda: nn.LazyLinear(D), None, ValueError, r"^weight has no values yet: .* call a lazy module"),
+    (lambda: nn.Linear(D, D, device="meta"), None, ValueError, r"^weight has no values yet: load it"),
+    (linear, ["weight"], TypeError, r"^trainable=\['weight'\] must be a pattern"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("make", "trainable", "error", "message"), REFUSED)
+def test_refused_modules_and_params(make: Any, trainable: Any, error: Any, message: str) -> None:
+    with pytest.raises(error, match=message):
+        ps.from_module(make(), trainable=trainable)
+
+
+def test_what_is_no_matter() -> None:
+    """Memory that is shared beside what trains, as of RNNs on a GPU; what leads to the module where no call goes."""
+    assert [*ps.from_module(aliased(), trainable="*.bias")[0]] == ["0.bias", "1.bias"]
+    module, both = linear(), torch.randn(D + 1, D)
+    module.weight.data, module.bias.data = both[:D], both[D]
+    module.seen = {module}
+    module.register_state_dict_pre_hook(lambda *_: module.seen.clear())
+    params, apply = ps.from_module(module)
+    assert torch.equal(apply(params, both), module(both))
+
+
+def test_refused_calls() -> None:
+    x, (params, apply) = data(), ps.from_module(modules.normed().eval())
+    less, more, buffers = {"0.bias": params["0.bias"]}, {**params, "other": x}, {"other": x}
+    trained, untracked = ps.from_module(modules.normed())
+    spectral, normalized = ps.from_module(parametrizations.spectral_norm(linear().double()))
+    kept, checkpointed = ps.from_module(made("checkpointed"))
+    grad, wrong = torch.func.grad(lambda p: checkpointed(p, x).sum()), cast(Any, x)
+    refused: list[tuple[Callable[[], Any], type[Exception], str]] = [
+        (lambda: apply(less, x), ValueError, r"params lacks 0\.weight, 1\.weight, 1\.bias, and has no place for none"),
+        (lambda: apply(more, x), ValueError, r"params lacks none, and has no place for other"),
+        (lambda: apply(wrong), TypeError, r"params is a Tensor, no mapping by name: call apply\(params"),
+        (lambda: apply(params, x, buffers=buffers), ValueError, r"buffers lacks none, and has no place for other"),
+        (lambda: untracked(trained, x), ValueError, r"buffers lacks 1\.running_mean, .*buffers=dict\(module\.named_buffers"),
+        (lambda: normalized(spectral, x), ValueError, r"writes to parametrizations\.weight\.0\._u"),
+        (lambda: grad(kept), RuntimeError, "saved tensor hooks"),  # torch's own words
+    ]  # fmt: skip
+    for call, error, message in refused:
+        with pytest.raises(error, match=message):
+            call()

@@ -4,8 +4,9 @@ What examples are filled up with, and that those are alike which are put togethe
 """
 
 import contextlib
-import itertools
+import math
 from collections import UserDict
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -42,15 +43,6 @@ def test_pack_lowers_its_budget() -> None:
     assert [len(part) for part in data.packing([8] * 9, max_tokens=64)] == [5, 4]
 
 
-def test_pack_names_an_example_that_is_too_long() -> None:
-    with pytest.raises(
-        ValueError, match=r"examples\[1\] has 9 tokens \(12 padded .* of 4\).*max_tokens=10"
-    ):
-        ps.pack(examples_of([3, 9, 2]), max_tokens=10, multiple_of=4)
-    with pytest.raises(ValueError, match=r"examples\[1\] has 9 tokens, more than row_tokens=8"):
-        ps.pack_documents(examples_of([3, 9, 2]), row_tokens=8)
-
-
 @given(st.lists(st.integers(1, 12), min_size=1, max_size=20), st.integers(12, 20))
 def test_documents_are_whole_and_fill_half_of_the_rows(lengths: list[int], row_tokens: int) -> None:
     """Every example exactly once, with its positions and its segment."""
@@ -71,22 +63,10 @@ def test_documents_are_whole_and_fill_half_of_the_rows(lengths: list[int], row_t
 @pytest.mark.parametrize("window", [None, 1, 2, 9])
 def test_segment_mask_place_by_place(causal: bool, window: int | None) -> None:
     segments = torch.tensor([[1, 1, 1, 2, 2, 0, 0], [1, 2, 2, 2, 2, 2, 2]])
-    mask = ps.segment_mask(segments, causal=causal, window=window)
-    assert mask.shape == (2, 1, 7, 7)
-    for row, own in enumerate(segments.tolist()):
-        for at, to in itertools.product(range(7), range(7)):
-            near = window is None or abs(at - to) < window
-            wanted = own[at] == own[to] and (to <= at or not causal) and near
-            assert mask[row, 0, at, to] == wanted
-
-
-def test_documents_refuse() -> None:
-    with pytest.raises(ValueError, match="window=0 must be at least 1"):
-        ps.segment_mask(torch.tensor([[1]]), window=0)
-    with pytest.raises(ValueError, match="no examples"):
-        ps.pack_documents([], row_tokens=8)
-    with pytest.raises(ValueError, match=r"examples\[0\] is Tensor: documents are mappings, "):
-        ps.pack_documents([torch.ones(2)], row_tokens=8)  # type: ignore[list-item]
+    at, to = torch.arange(7)[:, None], torch.arange(7)
+    wanted = segments[:, None, :, None] == segments[:, None, None, :]
+    wanted = wanted & ((to <= at) | (not causal)) & ((at - to).abs() < (window or 99))
+    assert torch.equal(ps.segment_mask(segments, causal=causal, window=window), wanted)
 
 
 @pytest.mark.parametrize("name", ["positions", "segments"])
@@ -120,37 +100,26 @@ def test_balance_by_a_cost_of_ones_own() -> None:
     examples = examples_of([4, 2, 2, 2, 2])
     shares = ps.balance(examples, 2, cost=lambda example: len(example["tokens"]) ** 2)
     assert sorted(len(share) for share in shares) == [1, 4]
-    with pytest.raises(ValueError, match=r"leaves of examples\[1\] need one common first dim"):
-        ps.balance([examples[0], {"tokens": torch.ones(2), "labels": torch.ones(3)}], 2)
-    with pytest.raises(ValueError, match="ranks=0 must be at least 1"):
-        ps.balance(examples, 0)
-    for cost in (-1.0, float("nan"), float("inf")):
-        with pytest.raises(ValueError, match=rf"examples\[1\] costs {cost}: it must be finite"):
-            data.balancing([1.0, cost], 2)
 
 
 # Padding
 
 
-@pytest.mark.parametrize(
-    ("dtype", "value", "held"),
-    [
-        (torch.bool, 1, True),
-        (torch.bool, 2, False),
-        (torch.uint8, -100, False),
-        (torch.uint16, 70000, False),
-        (torch.int16, 0.5, False),
-        (torch.int64, 2**53 + 1, False),
-        (torch.float16, 70000, False),
-        (torch.bfloat16, -torch.inf, True),
-        (torch.float32, 1e39, False),
-    ],
-)
+PADDINGS = [
+    (torch.bool, 1, True), (torch.bool, 2, False), (torch.uint8, -100, False),
+    (torch.uint16, 70000, False), (torch.int16, 0.5, False), (torch.int64, 2**53 + 1, False),
+    (torch.float16, 70000, False), (torch.bfloat16, -torch.inf, True), (torch.float32, 1e39, False),
+    (torch.float8_e4m3fn, -100, False), (torch.float8_e5m2, -100, False), (torch.float8_e5m2, -96, True),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("dtype", "value", "held"), PADDINGS)
 def test_padding_is_what_was_asked_for(dtype: torch.dtype, value: float, held: bool) -> None:
-    """Or it is refused by the leaf's name, even where nothing has to be padded today."""
+    """Or it is refused by the leaf's name, even where nothing has to be padded today, or where it would be rounded."""
     examples = [{"a": {"labels": [torch.zeros(n).to(dtype)]}} for n in (2, 2)]
     for pad in (value, {"labels": value}):
-        refused = pytest.raises(ValueError, match=r"\['a'\]\['labels'\]\[0\] would be")
+        message = rf"\['a'\]\['labels'\]\[0\] would be padded with .*, which {dtype} cannot hold"
+        refused = pytest.raises(ValueError, match=message)
         with contextlib.nullcontext() if held else refused:
             (packed,) = ps.pack(examples, max_tokens=99, multiple_of=5, pad=pad)
             assert (packed["a"]["labels"][0][:, -1].double() == value).all()
@@ -160,28 +129,32 @@ def test_padding_is_what_was_asked_for(dtype: torch.dtype, value: float, held: b
             assert not packed["positions"][packed["segments"] == 0].any()
 
 
-@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
-def test_padding_that_rounds(dtype: torch.dtype) -> None:
-    """-100 is -96 in eight bits, which is a label like any other."""
-    examples = [{"labels": torch.ones(n).to(dtype)} for n in (3, 1)]
-    with pytest.raises(ValueError, match=r"padded with -100, which torch.float8.* cannot hold"):
-        ps.pack(examples, max_tokens=8)
-    (packed,) = ps.pack(examples, max_tokens=8, pad={"labels": -96})
-    assert packed["labels"].double().tolist() == [[1, 1, 1], [1, -96, -96]]
+ROWS = [{"x": torch.ones(2, 3)}, {"x": torch.ones(1, 3)}]
+UNEVEN = [{"x": torch.ones(2), "y": torch.ones(3)}]
+REFUSED: list[tuple[Callable[[], Any], str]] = [
+    (lambda: ps.pack(examples_of([3, 9, 2]), max_tokens=10, multiple_of=4), r"examples\[1\] has 9 tokens \(12 padded .* of 4\).*max_tokens=10"),
+    (lambda: ps.pack_documents(examples_of([3, 9, 2]), row_tokens=8), r"examples\[1\] has 9 tokens, more than row_tokens=8"),
+    (lambda: ps.pack(ROWS, max_tokens=8), r"no pad value for example\['x'\]: add it to"),
+    (lambda: ps.pack([{"x": [1]}], max_tokens=8), r"\['x'\]\[0\] int.*make tensors of them"),
+    (lambda: ps.pack(UNEVEN, max_tokens=8), r"examples\[0\] need one common first dimension"),
+    (lambda: ps.pack(ROWS, max_tokens=0), "max_tokens=0 and .* must be at least 1"),
+    (lambda: ps.segment_mask(torch.tensor([[1]]), window=0), "window=0 must be at least 1"),
+    (lambda: ps.pack_documents([], row_tokens=8), "no examples"),
+    (lambda: ps.pack_documents([torch.ones(2)], row_tokens=8), r"examples\[0\] is Tensor: documents are mappings, "),  # type: ignore[list-item]
+    (lambda: ps.balance(examples_of([4]) + UNEVEN, 2), r"leaves of examples\[1\] need one common first dim"),
+    (lambda: ps.balance(ROWS, 0), "ranks=0 must be at least 1"),
+    *((partial(data.balancing, [1.0, cost], 2), rf"examples\[1\] costs {cost}: it must be finite") for cost in (-1.0, math.nan, math.inf)),
+]  # fmt: skip
 
 
-def test_pack_refuses_to_guess_a_padding() -> None:
-    examples = [{"x": torch.ones(2, 3)}, {"x": torch.ones(1, 3)}]
-    uneven = [{"x": torch.ones(2), "y": torch.ones(3)}]
-    for run, message in {
-        partial(ps.pack, examples, max_tokens=8): r"no pad value for example\['x'\]: add it to",
-        partial(ps.pack, [{"x": [1]}], max_tokens=8): r"\['x'\]\[0\] int.*make tensors of them",
-        partial(ps.pack, uneven, max_tokens=8): r"examples\[0\] need one common first dimension",
-        partial(ps.pack, examples, max_tokens=0): "max_tokens=0 and .* must be at least 1",
-    }.items():
-        with pytest.raises(ValueError, match=message):
-            run()
-    (packed,) = ps.pack(examples, max_tokens=8, pad=-1.0)
+@pytest.mark.parametrize(("call", "message"), REFUSED)
+def test_what_is_refused(call: Callable[[], Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+def test_what_is_padded() -> None:
+    (packed,) = ps.pack(ROWS, max_tokens=8, pad=-1.0)
     assert packed["x"].tolist() == [[[1.0] * 3] * 2, [[1.0] * 3, [-1.0] * 3]]
 
 
@@ -242,9 +215,8 @@ def test_examples_of_length_0_cost_nothing(lengths: list[int], at: int) -> None:
     if examples:
         assert str(documents) == str(ps.pack_documents(examples, row_tokens=6))
     else:
-        names = ["tokens", "labels", "positions", "segments"]
-        shapes = {name: tuple(leaf.shape) for name, leaf in documents.items()}
-        assert shapes == dict.fromkeys(names, (0, 6))
+        assert [*documents] == ["tokens", "labels", "positions", "segments"]
+        assert {leaf.shape for leaf in documents.values()} == {(0, 6)}
         assert ps.count_tokens([documents]) == 0
     assert sum(map(len, ps.balance(more, 2))) == len(more)
 

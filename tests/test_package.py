@@ -12,8 +12,8 @@ import sys
 import tarfile
 import tomllib
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
+from typing import Any
 from zipfile import ZipFile
 
 import pytest
@@ -22,6 +22,17 @@ import torch
 import purestep as ps
 
 ROOT = Path(__file__).parent.parent
+
+
+def python(*arguments: Any, cwd: Path = ROOT, interpreter: Any = sys.executable) -> str:
+    """What a program prints that must end well."""
+    run = subprocess.run(
+        [interpreter, *arguments], capture_output=True, text=True, timeout=240, cwd=cwd
+    )
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert "-W" not in arguments or run.stderr == ""
+    return run.stdout
+
 
 IMPORT = """
 import sys, random
@@ -42,12 +53,7 @@ assert not late & new, late & new
 
 def test_import_is_light_and_silent() -> None:
     """Nothing is loaded beyond torch, optree, einops, safetensors and the package, and nothing else of these than they load alone."""
-    run = subprocess.run(
-        [sys.executable, "-W", "error", "-c", IMPORT],
-        capture_output=True, text=True, timeout=120, cwd=ROOT,
-    )  # fmt: skip
-    assert run.returncode == 0, run.stderr
-    assert run.stderr == ""
+    python("-W", "error", "-c", IMPORT)
 
 
 MISTYPED = """
@@ -122,11 +128,8 @@ def foreign_names(source: str) -> set[str]:
 @pytest.mark.parametrize("folder", ["purestep", "proofs", "tests", "benchmarks"])
 def test_private_names_of_torch_stand_in_one_place(folder: str) -> None:
     """In purestep/torch_private.py, and what only tests look through in tests/torch_private.py."""
-    found = {
-        str(file): foreign_names(file.read_text())
-        for file in (ROOT / folder).rglob("*.py")
-        if file.name != "torch_private.py"
-    }
+    files = [file for file in (ROOT / folder).rglob("*.py") if file.name != "torch_private.py"]
+    found = {str(file): foreign_names(file.read_text()) for file in files}
     assert not {file: names for file, names in found.items() if names}
 
 
@@ -157,12 +160,11 @@ def test_an_editable_install_is_a_line_in_a_pth_file(tmp_path: Path) -> None:
         (tmp_path / name).symlink_to(ROOT / name)
     (tmp_path / "wheel").mkdir()
     (tmp_path / "beside" / "purestep").mkdir(parents=True)
-    run = partial(subprocess.run, check=True, capture_output=True, text=True, timeout=120)
-    run([sys.executable, "-c", BUILD], cwd=tmp_path)
+    python("-c", BUILD, cwd=tmp_path)
     (wheel,) = (tmp_path / "wheel").iterdir()
     assert wheel.name.startswith(f"purestep-{ps.__version__}-")
     ZipFile(wheel).extractall(tmp_path / "site")
-    found = run([sys.executable, "-S", "-c", FIND], cwd=tmp_path / "beside").stdout
+    found = python("-S", "-c", FIND, cwd=tmp_path / "beside")
     assert found.strip() == str(tmp_path / "purestep" / "__init__.py")
 
 
@@ -184,30 +186,28 @@ print(float(step(w, optim.sgd(1.0).init(w), [torch.ones(3)])[0]))
 
 def test_wheel_and_sdist_install_into_an_empty_environment(tmp_path: Path) -> None:
     """Only what they need to run stands beside them; the sdist builds the same wheel."""
-    run = partial(subprocess.run, check=True, capture_output=True, text=True, timeout=240)
-    source, again = tmp_path / "source", tmp_path / "again"
-    names = [*run(["git", "ls-files"], cwd=ROOT).stdout.split("\n")[:-1]]
-    for name in names:
+    source, again, empty = tmp_path / "source", tmp_path / "again", tmp_path / "empty"
+    listed = python("-c", "import subprocess; subprocess.run(['git', 'ls-files'], check=True)")
+    for name in listed.splitlines():
         (source / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, source / name)
-    run([sys.executable, "-c", BUILD_ALL], cwd=source)
+    python("-c", BUILD_ALL, cwd=source)
     (sdist,), (wheel,) = (source / "dist").glob("*.tar.gz"), (source / "dist").glob("*.whl")
     with tarfile.open(sdist) as archive:
         archive.extractall(again, filter="data")
     (unpacked,) = again.iterdir()
     assert not (unpacked / "tests").exists()  # which need more of the repository
-    run([sys.executable, "-c", BUILD_ALL], cwd=unpacked)
+    python("-c", BUILD_ALL, cwd=unpacked)
     (second,) = (unpacked / "dist").glob("*.whl")
     assert ZipFile(wheel).namelist() == ZipFile(second).namelist()
     assert {"purestep/py.typed", "purestep/testing/README.md"} <= {*ZipFile(wheel).namelist()}
 
-    run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "empty"])
-    python = tmp_path / "empty" / "bin" / "python"
-    pip = [sys.executable, "-m", "pip", "--python", python, "install", "--no-deps", "--no-index"]
-    run([*pip, wheel])
-    (site,) = (tmp_path / "empty" / "lib").glob("*/site-packages")
+    python("-m", "venv", "--without-pip", empty)
+    own = empty / "bin" / "python"
+    python("-m", "pip", "--python", own, "install", "--no-deps", "--no-index", wheel)
+    (site,) = (empty / "lib").glob("*/site-packages")
     (site / "others.pth").write_text(str(Path(torch.__file__).parent.parent))  # torch and such
-    printed = run([python, "-I", "-c", USE], cwd=tmp_path).stdout.split()
+    printed = python("-I", "-c", USE, cwd=tmp_path, interpreter=own).split()
     assert printed == [str(site / "purestep" / "__init__.py"), "0.0"]
 
 

@@ -10,12 +10,11 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
 import purestep as ps
 from proofs.strategies import assert_same, labels
-from proofs.test_t08_optimizers import Namesake, kinds, random_grads, random_params
+from proofs.test_t08_optimizers import kinds, random_grads, random_params
 from purestep import tree
 from tests.optimizers import WAYS, states_of, updated
 
@@ -24,77 +23,40 @@ SHAPES = {
     "head": {"w": (32, 16), "scale": (16,)},
 }
 """Whole vectors, in which ``adamw`` has the same bits in place and out of place."""
-LEARNING_RATE = 0.05
-
-
-def drawn(seed: int, dtype: torch.dtype = torch.float32, steps: int = 5) -> tuple[Any, list[Any]]:
-    """Params, and the gradients of some steps."""
-    generator = torch.Generator().manual_seed(seed)
-    params = random_params(SHAPES, dtype, generator)
-    return params, [random_grads(params, generator) for _ in range(steps)]
-
-
-def split(whole: Any) -> dict[str, list[Tensor]]:
-    """The leaves of each label, in order: by hand."""
-    first, second = whole["blocks"]
-    return {
-        "matrix": [first["w"], second["w"], whole["head"]["w"]],
-        "rest": [first["b"], second["b"], whole["head"]["scale"]],
-    }
-
-
-def muon() -> ps.optim.Optimizer:
-    """For matrices only."""
-    return ps.optim.from_torch(torch.optim.Muon, lr=LEARNING_RATE)
-
-
-def muon_and_adamw() -> ps.optim.Optimizer:
-    """What people train with."""
-    return ps.optim.partition(labels, {"matrix": muon(), "rest": ps.optim.adamw(LEARNING_RATE)})
-
-
-SGD = {"slow": ps.optim.sgd(0.125, 0.5), "fast": ps.optim.sgd(0.5)}
-
-
-NATIVE = {
-    "matrix": ps.optim.chain(ps.optim.clip_by_global_norm(1.0), ps.optim.adamw(0.1)),
-    "rest": ps.optim.sgd(0.1, 0.9, nesterov=True, weight_decay=0.1),
-}
+GENERATOR = torch.Generator().manual_seed(0)
+PARAMS: Any = random_params(SHAPES, torch.float32, GENERATOR)
+GRADS: Any = [random_grads(PARAMS, GENERATOR) for _ in range(5)]
+MUON, ADAMW = ps.optim.from_torch(torch.optim.Muon, lr=0.05), ps.optim.adamw(0.05)
+SGD = {"slow": ps.optim.sgd(0.125), "fast": ps.optim.sgd(0.5)}
 PLAIN = ps.optim.Optimizer(
     lambda params: (),
     lambda grads, state, params: (tree.map(lambda p, g: p - g / 8, params, grads), state),
 )
 """One with three arguments, as others write it."""
-PARTS: dict[str, dict[str, ps.optim.Optimizer]] = {
-    "native": NATIVE,
-    "without kernels": {"matrix": ps.optim.lion(0.1), "rest": PLAIN},
-    "nested": {"matrix": ps.optim.partition("all of it", {"all of it": muon()}), "rest": PLAIN},
-}
 
 
-@settings(max_examples=10)
-@given(seed=st.integers(0, 2**20), dtype=st.sampled_from([torch.float32, torch.float64]))
-def test_muon_for_matrices_and_adamw_for_the_rest(seed: int, dtype: torch.dtype) -> None:
-    """Both by themselves on lists of leaves, and torch's Muon the usual way: the same bits."""
-    params, grads = drawn(seed, dtype, steps=6)
-    own = {"matrix": muon(), "rest": ps.optim.adamw(LEARNING_RATE)}
-    alone = {label: (mine, own[label].init(mine)) for label, mine in split(params).items()}
-    usual = Namesake(
-        split(params)["matrix"], lambda leaves: torch.optim.Muon(leaves, lr=LEARNING_RATE)
-    )
-    for one, (moved, after) in zip(grads, states_of(muon_and_adamw(), params, grads), strict=True):
-        usual.step(split(one)["matrix"])
+def split(whole: Any) -> dict[str, list[Tensor]]:
+    """The leaves of each label, in order: by hand."""
+    (first, second), head = whole["blocks"], whole["head"]
+    return {
+        "matrix": [first["w"], second["w"], head["w"]],
+        "rest": [first["b"], second["b"], head["scale"]],
+    }
+
+
+@pytest.mark.parametrize(
+    ("matrix", "rest"), [(MUON, ADAMW), (ps.optim.partition("all", {"all": MUON}), PLAIN)]
+)
+def test_each_part_is_its_optimizer_by_itself(matrix: Any, rest: Any) -> None:
+    """On a list of its leaves, to the bit, with its state; nested, and without an ``update_``."""
+    own = {"matrix": matrix, "rest": rest}
+    alone = {label: (mine, own[label].init(mine)) for label, mine in split(PARAMS).items()}
+    run = states_of(ps.optim.partition(labels, own), PARAMS, GRADS)
+    for one, (moved, after) in zip(GRADS, run, strict=True):
         for label, (mine, state) in alone.items():
             alone[label] = mine, state = own[label].update(split(one)[label], state, mine)
             assert_same(split(moved)[label], mine, label)
             assert_same(tree.leaves_of(after[label]), tree.leaves_of(state), f"{label}'s state")
-        assert_same(split(moved)["matrix"], [leaf.detach() for leaf in usual.leaves], "Muon")
-
-
-@pytest.mark.parametrize("name", PARTS)
-def test_in_place_as_out_of_place(name: str) -> None:
-    params, grads = drawn(4)
-    assert len([*states_of(ps.optim.partition(labels, PARTS[name]), params, grads)]) == len(grads)
 
 
 class Node(NamedTuple):
@@ -104,83 +66,70 @@ class Node(NamedTuple):
     b: Any
 
 
-def test_the_state_of_a_part_has_nothing_for_the_others() -> None:
-    """Each sees a tree like the params, with no leaves but those of its label."""
-    seen = []
+def test_a_part_sees_a_tree_with_no_leaves_but_its_own() -> None:
+    """An optimizer whose label no leaf has is never called, and has no state. None stays None."""
+    seen: list[Any] = []
+
+    def refuse(*_: Any) -> Any:
+        raise AssertionError("no leaf has this label")
 
     def init(params: Any) -> Any:
         seen.append(params)
         return ()
 
-    optimizer = ps.optim.Optimizer(init, lambda grads, state, params: (params, state))
-    params = [Node(torch.ones(2, 2), torch.zeros(2)), {"b": torch.ones(1)}]
-    ps.optim.partition(labels, {"matrix": optimizer, "rest": optimizer}).init(params)
+    own = ps.optim.Optimizer(init, lambda grads, state, params: (params, state))
+    unused = ps.optim.Optimizer(refuse, refuse, refuse)
+    optimizer = ps.optim.partition(labels, {"unused": unused, "matrix": own, "rest": own})
+    params = [Node(torch.ones(2, 2), torch.zeros(2)), {"b": torch.ones(1), "nothing": None}]
+    state = optimizer.init(params)
     assert_same(seen[0], [Node(torch.ones(2, 2), ()), ()])
-    assert_same(seen[1], [Node((), torch.zeros(2)), {"b": torch.ones(1)}])
+    assert_same(seen[1], [Node((), torch.zeros(2)), {"b": torch.ones(1), "nothing": ()}])
+    for way in WAYS:
+        assert kinds(updated(optimizer, way, params, state, params)) == kinds((params, state))
+    assert [*state] == ["matrix", "rest"]
 
 
 def test_partition_of_transforms() -> None:
     """Each gradient to a Transform: one before an optimizer, in the order of the params."""
-    params, grads = drawn(0)
     double = ps.optim.Transform(lambda _: (), lambda g, s, p: (tree.map(lambda x: 2 * x, g), s))
     parts = ps.optim.partition(labels, {"matrix": ps.optim.momentum(0.5), "rest": double})
     assert isinstance(parts, ps.optim.Transform)
-    optimizer = ps.optim.chain(parts, ps.optim.descend(0.5))
-    own = ps.optim.sgd(0.5, momentum=0.5)
-    alone = (split(params)["matrix"], own.init(split(params)["matrix"]))
-    for one, (moved, _) in zip(grads, states_of(optimizer, params, grads), strict=True):
+    optimizer, own = ps.optim.chain(parts, ps.optim.descend(0.5)), ps.optim.sgd(0.5, momentum=0.5)
+    alone = split(PARAMS)["matrix"], own.init(split(PARAMS)["matrix"])
+    for one, (moved, _) in zip(GRADS, states_of(optimizer, PARAMS, GRADS), strict=True):
         alone = own.update(split(one)["matrix"], alone[1], alone[0])
         assert_same(split(moved)["matrix"], alone[0])
     with pytest.raises(TypeError, match=r"'b' must be an Optimizer, got Transform"):
         ps.optim.partition("b", {"a": SGD["fast"], "b": double})  # type: ignore[type-var]
 
 
-def test_a_label_that_no_leaf_has() -> None:
-    """Its optimizer is never called, and has no state."""
-
-    def refuse(*_: Any) -> Any:
-        raise AssertionError("no leaf has this label")
-
-    unused = ps.optim.Optimizer(refuse, refuse, refuse)
-    optimizer = ps.optim.partition(
-        labels, {"unused": unused, "matrix": SGD["slow"], "rest": SGD["fast"]}
-    )
-    params, grads = drawn(0)
-    state = optimizer.init(params)
-    assert set(state) == {"matrix", "rest"}
-    moved = optimizer.update(grads[0], state, params)
-    given = tree.map(torch.clone, (grads[0], state, params))
-    assert_same(updated(optimizer, "update_", *given), moved)
-
-
 def by_size(params: Any) -> Any:
     return tree.map(lambda leaf: "rest" if leaf.numel() < 32 else "matrix", params)
 
 
-@pytest.mark.parametrize("method", WAYS)
-def test_a_state_of_others_is_refused(method: str) -> None:
+@pytest.mark.parametrize("way", WAYS)
+def test_a_state_of_others_is_refused(way: str) -> None:
     """It never trains on with half of a state."""
-    params, grads = drawn(0)
-    both = {"matrix": ps.optim.adamw(0.1), "rest": ps.optim.adamw(0.1)}
-    optimizer, adamws = muon_and_adamw(), ps.optim.partition(labels, both)
-    state = optimizer.init(params)
+    both = {"matrix": ADAMW, "rest": ADAMW}
+    optimizer = ps.optim.partition(labels, {"matrix": MUON, "rest": ADAMW})
+    adamws, state = ps.optim.partition(labels, both), optimizer.init(PARAMS)
     foreign = r"opt_state was not made by .* is .*, and \{'matrix': .*'rest': .*was expected"
     swapped = {"matrix": state["rest"], "rest": state["matrix"]}
-    of_others = ps.optim.partition(by_size, both).init(params)
+    of_others = ps.optim.partition(by_size, both).init(PARAMS)
     for one, other, message in (
         (optimizer, (), foreign),
         (optimizer, {"matrix": state["matrix"]}, foreign),
         (optimizer, {**state, "third": ()}, foreign),
-        (optimizer, ps.optim.adamw(0.1).init(params), foreign),
+        (optimizer, ADAMW.init(PARAMS), foreign),
         (optimizer, swapped, r"it is AdamWState.*, and TorchState.* was expected"),
         (adamws, of_others, r"opt_state was not made by optimizer\.init of these params"),
     ):
         with pytest.raises(ValueError, match=message):
-            updated(one, method, grads[0], other, params)
+            updated(one, way, GRADS[0], other, PARAMS)
 
 
-@pytest.mark.parametrize("method", WAYS)
-def test_each_part_clips_by_the_norm_of_its_leaves(method: str) -> None:
+@pytest.mark.parametrize("way", WAYS)
+def test_each_part_clips_by_the_norm_of_its_leaves(way: str) -> None:
     """Clipping in front of the partition takes the norm of all."""
     params = {"w": torch.zeros(2, 2), "b": torch.zeros(2)}
     grads = {"w": torch.tensor([[3.0, 0.0], [0.0, 4.0]]), "b": torch.tensor([0.0, 12.0])}
@@ -192,13 +141,11 @@ def test_each_part_clips_by_the_norm_of_its_leaves(method: str) -> None:
         (ps.optim.chain(clip(6.5), without), 6.5 / 13, 6.5 / 13),
     ):
         given = tree.map(torch.clone, (grads, optimizer.init(params), params))
-        moved, _ = updated(optimizer, method, *given)
-        assert_same(moved, {"w": -grads["w"] * torch.tensor(of_w), "b": -grads["b"] * of_b}, method)
+        moved, _ = updated(optimizer, way, *given)
+        assert_same(moved, {"w": -grads["w"] * torch.tensor(of_w), "b": -grads["b"] * of_b}, way)
 
 
-# Labels
-
-PREFIX = {"blocks": ["slow", "fast"], "head": "slow"}
+PREFIX = OrderedDict(head="slow", blocks=["slow", "fast"])
 WHOLE = {
     "blocks": [{"w": "slow", "b": "slow"}, {"w": "fast", "b": "fast"}],
     "head": {"w": "slow", "scale": "slow"},
@@ -208,44 +155,11 @@ WHOLE = {
 @pytest.mark.parametrize("written", [WHOLE, PREFIX, lambda _: WHOLE, lambda _: PREFIX, "fast"])
 def test_labels_as_a_tree_a_prefix_or_one_for_all(written: Any) -> None:
     """However the labels are written: the second block is fast, all else slow."""
-    params, grads = drawn(0)
     optimizer = ps.optim.partition(written, SGD)
-    state = params, optimizer.init(params)
-    for one in grads:
-        state = optimizer.update(one, state[1], state[0])
-    for label in state[1]:
-
-        def mine(whole: Any, label: str = label) -> Any:
-            first, second = whole["blocks"]
-            parts = {"slow": [first, whole["head"]], "fast": [second]}
-            return whole if written == "fast" else parts[label]
-
-        alone = mine(params), SGD[label].init(mine(params))
-        for one in grads:
-            alone = SGD[label].update(mine(one), alone[1], alone[0])
-        assert_same(mine(state[0]), alone[0], label)
-        assert_same(tree.leaves_of(state[1][label]), tree.leaves_of(alone[1]), label)
-    assert {*state[1]} == ({"fast"} if written == "fast" else {"slow", "fast"})
-
-
-def test_none_stays_none() -> None:
-    """An empty subtree has no label, and comes back."""
-    params = {"w": torch.ones(2, 2), "nothing": None, "b": torch.ones(2)}
-    optimizer = muon_and_adamw()
-    assert kinds(optimizer.update(params, optimizer.init(params), params)[0]) == kinds(params)
-
-
-@pytest.mark.parametrize(("of_params", "of_labels"), [(OrderedDict, dict), (dict, OrderedDict)])
-def test_ordered_dicts_are_labelled_by_key(of_params: Any, of_labels: Any) -> None:
-    """As a module's state_dict is one, and labels are a dict; or the other way round."""
-    params = of_params(z=torch.ones(2, 2), a=torch.ones(2))
-    parts = {"slow": ps.optim.sgd(0.25), "fast": ps.optim.sgd(1.0)}
-    optimizer = ps.optim.partition(of_labels(z="slow", a="fast"), parts)
-    new, _ = optimizer.update(params, optimizer.init(params), params)
-    assert_same(new, of_params(z=torch.full((2, 2), 0.75), a=torch.zeros(2)))
-    mask = ps.optim.adamw(0.1, mask=lambda p: of_labels(z=True, a=False)).init(params)
-    assert_same(mask["decay"].mu, of_params(z=torch.zeros(2, 2), a=()))
-    assert_same(mask["rest"].mu, of_params(z=(), a=torch.zeros(2)))
+    moved, _ = optimizer.update(GRADS[0], optimizer.init(PARAMS), PARAMS)
+    rates = [0.5] * 6 if written == "fast" else [0.125, 0.125, 0.5, 0.5, 0.125, 0.125]
+    leaves = zip(tree.leaves_of(PARAMS), tree.leaves_of(GRADS[0]), rates, strict=True)
+    assert_same(tree.leaves_of(moved), [p - rate * g for p, g, rate in leaves])
 
 
 def test_labels_are_asked_once_for_params_that_agree() -> None:
@@ -274,18 +188,16 @@ def test_labels_are_asked_once_for_params_that_agree() -> None:
 
 
 def test_labels_and_parts_that_are_none() -> None:
-    params, grads = drawn(0)
     misspelt = {"blocks": ["slow", {"w": "slow", "b": "fats"}], "head": "fast"}
     unknown: Any = ps.optim.partition(misspelt, SGD)
     message = r"labels params\['blocks'\]\[1\]\['b'\] 'fats', but its optimizers are 'slow', 'fast'"
-    with pytest.raises(ValueError, match=message):
-        unknown.init(params)
-    with pytest.raises(ValueError, match=message):
-        unknown.update(grads[0], {}, params)
-    parts: list[Any] = [NATIVE, 0.1, ps.optim.sgd, ps.optim.clip_by_global_norm(1.0)]
+    for call in (lambda: unknown.init(PARAMS), lambda: unknown.update(GRADS[0], {}, PARAMS)):
+        with pytest.raises(ValueError, match=message):
+            call()
+    parts: list[Any] = [SGD, 0.1, ps.optim.sgd, ps.optim.clip_by_global_norm(1.0)]
     for part in parts:
         message = rf"'fast' must be an Optimizer, got {type(part).__name__}: "
         with pytest.raises(TypeError, match=message):
             ps.optim.partition("slow", {**SGD, "fast": part})
     with pytest.raises(ValueError, match="head"):
-        ps.optim.partition({"blocks": "slow"}, SGD).init(params)
+        ps.optim.partition({"blocks": "slow"}, SGD).init(PARAMS)

@@ -14,6 +14,8 @@ from torch import Tensor
 
 import purestep as ps
 
+TWO = torch.ones(2)
+
 
 def labelled(count: int) -> list[dict[str, Tensor]]:
     """Microbatches that know their own number."""
@@ -41,7 +43,7 @@ def test_prefetch_keeps_to_its_depth(depth: int) -> None:
     """With the microbatch in use, the consumer's, ``depth`` copies live and no more."""
     copies: list[weakref.ref[Tensor]] = []
     alive: list[int] = []
-    made = threading.Semaphore(0)
+    made, number = threading.Semaphore(0), 0
 
     def count(copy: Tensor) -> None:
         copies.append(weakref.ref(copy))
@@ -49,7 +51,6 @@ def test_prefetch_keeps_to_its_depth(depth: int) -> None:
         made.release()
 
     groups = [[{"labels": counted(count)} for _ in range(3)] for _ in "abc"]
-    number = 0
     for group in ps.prefetch(groups, "cpu", depth, weight_fn=zero_labels):
         for microbatch in group:
             number += 1
@@ -73,17 +74,20 @@ def test_prefetch_copies_again_one_at_a_time() -> None:
     assert ps.count_tokens(group, lambda m: zero_labels(m) * 2) == 12, "by weights of another kind"
 
 
-def test_prefetch_refuses() -> None:
+BARE: list[Any] = [{"labels": TWO}, TWO, ps.Count(TWO, TWO)]
+REFUSED: list[tuple[Callable[[], Any], type[Exception], str]] = [
+    (lambda: next(ps.prefetch([labelled(1)], "cpu", weight_fn=lambda _: next(iter([])))), RuntimeError, "raised StopIteration"),
+    (lambda: next(ps.prefetch([[TWO]], "cpu")), ValueError, r"reads microbatch\['labels'\]"),
+    (lambda: ps.prefetch([], "cpu", 0), ValueError, "depth=0 leaves no room"),
+    *((lambda bare=bare: next(ps.prefetch([bare], "cpu")), TypeError, f"got {type(bare).__name__}: .*ps.group.*in a list") for bare in BARE),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("call", "error", "message"), REFUSED)
+def test_prefetch_refuses(call: Any, error: type[Exception], message: str) -> None:
     """StopIteration of anything but the source is an error, not the end."""
-    with pytest.raises(RuntimeError, match="raised StopIteration"):
-        next(ps.prefetch([labelled(1)], "cpu", weight_fn=lambda _: next(iter([]))))
-    with pytest.raises(ValueError, match=r"reads microbatch\['labels'\]"):
-        next(ps.prefetch([[torch.ones(1)]], "cpu"))
-    for bare in ({"labels": torch.ones(2)}, torch.ones(2), ps.Count(torch.ones(2), torch.ones(2))):
-        with pytest.raises(TypeError, match=f"got {type(bare).__name__}: .*ps.group.*in a list"):
-            next(ps.prefetch([bare], "cpu"))  # type: ignore[list-item]
-    with pytest.raises(ValueError, match="depth=0 leaves no room"):
-        ps.prefetch([], "cpu", 0)
+    with pytest.raises(error, match=message):
+        call()
 
 
 def test_prefetch_leaves_alone_what_is_no_tensor() -> None:
@@ -94,29 +98,11 @@ def test_prefetch_leaves_alone_what_is_no_tensor() -> None:
     assert microbatch["more"] == [array, None]
 
 
-class Source(Iterator[list[Any]]):
-    """Groups from an iterator that counts what it has given, and can be closed."""
-
-    def __init__(self, count: int) -> None:
-        self.position, self.count, self.closed = 5, count, False
-
-    def __next__(self) -> list[Any]:
-        if self.position == 5 + 2 * self.count:
-            raise StopIteration
-        self.position += 2
-        return labelled(2)
-
-    def close(self) -> None:
-        self.closed = True
-
-
 def test_prefetch_tells_its_position() -> None:
-    """Of what was handed over, where the source tells a position; None where it tells none."""
-    groups = ps.prefetch(ps.group(labelled(10), 4, start=1), "cpu", 3)
+    """Of what was handed over, where the source tells a position, as another ``prefetch`` does; None where it tells none."""
+    groups = ps.prefetch(ps.prefetch(ps.group(labelled(10), 4, start=1), "cpu", 3), "cpu")
     assert groups.position == 1
     assert [(len(list(group)), groups.position) for group in groups] == [(4, 5), (4, 9), (1, 10)]
-    chained = ps.prefetch(ps.prefetch(Source(2), "cpu"), "cpu")
-    assert [chained.position, *(chained.position for _ in chained)] == [5, 7, 9]
     unknown = ps.prefetch([labelled(1)], "cpu")
     assert [unknown.position, *(unknown.position for _ in unknown)] == [None, None]
 
@@ -173,9 +159,20 @@ def test_prefetch_waits_for_no_source() -> None:
     assert set(asked) <= {"second"}
 
 
+class Source(Iterator[list[Any]]):
+    """Groups from an iterator of the user's, which can be closed."""
+
+    closed = False
+
+    def __next__(self) -> list[Any]:
+        return labelled(2)
+
+    def close(self) -> None:
+        self.closed = True
+
+
 def test_prefetch_closes_nothing_of_the_users() -> None:
-    """An iterator of a class of one's own is as it was."""
-    source, threads = Source(9), set(threading.enumerate())
+    source, threads = Source(), set(threading.enumerate())
     groups = ps.prefetch(source, "cpu")
     next(groups)
     groups.close()

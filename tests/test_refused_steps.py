@@ -2,23 +2,14 @@
 
 from collections import namedtuple
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
 import purestep as ps
 from tests.line import MICROBATCH, PARAMS, SGD, loss_fn, step_with, weight_fn
-
-
-class Batch(NamedTuple):
-    """A microbatch that is a tuple too."""
-
-    x: Tensor
-    y: Tensor
-
 
 Optax = namedtuple("Optax", "init update")
 ONES = torch.ones(2)
@@ -46,65 +37,37 @@ NO_OPTIMIZER: list[tuple[Any, str]] = [
     (Optax(None, None), "got Optax: a NamedTuple of init"),
     (None, "got NoneType"),
 ]
+SHIFTED = r"dimension 1 differs by one, as where loss_fn shifts the labels: shift"
+SHIFTING: dict[str, Any] = {
+    "loss": lambda p, m: ps.losses.cross_entropy(m["x"] * p["w"], m["labels"][:, 1:]),
+    "weight_fn": ps.label_weights,
+    "group": [{"x": torch.randn(2, 5, 3), "labels": torch.zeros(2, 6, dtype=torch.int64)}],
+}
 MISTAKES: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"loss": lambda p, m: loss_fn(p, m).mean()}, ValueError, REDUCED),
     ({"loss": lambda p, m: loss_fn(p, m).sum()}, ValueError, REDUCED),
-    (
-        {"loss": lambda p, m: loss_fn(p, m)[:, None]},
-        ValueError,
-        r"\(2, 1\) against weights of shape \(2,\):.* reshape the losses",
-    ),
-    (
-        {"weight_fn": lambda m: torch.ones(1)},
-        ValueError,
-        r"\(2,\) against weights of shape \(1,\)",
-    ),
-    *(
-        ({"loss": lambda p, m, output=output: output}, TypeError, NO_LOSS)
-        for output in (3.0, None, torch.tensor([1, 2]))
-    ),
-    (
-        {"loss": lambda p, m: (loss_fn(p, m), 1)},
-        TypeError,
-        r"one loss per token, or name the parts as ps\.LossTerms\(tokens.* got tuple",
-    ),
-    (
-        {"weight_fn": lambda m: -weight_fn(m)},
-        ValueError,
-        "weights must be finite and not negative, but one is -1",
-    ),
+    ({"loss": lambda p, m: loss_fn(p, m)[:, None]}, ValueError, r"\(2, 1\) against weights of shape \(2,\):.* reshape the losses"),
+    ({"weight_fn": lambda m: torch.ones(1)}, ValueError, r"\(2,\) against weights of shape \(1,\)"),
+    (SHIFTING, ValueError, SHIFTED),
+    ({**SHIFTING, "normalize": "grads"}, ValueError, SHIFTED),
+    *(({"loss": lambda p, m, output=output: output}, TypeError, NO_LOSS) for output in (3.0, None, torch.tensor([1, 2]))),
+    ({"loss": lambda p, m: (loss_fn(p, m), 1)}, TypeError, r"one loss per token, or name the parts as ps\.LossTerms\(tokens.* got tuple"),
+    ({"weight_fn": lambda m: -weight_fn(m)}, ValueError, "weights must be finite and not negative, but one is -1"),
     *(({"optimizer": optimizer}, TypeError, hint) for optimizer, hint in NO_OPTIMIZER),
-    (
-        {"normalize": "mean"},
-        ValueError,
-        "normalize='mean' must be one of 'loss', 'grads'",
-    ),
-    (
-        {"on_nonfinite": "raise"},
-        ValueError,
-        "on_nonfinite='raise' must be one of 'propagate', 'skip'",
-    ),
-    *(
-        ({"accum_dtype": dtype}, ValueError, f"{dtype} must be a floating point dtype")
-        for dtype in (torch.int64, torch.float8_e4m3fn)
-    ),
+    ({"normalize": "mean"}, ValueError, "normalize='mean' must be one of 'loss', 'grads'"),
+    ({"on_nonfinite": "raise"}, ValueError, "on_nonfinite='raise' must be one of 'propagate', 'skip'"),
+    *(({"accum_dtype": dtype}, ValueError, f"{dtype} must be a floating point dtype") for dtype in (torch.int64, torch.float8_e4m3fn)),
     ({"weight_fn": None}, ValueError, 'weight_fn=None .* pass normalize="grads", or a weight_fn'),
     ({"weight_fn": ONES}, TypeError, "weight_fn must be a function, got Tensor"),
     ({"loss": {}}, TypeError, "loss_fn must be a function, got dict"),
     ({"grad_and_value": None}, TypeError, "grad_and_value must be a function, got NoneType"),
     ({"axis": "dp"}, TypeError, "axis must be an axis object, got 'dp'"),
     ({"axis": ps.VmapAxis}, TypeError, "axis must be an axis object"),
-    (
-        {"loss": with_aux(lambda m: {str(len(m["x"])): ONES}), "group": [MICROBATCH, SHORT]},
-        ValueError,
-        r"trees differ in structure: .*'2'.* against .*'1'",
-    ),
-    (
-        {"loss": with_aux(lambda m: m["x"]), "group": [MICROBATCH, SHORT]},
-        ValueError,
-        r"shape \(2,\) in one microbatch and \(1,\) in another",
-    ),
-]
+    ({"loss": with_aux(lambda m: {str(len(m["x"])): ONES}), "group": [MICROBATCH, SHORT]}, ValueError, r"trees differ in structure: .*'2'.* against .*'1'"),
+    ({"loss": with_aux(lambda m: m["x"]), "group": [MICROBATCH, SHORT]}, ValueError, r"shape \(2,\) in one microbatch and \(1,\) in another"),
+    *(({"weight_fn": ps.label_weights, "group": [{"labels": labels}]}, TypeError, r"\['labels'\] is a (ndarray|list), not a tensor")
+      for labels in (np.zeros((2, 5), dtype=np.int64), [[0] * 5] * 2)),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("arguments", "error", "message"), MISTAKES)
@@ -113,7 +76,7 @@ def test_mistakes(arguments: Any, error: type[Exception], message: str) -> None:
         step_with(**arguments)
 
 
-@pytest.mark.parametrize("microbatches", [MICROBATCH, ONES, Batch(ONES, ONES), iter([MICROBATCH])])
+@pytest.mark.parametrize("microbatches", [MICROBATCH, ONES, Optax(ONES, ONES), iter([MICROBATCH])])
 def test_a_group_that_is_no_sequence(microbatches: Any) -> None:
     """At the first step and later, and in evaluation."""
     step = ps.make_update_step(loss_fn, SGD, weight_fn=weight_fn)
@@ -127,43 +90,32 @@ def test_a_group_that_is_no_sequence(microbatches: Any) -> None:
             call(microbatches)
 
 
-@pytest.mark.parametrize(
-    ("params", "error", "message"),
-    [
-        *(
-            ({"layers": [{"w": torch.ones(())}, {"w": leaf}]}, TypeError, message)
-            for leaf, found in [
-                (torch.tensor([1, 2]), "torch.int64"),
-                (torch.tensor(True), "torch.bool"),
-                (torch.ones(1, dtype=torch.complex64), "torch.complex64"),
-                (ONES.to(torch.float8_e4m3fn), "torch.float8_e4m3fn"),
-                (1.0, "float"),
-            ]
-            for message in [
-                rf"params\['layers'\]\[1\]\['w'\] is {found}: params are .* in bfloat16 or wider"
-            ]
-        ),
-        ({"nothing": None}, ValueError, "params holds no tensors"),
-        (torch.nn.Linear(1, 1), TypeError, r"params is a module, Linear: .*ps\.from_module"),
-    ],
-)
+NO_FLOATS = {
+    "torch.int64": torch.tensor([1, 2]), "torch.bool": torch.tensor(True), "float": 1.0,
+    "torch.complex64": ONES.to(torch.complex64), "torch.float8_e4m3fn": ONES.to(torch.float8_e4m3fn),
+}  # fmt: skip
+NO_PARAMS: list[tuple[Any, type[Exception], str]] = [
+    ({"nothing": None}, ValueError, "params holds no tensors"),
+    (torch.nn.Linear(1, 1), TypeError, r"params is a module, Linear: .*ps\.from_module"),
+    *(({"layers": [{"w": torch.ones(())}, {"w": leaf}]}, TypeError, rf"params\['layers'\]\[1\]\['w'\] is {found}: params are .* in bfloat16 or wider")
+      for found, leaf in NO_FLOATS.items()),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("params", "error", "message"), NO_PARAMS)
 def test_params_that_are_none(params: Any, error: type[Exception], message: str) -> None:
     step: Any = ps.make_update_step(loss_fn, SGD, weight_fn=weight_fn)
     with pytest.raises(error, match=message):
         step(params, (), [])
 
 
-@pytest.mark.parametrize(
-    "optimizer",
-    [
-        ps.optim.adamw(0.1),
-        SGD,
-        ps.optim.master_weights(SGD),
-        ps.optim.ema(SGD, 0.9),
-        ps.optim.partition("all", {"all": SGD}),
-        ps.optim.from_torch(torch.optim.SGD, lr=0.1),
-    ],
-)
+INITS: list[ps.optim.Optimizer] = [
+    SGD, ps.optim.adamw(0.1), ps.optim.master_weights(SGD), ps.optim.ema(SGD, 0.9),
+    ps.optim.partition("all", {"all": SGD}), ps.optim.from_torch(torch.optim.SGD, lr=0.1),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("optimizer", INITS)
 def test_init_refuses_them_too(optimizer: Any) -> None:
     """The optimizer is the first to see params."""
     linear = torch.nn.Linear(2, 2)
@@ -181,30 +133,8 @@ def test_parameters_that_require_grad(donate: bool) -> None:
     """Each step would be recorded behind the one before."""
     params = {"w": torch.nn.Parameter(torch.tensor(1.0))}
     step = ps.make_update_step(loss_fn, SGD, weight_fn=weight_fn, donate=donate)
-    with pytest.raises(
-        TypeError, match=r"params\['w'\] is an nn\.Parameter that requires grad.*ps\.from_module"
-    ):
+    refused = r"params\['w'\] is an nn\.Parameter that requires grad.*ps\.from_module"
+    with pytest.raises(TypeError, match=refused):
         step(params, SGD.init(params), [MICROBATCH])
     frozen = {"w": params["w"].detach()}
     assert not step(frozen, SGD.init(frozen), [MICROBATCH])[0]["w"].requires_grad
-
-
-@pytest.mark.parametrize("normalize", ["loss", "grads"])
-def test_labels_that_the_loss_shifts(normalize: Any) -> None:
-    """Counted before they are shifted: the message says how to shift them."""
-    step = ps.make_update_step(
-        lambda p, m: ps.losses.cross_entropy(m["x"] * p["w"], m["labels"][:, 1:]),
-        SGD,
-        normalize=normalize,
-    )
-    microbatch = {"x": torch.randn(2, 5, 3), "labels": torch.zeros(2, 6, dtype=torch.int64)}
-    with pytest.raises(
-        ValueError, match=r"dimension 1 differs by one, as where loss_fn shifts the labels: shift"
-    ):
-        step(PARAMS, SGD.init(PARAMS), [microbatch])
-
-
-@pytest.mark.parametrize("labels", [np.zeros((2, 5), dtype=np.int64), [[0] * 5] * 2])
-def test_labels_that_are_no_tensor(labels: Any) -> None:
-    with pytest.raises(TypeError, match=r"\['labels'\] is a (ndarray|list), not a tensor"):
-        ps.make_update_step(loss_fn, SGD)(PARAMS, SGD.init(PARAMS), [{"labels": labels}])

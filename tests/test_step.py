@@ -1,4 +1,6 @@
-"""What a step gives: metrics by hand, dtypes as they were, and the flow that anyone can copy."""
+"""What a step counts and gives: weights, metrics by hand, dtypes as they were, and the flow that anyone can copy."""
+
+from typing import Any
 
 import pytest
 import torch
@@ -62,3 +64,58 @@ def test_an_overflowing_count_is_not_applied_where_it_cannot_be_read() -> None:
     w, applied = torch.vmap(stepped)(torch.tensor([1.0, 1e308], dtype=torch.float64))
     assert applied.tolist() == [True, False]
     assert w[1] == PARAMS["w"] != w[0]
+
+
+def given(microbatch: Tensor) -> Tensor:
+    return microbatch
+
+
+def test_counts_exactly() -> None:
+    """Also where the weights' own dtype could not hold the count; no gradient flows."""
+    for dtype in (torch.bool, torch.uint8, torch.int32, torch.float32, torch.bfloat16):
+        weights = torch.ones(1000, dtype=dtype).requires_grad_(dtype.is_floating_point)
+        count = ps.count_tokens([weights, torch.ones(3, 5, dtype=dtype)], given)
+        assert count == 1015
+        assert count.dtype == (torch.float64 if dtype.is_floating_point else torch.int64)
+        assert not count.requires_grad
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_labels_of_other_layouts_and_dtypes() -> None:
+    """Nested, sparse, and unsigned, where -100 would wrap around to a label like any other."""
+    labels = torch.nested.nested_tensor(
+        [torch.tensor([1, -100]), torch.tensor([1, 2, 3])], layout=torch.jagged
+    )
+    assert ps.count_tokens([{"labels": labels}]) == 4
+    some = torch.tensor([[True, False], [True, True]])
+    assert ps.count_tokens([some, some.to_sparse()], given) == 6
+    assert ps.count_tokens([{"labels": torch.arange(256, dtype=torch.uint8)}]) == 256
+    assert ps.count_tokens([]) == 0
+    assert ps.count_tokens([torch.tensor([True]), torch.tensor([0.5])], given) == 1.5
+
+
+@pytest.mark.parametrize("bad", [-1.0, float("nan"), float("inf"), -2])
+def test_bad_weights(bad: float) -> None:
+    with pytest.raises(ValueError, match=f"must be finite and not negative, but one is {bad}"):
+        ps.count_tokens([torch.tensor([1, bad])], given)
+    under_vmap = torch.vmap(lambda w: ps.count_tokens([w], given))
+    with pytest.raises(ValueError, match=f"one is {bad}"):
+        under_vmap(torch.tensor([[1], [bad]]))
+
+
+def test_weights_that_are_none() -> None:
+    none: Any = {"list": [1, 2], "complex64": torch.ones(2, dtype=torch.complex64)}
+    for found, weights in none.items():
+        with pytest.raises(TypeError, match=f"one per token; got .*{found}"):
+            ps.count_tokens([weights], given)
+    for microbatch in ({"target": torch.ones(2)}, torch.ones(2)):
+        with pytest.raises(ValueError, match=r"reads microbatch\['labels'\], but .* weight_fn="):
+            ps.label_weights(microbatch)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint16, torch.uint32, torch.uint64])
+def test_unsigned_weights_count_and_multiply(dtype: torch.dtype) -> None:
+    """Few of torch's functions take them; a step does."""
+    new, _, metrics = step_with(weight_fn=lambda m: m["x"].to(dtype))
+    assert (int(metrics.num_tokens), metrics.num_tokens.dtype) == (3, torch.int64)
+    assert torch.equal(new["w"], step_with(weight_fn=lambda m: m["x"])[0]["w"])

@@ -1,4 +1,4 @@
-"""What travels between ranks: when it leaves, and how many collectives and bytes it is."""
+"""What travels between ranks: when it leaves, how many collectives and bytes it is, and in which dtype."""
 
 from collections.abc import Callable
 from typing import Any
@@ -15,7 +15,7 @@ from purestep.axis import Gather
 from purestep.testing import ThreadAxis
 from tests.layers import loss_of, network, ones, rows
 from tests.torch_private import TorchDispatchMode
-from tests.uneven import SGD, Batch, batch, params, sound, step
+from tests.uneven import BAD, SGD, Batch, batch, loss_fn, ones as each_once, params, sound, step
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -36,11 +36,8 @@ class Collectives(TorchDispatchMode):
 
 
 MIXED = {
-    "a": torch.ones(30),
-    "b": torch.ones(5).double(),
-    "c": torch.ones(7, 3),
-    "d": torch.ones(()),
-}
+    "a": torch.ones(30), "b": torch.ones(5).double(), "c": torch.ones(7, 3), "d": torch.ones(()),
+}  # fmt: skip
 """One leaf in float64, three of 52 numbers in float32."""
 
 
@@ -52,33 +49,94 @@ def bytes_of_a_step(axis: ps.Axis, microbatches: int, aux: bool, normalize: Any)
         numbers = {"n": torch.tensor(1), "m": torch.tensor(2)} if aux else ()
         return ps.LossTerms(microbatch * total, aux=numbers)
 
+    how: Any = {"weight_fn": torch.ones_like, "axis": axis, "normalize": normalize}
     optimizer = ps.optim.sgd(0.5)
-    run = ps.make_update_step(
-        loss, optimizer, weight_fn=torch.ones_like, axis=axis, normalize=normalize
-    )
     with Collectives() as sent:
-        new, _, _ = run(MIXED, optimizer.init(MIXED), [torch.ones(2).double()] * microbatches)
+        new, _, _ = ps.make_update_step(loss, optimizer, **how)(
+            MIXED, optimizer.init(MIXED), [torch.ones(2).double()] * microbatches
+        )
     return sorted(sent.bytes), new
 
 
 @pytest.mark.parametrize("normalize", ["loss", "grads"])
 @pytest.mark.parametrize(
-    ("bucket_bytes", "buckets"),
-    [(8, [4, 40, 84, 120]), (88, [40, 88, 120]), (1 << 20, [40, 208])],
+    ("bucket_bytes", "buckets"), [(8, [4, 40, 84, 120]), (88, [40, 88, 120]), (1 << 20, [40, 208])]
 )
 def test_traffic_of_a_step(
     processes: Run, bucket_bytes: int, buckets: list[int], normalize: str
 ) -> None:
     """Two short messages and each gradient once, however many microbatches a rank has."""
-    message = 7 * 8
-    for numbers in ([1] * 4, [4] * 4, [16] * 4, [4, 0, 16, 1]):
-        args = numbers, [False] * 4, [normalize] * 4
-        results = processes(bytes_of_a_step, *args, bucket_bytes=bucket_bytes)
+    message, how = 7 * 8, [normalize] * 4
+    for numbers in ([1] * 4, [16] * 4, [4, 0, 16, 1]):
+        results = processes(bytes_of_a_step, numbers, [False] * 4, how, bucket_bytes=bucket_bytes)
         for sent, new in results:
             assert sent == sorted([*buckets, message, message])
             assert_same(new, results[0][1])
-    for sent, _ in processes(bytes_of_a_step, [1, 4, 16, 2], [True] * 4, [normalize] * 4):
+    for sent, _ in processes(bytes_of_a_step, [1, 4, 16, 2], [True] * 4, how):
         assert sent == sorted([40, 208, message, message, 2 * 8]), "aux is one collective more"
+
+
+EACH = 10**12 + 7
+
+
+def metrics_of(axis: ps.Axis, rank: int, name: str) -> Any:
+    """Losses and weights of other dtypes than the params, on one rank alone or of two; or beyond that of gradients."""
+    dtype = torch.float32 if rank or name == "one rank" else torch.float64
+    weights = torch.tensor([2], dtype=torch.int64) if rank else torch.tensor([2.0**52]).double()
+    how: dict[str, dict[str, Any]] = {
+        "one rank": {
+            "weight_fn": lambda m: m["y"].abs() + 0.5,
+            "microbatches": [batch(3)] * (rank == BAD),
+        },
+        "two": {"weight_fn": lambda m: weights, "microbatches": [batch(1)]},
+        "half": {
+            "weight_fn": lambda m: each_once(m) * EACH,
+            "normalize": "grads",
+            "accum_dtype": torch.float16,
+        },
+    }
+    loss = {} if name == "half" else {"loss_fn": lambda p, m: loss_fn(p, m).to(dtype)}
+    return step(axis, {**sound(rank), **loss, **how[name]})[2]
+
+
+def test_counts_and_losses_of_other_dtypes_than_gradients(ranks: Run) -> None:
+    """Floats and integers, too large to be added as such, are added in float64, and so are losses; an empty rank agrees."""
+    alone = metrics_of(ps.LocalAxis(), BAD, "one rank")
+    assert (alone.loss.dtype, alone.num_tokens.dtype) == (torch.float32, torch.float64)
+    losses = loss_fn(params(), batch())
+    for metrics in ranks(metrics_of, range(4), ["one rank"] * 4):
+        assert_same(metrics, alone)
+    for metrics in ranks(metrics_of, range(4), ["two"] * 4):
+        assert_same(metrics.num_tokens, torch.tensor(2**52 + 6).double())
+        assert_same(metrics.loss, losses[0])
+    for metrics in ranks(metrics_of, range(4), ["half"] * 4):
+        assert_same(metrics.num_tokens, torch.tensor(16 * EACH))
+        assert_same(metrics.loss, losses.sum() * EACH / (16 * EACH))
+
+
+FUSED = ps.optim.from_torch(torch.optim.AdamW, lr=0.125, fused=True)
+
+
+def image_step(axis: ps.Axis, rank: int) -> Any:
+    """Images lie with their channels last on some ranks, equal rows in one."""
+    numbers, rows = torch.arange(48.0).remainder(7).view(2, 3, 4, 2), torch.ones(3).expand(4, 3)
+    order = torch.channels_last if rank % 2 else torch.contiguous_format
+    image = numbers.contiguous(memory_format=order)
+    theta = {"image": image, "rows": rows if rank % 2 else rows.contiguous()}
+    how: Any = {"weight_fn": torch.ones_like, "axis": axis}
+    update_step = ps.make_update_step(
+        lambda p, x: ((p["image"] * numbers).sum() + p["rows"].sum()) * x, FUSED, **how
+    )
+    new = update_step(theta, FUSED.init(theta), [torch.ones(1)])[:2]
+    assert new[0]["image"].stride() == image.stride()
+    return new
+
+
+@pytest.mark.parametrize("bucket_bytes", [8, 1 << 20])
+def test_kernels_read_gradients_in_the_order_of_their_leaves(ranks: Run, bucket_bytes: int) -> None:
+    expected = image_step(ps.LocalAxis(), 0)
+    for state in ranks(image_step, range(4), bucket_bytes=bucket_bytes):
+        assert_same(state, expected)
 
 
 def step_that_meets(axis: ps.Axis, rank: int, everywhere: bool) -> Any:
@@ -106,8 +164,8 @@ def test_a_loss_that_meets_over_the_same_axis(ranks: Run, bucket_bytes: int) -> 
         assert_same(result, used[0])
 
 
-class _InBackward(torch.autograd.Function):
-    """The identity, which calls a function during the backward pass."""
+class InBackward(torch.autograd.Function):
+    """The identity, whose backward pass calls a function."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, act: Callable[[], Any]) -> Tensor:
@@ -120,10 +178,7 @@ class _InBackward(torch.autograd.Function):
         return grad, None
 
 
-def in_backward(x: Tensor, act: Callable[[], Any]) -> Tensor:
-    """The tensor, whose backward pass calls a function."""
-    result: Tensor = _InBackward.apply(x, act)
-    return result
+in_backward: Callable[[Tensor, Callable[[], Any]], Tensor] = InBackward.apply
 
 
 def step_that_meets_late(axis: ps.Axis, rank: int) -> str:

@@ -56,9 +56,8 @@ def test_a_closure_is_a_constant_under_vmap() -> None:
     """Not so a tensor that a transform differentiates by."""
     teacher = torch.nn.Parameter(torch.tensor(3.0))
     w, axis = torch.ones(()), ps.VmapAxis(2)
-    step = ps.make_update_step(
-        lambda w, x: (w * x - teacher) ** 2, SGD, weight_fn=torch.ones_like, axis=axis
-    )
+    how: Any = {"weight_fn": torch.ones_like}
+    step = ps.make_update_step(lambda w, x: (w * x - teacher) ** 2, SGD, axis=axis, **how)
     for recorded in (False, True):
         own = w.clone().requires_grad_(recorded)
         new, _, _ = axis.map(step, (None, None, 0), None)(own, SGD.init(w), [torch.ones(2, 1)])
@@ -66,7 +65,7 @@ def test_a_closure_is_a_constant_under_vmap() -> None:
         assert new.requires_grad is recorded
 
     def moved(target: Tensor) -> Tensor:
-        by = ps.make_update_step(lambda w, x: (w * x - target) ** 2, SGD, weight_fn=torch.ones_like)
+        by = ps.make_update_step(lambda w, x: (w * x - target) ** 2, SGD, **how)
         return by(w, SGD.init(w), [torch.ones(1)])[0]
 
     assert torch.func.grad(moved)(torch.tensor(3.0)) == 1

@@ -78,9 +78,7 @@ attention_in_steps = torch.ops.aten._scaled_dot_product_attention_math
 """Attention as an operation of ``torch.ops``, which drops elements when it is told to."""
 
 
-def compiled_with_graphs(
-    function: Callable[..., Any],
-) -> tuple[Callable[..., Any], list[str]]:
+def compiled_with_graphs(function: Callable[..., Any]) -> tuple[Callable[..., Any], list[str]]:
     """The function compiled whole, and the code of each graph that reaches the compiler's backend, from the first call on."""
     from torch._dynamo.backends.common import aot_autograd
 
