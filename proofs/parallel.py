@@ -3,7 +3,6 @@
 Both are polynomials in integers, so that every operation is exact.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,8 +12,6 @@ import purestep as ps
 from proofs.models import FEATURES, integers
 from proofs.strategies import Batch, weights_of
 from proofs.worlds import Grid
-
-MakeStep = Callable[..., Any]
 
 
 def attention_params(generator: torch.Generator) -> dict[str, Tensor]:
@@ -38,7 +35,7 @@ def _attend(
     return ((scores @ value) @ out - y).square()
 
 
-def context_parallel_step(make_update_step: MakeStep, grid: Grid, **how: Any) -> Any:
+def context_parallel_step(grid: Grid, **how: Any) -> Any:
     """Each rank holds a piece of every sequence of its row of the grid: tokens are spread over both."""
     context = grid.second
 
@@ -48,10 +45,10 @@ def context_parallel_step(make_update_step: MakeStep, grid: Grid, **how: Any) ->
         start = context.index * query.shape[1]
         return _attend(query, key, value, start, params["out"], batch["y"])
 
-    return make_update_step(loss_fn, weight_fn=weights_of, axis=grid.both, **how)
+    return ps.make_update_step(loss_fn, weight_fn=weights_of, axis=grid.both, **how)
 
 
-def tensor_parallel_step(make_update_step: MakeStep, grid: Grid, **how: Any) -> Any:
+def tensor_parallel_step(grid: Grid, **how: Any) -> Any:
     """Each rank holds a piece of the hidden layer, and its row's tokens: the rows alone spread them."""
     pieces = grid.second
 
@@ -59,9 +56,10 @@ def tensor_parallel_step(make_update_step: MakeStep, grid: Grid, **how: Any) -> 
         bias = torch.stack(params["hidden"]["biases"]).sum(0)
         hidden = torch.relu(batch["x"] @ params["hidden"]["weight"] + bias)
         output: Tensor = ps.psum(hidden @ params["out"][0], pieces)
-        return (output + params["shifts"].sum() - batch["y"]).square()
+        shift = params["shifts"].sum() + params["shift"]
+        return (output + shift - batch["y"]).square()
 
-    return make_update_step(loss_fn, weight_fn=weights_of, axis=grid.first, **how)
+    return ps.make_update_step(loss_fn, weight_fn=weights_of, axis=grid.first, **how)
 
 
 def context_piece(batch: Batch, place: int, places: int) -> Batch:

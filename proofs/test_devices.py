@@ -42,7 +42,6 @@ UNWAITED = [
     t02.rank_invariance,
     t03.order_invariance,
     t04.padding_invariance,
-    t04.counts_of_tokens,
     t04.nan_at_weight_zero,
     t05.scale_invariance,
     t05.repetition,
@@ -65,7 +64,7 @@ def holds(theorem: Theorem, *, waits: bool = False) -> None:
     Where a process has compiled thousands of graphs of lazy tensors, torch runs one that is of different tensors, now and then.
     """
     test = theorem.test(PURESTEP if waits else ON_DEVICE, moved)
-    settings(max_examples=min(settings().max_examples // 5, 20))(test)()
+    settings(max_examples=min(settings().max_examples // 6, 20))(test)()
 
 
 @pytest.mark.parametrize("theorem", UNWAITED, ids=lambda one: f"{one.name} {one.claim.__name__}")

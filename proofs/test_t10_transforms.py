@@ -15,22 +15,24 @@ from hypothesis import assume, given, settings, strategies as st
 from torch import Tensor
 
 import purestep as ps
+from proofs.ranks import check_step
 from proofs.strategies import (
+    CAPTURE,
     Batch,
     Case,
     How,
     assert_same,
-    capture,
-    check_step,
     cut,
+    drawn,
     integer_batch,
     labels,
     matrices,
-    settings_of_steps,
+    settings_of,
     some_opt_state,
     stack,
     weights_of,
 )
+from proofs.theorem import PURESTEP
 from purestep import tree
 from purestep.testing.bounds import gamma
 
@@ -147,7 +149,7 @@ def assert_slopes(f: Callable[[Tensor], Tensor], x: Tensor, which: tuple[str, ..
 
 
 @settings(max_examples=30)
-@given(st.sampled_from([*RECIPES]), settings_of_steps(), st.booleans(), st.integers(0, 99))
+@given(st.sampled_from([*RECIPES]), drawn(settings_of), st.booleans(), st.integers(0, 99))
 def test_derivatives_by_the_rate(recipe: str, how: Settings, again: bool, seed: int) -> None:
     """Through three steps, of a loss that may be computed again in the backward pass."""
     final = trained(
@@ -159,7 +161,7 @@ def test_derivatives_by_the_rate(recipe: str, how: Settings, again: bool, seed: 
 
 
 @settings(max_examples=30)
-@given(st.sampled_from([*RECIPES]), settings_of_steps(), st.integers(0, 99))
+@given(st.sampled_from([*RECIPES]), drawn(settings_of), st.integers(0, 99))
 def test_ensembles(recipe: str, how: Settings, seed: int) -> None:
     """An ensemble under vmap, each with its own learning rate, is its members one by one."""
     final = trained(recipe, how, [group_of(seed), group_of(seed + 1)])
@@ -193,7 +195,7 @@ IDLE: dict[str, Callable[[list[Batch]], list[Batch]]] = {
     "infinite on the way": lambda group: [{**m, "y": m["y"].sign() * 1e308} for m in group],
 }
 """Groups of which no step is taken."""
-SKIPPING = settings_of_steps(on_nonfinite="skip")
+SKIPPING = drawn(settings_of, on_nonfinite="skip")
 POINT = torch.tensor(0.125, dtype=torch.float64)
 
 
@@ -292,7 +294,7 @@ def test_compile_of_a_derivative() -> None:
 def test_compile_on_ranks_and_in_ensembles() -> None:
     """The whole simulated group of ranks, in an ensemble, as one graph."""
     axis = ps.VmapAxis(2)
-    step = ps.make_update_step(affine, capture(), weight_fn=weights_of, axis=axis)
+    step = ps.make_update_step(affine, CAPTURE, weight_fn=weights_of, axis=axis)
     ensemble = torch.vmap(axis.map(step, (None, None, 0), None), in_dims=(0, 0, None))
     members = stacked(start(0), start(1))
     given = members, tree.zeros_like(members), [stacked(group_of(0)[0], group_of(1)[0])]
@@ -310,5 +312,5 @@ def test_compile_of_a_microbatch() -> None:
     case = Case(params, batch, "momentum", opt_state, 0)
     backend = partial(torch.compile, backend="aot_eager")
     for normalize in ("loss", "grads"):
-        how = How("one", False, 8, {"compile": backend, "normalize": normalize})
-        check_step(ps, how, case, [cut(batch, [[0], [1], [2], [3]])], affine)
+        how = How("one", {"compile": backend, "normalize": normalize})
+        check_step(PURESTEP, how, case, [cut(batch, [[0], [1], [2], [3]])], affine)
