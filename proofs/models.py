@@ -5,6 +5,7 @@
 * A small transformer with attention, layer norm and tied embeddings: what people train.
 """
 
+import itertools
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -52,9 +53,10 @@ def parts(params: Any) -> Params:
     """The tree again, of views of the vector; a tree stays as it is."""
     if not isinstance(params, Tensor):
         return cast(Params, params)
-    weight, *biases, out, shifts, shift = params.split([FEATURES * HIDDEN, *[HIDDEN] * 3, 2, 1])
+    ends = [*itertools.accumulate([0, FEATURES * HIDDEN, *[HIDDEN] * 3, 2])]
+    weight, *biases, out, shifts = (params[a:b] for a, b in itertools.pairwise(ends))
     hidden = {"weight": weight.view(FEATURES, HIDDEN), "biases": biases}
-    return {"hidden": hidden, "out": [out], "shifts": shifts, "shift": shift[0]}
+    return {"hidden": hidden, "out": [out], "shifts": shifts, "shift": params[-1]}
 
 
 def integers(shape: tuple[int, ...], generator: torch.Generator, size: int = 2) -> Tensor:

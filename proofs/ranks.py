@@ -1,5 +1,6 @@
 """Drawn steps, taken: on one rank, on simulated ones, on threads and on processes; and what is claimed of them."""
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -73,10 +74,11 @@ class Program:
         before, places, order = copied(given), addresses(given[:2]), strides(given[:2])
         *new, metrics = step(*given)
         if not self.how.settings.get("donate"):
-            assert_same(*tree.map(torch.nan_to_num, (given, before)), "what a rank brings")
+            came, was = tree.map(torch.nan_to_num, (given, before))
+            assert_same(came, was, "what a rank brings")
             assert not {*addresses(new)} & {*places}, "an output lives in an input's storage"
             assert strides(new) == order, "another order in memory"
-        elif self.optimizer is not CAPTURE:
+        else:
             assert addresses(new[0]) == addresses(params), "params lie where they lay"
         return *ps.unshard(tuple(new)), metrics, *evaluation
 
@@ -104,16 +106,19 @@ def step_of(
     run: Run = on_threads,
 ) -> Any:
     """``(params, opt_state, metrics)`` of one step in this way, on which all ranks agree; and an evaluation's metrics."""
+    on_host = tree.leaves_of(state)[0].device.type == "cpu"
+    # The host waits for a device where threads meet, and where pieces are made.
+    how = how if on_host or how.axis == "one" else How("simulated", how.settings)
     program = Program(system, how, loss_fn, optimizer, weight_fn, evaluates)
     own = copied(state) if how.settings.get("donate") else state
     if how.axis == "one":
-        return program(ps.LocalAxis(), *own, [part for group in groups for part in group])
-    # The host waits for a device where threads meet.
-    if how.axis == "simulated" or tree.leaves_of(state)[0].device.type != "cpu":
+        params, opt_state = own
+        return program(ps.LocalAxis(), params, opt_state, [*itertools.chain(*groups)])
+    if how.axis == "simulated":
         axis = ps.VmapAxis(len(groups))
         return simulated(axis, program, (None, None, 0))(*own, side_by_side(groups))
     groups = groups + [[]] * (-len(groups) % how.grid[1])
-    parts = [part for group in groups for part in group]
+    parts = [*itertools.chain(*groups)]
     if how.gather.startswith("loss") and parts:
         # As many microbatches on each rank, with weights of zero where there were none.
         empty = {key: torch.zeros_like(leaf) for key, leaf in parts[0].items()}
@@ -123,7 +128,8 @@ def step_of(
     ranks = Ranks(len(groups), how.bucket_bytes, how.grid[0])
     first, *others = run(ranks, program, *zip(*states, strict=True), groups)
     for other in others:
-        assert_same(*tree.map(torch.nan_to_num, (other, first)), "what a rank returns")
+        one, same = tree.map(torch.nan_to_num, (first, other))
+        assert_same(same, one, "what a rank returns")
     return first
 
 

@@ -25,6 +25,14 @@ def times(groups: Groups, name: str, factor: float) -> Groups:
     return [[{**part, name: multiplied(part[name])} for part in group] for group in groups]
 
 
+def with_floats(groups: Groups) -> Groups:
+    """The same, with targets that can be infinite; copies, which may be written to."""
+    return [
+        [{**part, "y": part["y"].to(part["x"].dtype, copy=True)} for part in group]
+        for group in groups
+    ]
+
+
 @theorem("T7", st.tuples(steps(), st.booleans()))
 def no_tokens(system: System, drawn: tuple[Drawn, bool]) -> None:
     """N = 0, with ignored microbatches or with none at all, is the identity."""
@@ -42,7 +50,7 @@ def nonfinite(system: System, drawn: tuple[Drawn, float]) -> None:
     """One non-finite gradient on one rank: every rank skips the step, or none does."""
     (case, how, groups), bad = drawn
     state = case.params, case.opt_state
-    groups = times(groups, "y", 1.0)
+    groups = with_floats(groups)
     part = next(part for group in groups for part in group if part["w"].any())
     part["y"].view(-1)[int(part["w"].flatten().nonzero()[0])] = bad
     *new, metrics = step_of(system, how, state, groups, case.loss_fn, case.recipe)
@@ -80,12 +88,13 @@ def ensembles(system: System, drawn: tuple[Drawn, float]) -> None:
     step = system.make_update_step(
         case.loss_fn, case.optimizer, weight_fn=weights_of, **{**how.settings, "donate": False}
     )
-    ((idle,),) = times([[case.batch]], "y" if bad else "w", bad)
+    ((batch,),) = with_floats([[case.batch]])
+    ((idle,),) = times([[batch]], "y" if bad else "w", bad)
     state = case.params, case.opt_state
     both = tree.map(lambda leaf: torch.stack([leaf, leaf]), state)
     try:
-        *together, metrics = torch.vmap(step)(*both, [stack([case.batch, idle])])
-        *alone, metrics_alone = step(*state, [case.batch])
+        *together, metrics = torch.vmap(step)(*both, [stack([batch, idle])])
+        *alone, metrics_alone = step(*state, [batch])
     except RuntimeError as error:
         raise AssertionError("the step keeps something of an earlier call") from error
     assert_same(tree.map(lambda leaf: leaf[0], tuple(together)), tuple(alone))

@@ -228,7 +228,7 @@ def stream(system: System, data: Stream) -> None:
         assert groups.position == len(data.parts)
     else:
         if data.fault is None and 0 < used < data.complete:
-            wait_until(lambda: source.position > groups.position)
+            wait_until(lambda: int(source.position or 0) > int(groups.position or 0))
         assert groups.position == min(used * data.k, len(data.parts))
         rest = ps.group(iter(data.parts), data.k, start=groups.position)
         again = [part for group in islice(rest, len(data.parts)) for part in group]
