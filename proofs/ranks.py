@@ -236,12 +236,6 @@ def check_within_bound(
 # On a grid of two rows
 
 
-def context_parallel_step(recipe: str, settings: Any, grid: Grid, *rank: Any) -> Any:
-    """One step of a rank that holds a part of each sequence."""
-    step = parallel.context_parallel_step(grid, optimizer=OPTIMIZERS[recipe], **settings)
-    return step(*rank)
-
-
 def check_context_parallel(run: Run, drawn: Drawn) -> None:
     """Sequences split over the grid's second dimension: the step of the whole sequences."""
     case, how, groups = drawn
@@ -257,7 +251,7 @@ def check_context_parallel(run: Run, drawn: Drawn) -> None:
         for group in groups
         for place in range(2)
     ]
-    program = partial(context_parallel_step, recipe, how.settings)
+    program = partial(parallel.context_parallel_step, recipe, how.settings)
     states = zip(*(copied((params, opt_state)) for _ in pieces), strict=True)
     for *new, metrics in run(Ranks(4, how.bucket_bytes, rows=2), program, *states, pieces):
         assert_same((*new, metrics.loss), (*state, loss))
@@ -269,27 +263,11 @@ def twice(batch: Batch) -> Batch:
     return {key: torch.cat([value, value], 1) for key, value in batch.items()}
 
 
-def tensor_parallel_step(
-    recipe: str, how: How, grid: Grid, params: Any, opt_state: Any, microbatches: list[Batch]
-) -> Any:
-    """One step of a rank of a grid, with a layer in pieces over the columns; with ``gather`` the rest over the rows."""
-
-    def piece(leaf: Tensor) -> Any:
-        if leaf.ndim and leaf.shape[-1] == models.HIDDEN:
-            return ps.shard(leaf, grid.second, -1)
-        return ps.shard(leaf, grid.first) if how.gather else leaf.clone()
-
-    settings = {**how.settings, "gather": how.gather or "step"}
-    step = parallel.tensor_parallel_step(grid, optimizer=OPTIMIZERS[recipe], **settings)
-    *new, metrics = step(*tree.map(piece, (params, opt_state)), microbatches)
-    return *ps.unshard(tuple(new)), metrics
-
-
 def check_tensor_parallel(run: Run, drawn: Drawn, columns: int) -> None:
     """Layers spread over the grid's second dimension: norms are those of the whole."""
     case, how, groups = drawn
     expected = alone(case, how, groups)
-    program = partial(tensor_parallel_step, case.recipe, how)
+    program = partial(parallel.tensor_parallel_step, case.recipe, how)
     groups = [group for group in groups for _ in range(columns)]
     states = [
         laid_out(copied((case.params, case.opt_state)), LAYOUTS[i % 3]) for i in range(len(groups))

@@ -23,7 +23,7 @@ from torch import Tensor
 
 import purestep as ps
 from proofs import models
-from purestep import tree
+from purestep import optim, tree
 from purestep.testing.bounds import gamma
 from purestep.testing.strategies import Cut, taken
 
@@ -71,25 +71,23 @@ def labels(params: Any) -> Any:
     return tree.map(lambda leaf: "matrix" if leaf.ndim > 1 else "rest", params)
 
 
-RECIPES: dict[str, Callable[[Any], ps.optim.Optimizer]] = {
-    "sgd": lambda optim: optim.sgd(0.5),
-    "momentum": lambda optim: optim.sgd(0.25, momentum=0.5, nesterov=True, weight_decay=0.5),
-    "decayed": lambda optim: optim.sgd(0.5, weight_decay=0.5, mask=matrices),
-    "scheduled": lambda optim: optim.sgd(optim.linear_schedule(0.5, 0.25, 4)),
-    "clipped": lambda optim: optim.chain(optim.clip_by_global_norm(1.0), optim.adamw(0.125)),
-    "adamw": lambda optim: optim.adamw(0.125, weight_decay=0.5),
-    "adam": lambda optim: optim.chain(optim.scale_by_adam(), optim.descend(0.125)),
-    "lion": lambda optim: optim.lion(0.125, weight_decay=0.5, mask=matrices),
-    "partition": lambda optim: optim.partition(
+OPTIMIZERS: dict[str, ps.optim.Optimizer] = {
+    "sgd": optim.sgd(0.5),
+    "momentum": optim.sgd(0.25, momentum=0.5, nesterov=True, weight_decay=0.5),
+    "decayed": optim.sgd(0.5, weight_decay=0.5, mask=matrices),
+    "scheduled": optim.sgd(optim.linear_schedule(0.5, 0.25, 4)),
+    "clipped": optim.chain(optim.clip_by_global_norm(1.0), optim.adamw(0.125)),
+    "adamw": optim.adamw(0.125, weight_decay=0.5),
+    "adam": optim.chain(optim.scale_by_adam(), optim.descend(0.125)),
+    "lion": optim.lion(0.125, weight_decay=0.5, mask=matrices),
+    "partition": optim.partition(
         labels, {"matrix": optim.sgd(0.5, momentum=0.5), "rest": optim.adamw(0.125)}
     ),
-    "master": lambda optim: optim.master_weights(optim.sgd(0.5)),
-    "ema": lambda optim: optim.ema(optim.sgd(0.5, momentum=0.5), 0.75),
+    "master": optim.master_weights(optim.sgd(0.5)),
+    "ema": optim.ema(optim.sgd(0.5, momentum=0.5), 0.75),
 }
-"""Optimizers, of whatever ``purestep.optim`` a system has."""
 EXACT = ["sgd", "momentum", "decayed", "scheduled", "master", "ema"]
 """Those of which no operation rounds in narrower dtypes either, so that kernels may fuse them."""
-OPTIMIZERS = {name: make(ps.optim) for name, make in RECIPES.items()}
 
 
 def weights_of(batch: Batch) -> Tensor:

@@ -11,34 +11,26 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import purestep as ps
-from proofs import models
+from proofs import models, test_t01_cut as t01
 from proofs.ranks import (
     check_context_parallel,
     check_metrics,
     check_step,
     check_within_bound,
-    loss_with_aux,
-    number_with_tokens,
-    step_of,
 )
 from proofs.strategies import (
-    CAPTURE,
-    Batch,
     Case,
     Drawn,
     RealDrawn,
-    assert_same,
     case_of,
     drawn,
-    ignored_like,
     real_steps,
     steps,
     weights_of,
 )
-from proofs.theorem import System, theorem
+from proofs.theorem import System, tests_of, theorem
 from proofs.worlds import on_threads
 from purestep import tree
-from purestep.testing.strategies import taken
 
 RANKS: Any = {"axes": ("simulated", "threads"), "ranks": (2, 3, 4)}
 GRID: Any = {
@@ -58,27 +50,8 @@ def rank_invariance(system: System, drawn: Drawn) -> None:
     check_step(system, how, case, groups)
 
 
-def loss_with_terms(params: Any, batch: Batch) -> ps.LossTerms:
-    """The losses of the microbatch are a term of it, too."""
-    made = loss_with_aux(params, batch)
-    return ps.LossTerms(made.tokens, microbatch=made.aux["sum"][0], aux=made.aux)
-
-
-@theorem("T2", steps(**RANKS, dtypes=[torch.float64], grids=[(0, 1)], normalize="loss"))
-def rank_terms(system: System, drawn: Drawn) -> None:
-    """A term of the microbatch is averaged over the group's non-empty microbatches, whoever holds them."""
-    case, how, groups = drawn
-    ignored = ignored_like(case, taken(case.batch, [0]))
-    groups = [group or [ignored] for group in groups]
-    flat = [part for group in groups for part in group]
-    state = case.params, tree.zeros_like(case.params)
-    _, grads, metrics = step_of(system, how, state, groups, loss_with_terms, CAPTURE)
-    one = system.make_update_step(loss_with_terms, CAPTURE, weight_fn=weights_of)
-    _, expected, alone = one(*state, flat)
-    assert metrics.num_microbatches == number_with_tokens(groups)
-    assert_same(metrics.aux, alone.aux, "aux")
-    if int(metrics.num_microbatches).bit_count() == 1:
-        assert_same((grads, metrics.loss), (expected, alone.loss), "(grads, loss)")
+WITH_TERMS = steps(**RANKS, dtypes=[torch.float64], grids=[(0, 1)], normalize="loss")
+rank_terms = theorem("T2", WITH_TERMS)(t01.terms.claim)
 
 
 @theorem("T2", real_steps(**RANKS))
@@ -136,9 +109,4 @@ def context_parallel(system: System, drawn: Drawn) -> None:
     check_context_parallel(on_threads, drawn)
 
 
-test_rank_invariance = rank_invariance.test()
-test_rank_terms = rank_terms.test()
-test_ranks_within_bound = ranks_within_bound.test()
-test_traffic = traffic.test()
-test_separate_ranks = separate_ranks.test()
-test_context_parallel = context_parallel.test()
+globals().update(tests_of(globals()))

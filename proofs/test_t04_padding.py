@@ -9,7 +9,7 @@ import torch
 
 from proofs.ranks import check_metrics, check_step
 from proofs.strategies import Batch, Drawn, steps
-from proofs.theorem import System, theorem
+from proofs.theorem import System, tests_of, theorem
 
 
 @theorem("T4", steps())
@@ -29,5 +29,4 @@ def nan_at_weight_zero(system: System, drawn: Drawn) -> None:
     check_step(system, how, case, groups, loss_fn, case.loss_fn)
 
 
-test_padding_invariance = padding_invariance.test()
-test_nan_at_weight_zero = nan_at_weight_zero.test()
+globals().update(tests_of(globals()))

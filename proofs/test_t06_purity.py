@@ -21,7 +21,7 @@ from proofs.strategies import (
     steps,
     weights_of,
 )
-from proofs.theorem import System, theorem
+from proofs.theorem import System, tests_of, theorem
 from purestep import tree
 
 ONE: dict[str, Any] = {"axes": ["one"], "ranks": [1], "donate": False}
@@ -102,6 +102,4 @@ def grad_untouched(system: System, drawn: Drawn) -> None:
     assert all((leaf.grad == 7).all() for leaf in tree.leaves_of(params)), ".grad was written"
 
 
-test_inputs_untouched = inputs_untouched.test()
-test_no_memory = no_memory.test()
-test_grad_untouched = grad_untouched.test()
+globals().update(tests_of(globals()))

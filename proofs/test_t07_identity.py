@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from proofs.ranks import check_step, step_of
 from proofs.strategies import Drawn, Groups, assert_same, stack, steps, weights_of
-from proofs.theorem import System, theorem
+from proofs.theorem import System, tests_of, theorem
 from purestep import tree
 
 
@@ -102,7 +102,4 @@ def ensembles(system: System, drawn: tuple[Drawn, float]) -> None:
     assert metrics.applied.tolist() == [bool(metrics_alone.applied), False]
 
 
-test_ensembles = ensembles.test()
-test_no_tokens = no_tokens.test()
-test_nonfinite = nonfinite.test()
-test_as_if_it_never_was = as_if_it_never_was.test()
+globals().update(tests_of(globals()))

@@ -15,13 +15,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import purestep as ps
-from proofs.ranks import (
-    alone,
-    check_metrics,
-    check_tensor_parallel,
-    simulated,
-    tensor_parallel_step,
-)
+from proofs.parallel import tensor_parallel_step
+from proofs.ranks import alone, check_metrics, check_tensor_parallel, simulated
 from proofs.strategies import (
     GATHERS,
     Chooser,
@@ -32,7 +27,7 @@ from proofs.strategies import (
     step_case,
     steps,
 )
-from proofs.theorem import System, theorem
+from proofs.theorem import System, tests_of, theorem
 from proofs.worlds import Grid, Ranks, on_threads
 from purestep import tree
 
@@ -160,10 +155,4 @@ def filled_up(system: System, drawn: tuple[tuple[Tensor, int, int], float]) -> N
     assert_same(seen, (norm, torch.tensor(True), whole, whole.sum()))
 
 
-test_separate_layers = separate_layers.test()
-test_simulated_layers = simulated_layers.test()
-test_separate_params = separate_params.test()
-test_simulated_params = simulated_params.test()
-test_pieces_of_one_tensor = pieces_of_one_tensor.test()
-test_summed_cotangents = summed_cotangents.test()
-test_filled_up = filled_up.test()
+globals().update(tests_of(globals()))

@@ -33,7 +33,7 @@ from proofs.strategies import (
     real_case,
     weights_of,
 )
-from proofs.theorem import System, theorem
+from proofs.theorem import System, tests_of, theorem
 from purestep import tree
 
 FLOATS = [torch.float64, torch.float32]
@@ -278,6 +278,4 @@ def packed_within_bound(system: System, drawn: tuple[RealCase, int]) -> None:
         case.assert_loss_within_bound(metrics.loss)
 
 
-test_repartition = repartition.test()
-test_stream = stream.test()
-test_packed_within_bound = packed_within_bound.test()
+globals().update(tests_of(globals()))

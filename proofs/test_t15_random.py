@@ -29,7 +29,7 @@ from proofs.strategies import (
     real_steps,
     step_case,
 )
-from proofs.theorem import System, theorem
+from proofs.theorem import System, tests_of, theorem
 
 Loss = Callable[[Any, Batch], Tensor]
 random = ps.random
@@ -201,7 +201,4 @@ def encoder_within_bound(system: System, drawn: RealDrawn) -> None:
     check_within_bound(system, drawn, encoder_loss, extra_roundings=more)
 
 
-test_keyed_dropout = keyed_dropout.test()
-test_packing = packing.test()
-test_transformer_within_bound = transformer_within_bound.test()
-test_encoder_within_bound = encoder_within_bound.test()
+globals().update(tests_of(globals()))

@@ -33,7 +33,7 @@ from proofs.strategies import (
     settings_of,
     weights_of,
 )
-from proofs.theorem import System, theorem
+from proofs.theorem import System, tests_of, theorem
 from purestep import tree
 from purestep.testing.processes import World, values
 
@@ -142,9 +142,7 @@ def resumes(system: System, run: Training) -> None:
 
 resume = theorem("T16", drawn(training))(resumes)
 resume_real = theorem("T16", drawn(real_training))(resumes)
-
-test_resume = resume.test()
-test_resume_real = resume_real.test()
+globals().update(tests_of(globals()))
 
 
 # On ranks. A loss that is linear in the params has gradients that do not depend on them: integers over a power of two, whose sums
@@ -175,16 +173,11 @@ def ranked(choose: Chooser) -> RankedTraining:
     )
 
 
-def integers(generator: torch.Generator, *shape: int) -> Tensor:
-    """Small ones."""
-    return torch.randint(-3, 4, shape, generator=generator).double()
-
-
 def begin_ranked(run: RankedTraining) -> Any:
     """Whole params, of which a first dimension is shorter than the ranks are many, and what goes with them."""
     generator = torch.Generator().manual_seed(run.seed)
     shapes: dict[str, tuple[int, ...]] = {"w": (5, 3), "b": (), "short": (1, 2), "v": (4,)}
-    params = {name: integers(generator, *shape) for name, shape in shapes.items()}
+    params = {name: models.integers(shape, generator) for name, shape in shapes.items()}
     return params, OPTIMIZERS[run.recipe].init(params), torch.tensor(0)
 
 
@@ -198,7 +191,7 @@ def go_on_ranked(run: RankedTraining, axis: Any, state: Any, steps: int) -> Any:
     """So many steps, in each of which ranks take microbatches in turn."""
     generator = torch.Generator().manual_seed(run.seed + 1)
     width = sum(leaf.numel() for leaf in tree.leaves_of(begin_ranked(run)[0]))
-    stream = [{"x": integers(generator, n, width), "w": torch.ones(n)} for n in run.sizes]
+    stream = [{"x": models.integers((n, width), generator), "w": torch.ones(n)} for n in run.sizes]
     update_step = ps.make_update_step(
         linear_loss, OPTIMIZERS[run.recipe], weight_fn=weights_of, axis=axis, **run.settings
     )

@@ -4,30 +4,30 @@
 weights may come from data or from the forward pass: it is the same step.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 import purestep as ps
-from proofs import models
 from proofs.ranks import step_of
 from proofs.strategies import (
-    RECIPES,
+    OPTIMIZERS,
     WEIGHTS,
     Batch,
     Case,
     Chooser,
     Drawn,
     assert_same,
+    case_of,
     drawn,
     groups_of,
     how_of,
-    integer_batch,
     some_opt_state,
     steps,
     weights_of,
 )
-from proofs.theorem import System, theorem
+from proofs.theorem import System, tests_of, theorem
 from purestep import tree
 from purestep.testing.bounds import gamma
 from purestep.testing.specification import spec
@@ -64,19 +64,17 @@ def denominators(system: System, drawn: Drawn) -> None:
 
 def any_count(choose: Chooser) -> Drawn:
     """Positive integers and any number of tokens, with weights of any dtype."""
-    seed = choose.randrange(2**20)
-    generator = torch.Generator().manual_seed(seed)
-    rows, length = choose.randint(1, 5), choose.randint(1, 4)
-    flat = [choose.randint(place == 0, 3) for place in range(rows * length)]
-    weights = torch.tensor(flat).view(rows, length).to(choose.choice(WEIGHTS))
+    case = case_of(choose)
+    flat = [choose.randint(place == 0, 3) for place in range(case.batch["w"].numel())]
+    weights = torch.tensor(flat).view_as(case.batch["w"]).to(choose.choice(WEIGHTS))
     if weights.dtype.is_floating_point:
         weights = weights * choose.choice([0.1, 1 / 3, 0.75])
-    params = tree.map(lambda leaf: leaf.abs() + 1, models.integer_params(generator))
-    batch = integer_batch(weights, generator)
-    batch["x"] = batch["x"].abs() + 1
+    batch = {**case.batch, "x": case.batch["x"].abs() + 1, "w": weights}
+    params = tree.map(lambda leaf: leaf.abs() + 1, case.params)
     # A mean of params is off by as much as they are, which may be more than it moved by.
-    recipe = choose.choice([name for name in RECIPES if name != "ema"])
-    case = Case(params, batch, recipe, some_opt_state(recipe, params, generator), seed)
+    recipe = choose.choice([name for name in OPTIMIZERS if name != "ema"])
+    opt_state = some_opt_state(recipe, params, case.generator)
+    case = replace(case, params=params, batch=batch, recipe=recipe, opt_state=opt_state)
     how = how_of(choose, axes=["one"], accum_dtype=None)
     return case, how, groups_of(choose, case, ranks=[1], padded=False)
 
@@ -109,5 +107,4 @@ def any_denominator(system: System, drawn: Drawn) -> None:
             assert (error <= roundings * scale).all(), f"{path}: off by {error}"
 
 
-test_any_denominator = any_denominator.test()
-test_denominators = denominators.test()
+globals().update(tests_of(globals()))

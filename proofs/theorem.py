@@ -34,3 +34,8 @@ def theorem(
 ) -> Callable[[Callable[[System, Any], None]], Theorem]:
     """Makes a theorem of the claim below it."""
     return lambda claim: Theorem(name, cases, claim)
+
+
+def tests_of(module: dict[str, Any]) -> dict[str, Callable[[], None]]:
+    """The test of each theorem of a module, under its name."""
+    return {f"test_{name}": one.test() for name, one in module.items() if isinstance(one, Theorem)}
