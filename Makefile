@@ -21,7 +21,7 @@ docs: .venv-docs/installed
 
 mutants: .venv/installed
 	$(BIN)/python -m proofs.mutation --record build/lines.json
-	$(BIN)/python -m proofs.mutation --recorded build/lines.json --sample 300
+	$(BIN)/python -m proofs.mutation --recorded build/lines.json --sample 300 --table build/mutants.md
 
 versions: oldest newest
 

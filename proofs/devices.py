@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from proofs.strategies import Case, RealCase
-from proofs.theorem import PURESTEP
+from proofs.theorem import PURESTEP, System
 from purestep import tree
 from tests.torch_private import lazy_backend, lazy_metrics
 
@@ -46,8 +46,7 @@ def moved(drawn: Any) -> Any:
             opt_state = placed(value.opt_state, value.optimizer.init(params))
             return replace(value, params=params, batch=move_all(value.batch), opt_state=opt_state)
         if isinstance(value, RealCase):
-            parts = {name: move_all(getattr(value, name)) for name in ("params", "batch", "terms")}
-            return replace(value, losses=move(value.losses), **parts)
+            return replace(value, params=move_all(value.params), batch=move_all(value.batch))
         return value
 
     def move_all(values: Any) -> Any:
@@ -123,9 +122,5 @@ def unwaited(make: Callable[..., Any]) -> Callable[..., Any]:
     return made
 
 
-ON_DEVICE = replace(
-    PURESTEP,
-    make_update_step=unwaited(PURESTEP.make_update_step),
-    make_eval_step=unwaited(PURESTEP.make_eval_step),
-)
+ON_DEVICE = System(*map(unwaited, PURESTEP))
 """purestep, where no step may wait for its device."""

@@ -5,8 +5,9 @@
 * A small transformer with attention, layer norm and tied embeddings: what people train.
 """
 
+import itertools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -31,7 +32,31 @@ def integer_params(generator: torch.Generator) -> Params:
         },
         "out": [integers((HIDDEN,), generator)],
         "shifts": integers((2,), generator, size=1),
+        "shift": integers((), generator, size=1),
     }
+
+
+def in_one(params: Params) -> Tensor:
+    """All of them in one vector, without a tree around it."""
+    hidden = params["hidden"]
+    leaves = [
+        hidden["weight"],
+        *hidden["biases"],
+        *params["out"],
+        params["shifts"],
+        params["shift"],
+    ]
+    return torch.cat([leaf.reshape(-1) for leaf in leaves])
+
+
+def parts(params: Any) -> Params:
+    """The tree again, of views of the vector; a tree stays as it is."""
+    if not isinstance(params, Tensor):
+        return cast(Params, params)
+    ends = [*itertools.accumulate([0, FEATURES * HIDDEN, *[HIDDEN] * 3, 2])]
+    weight, *biases, out, shifts = (params[a:b] for a, b in itertools.pairwise(ends))
+    hidden = {"weight": weight.view(FEATURES, HIDDEN), "biases": biases}
+    return {"hidden": hidden, "out": [out], "shifts": shifts, "shift": params[-1]}
 
 
 def integers(shape: tuple[int, ...], generator: torch.Generator, size: int = 2) -> Tensor:
@@ -39,17 +64,21 @@ def integers(shape: tuple[int, ...], generator: torch.Generator, size: int = 2) 
     return torch.randint(-size, size + 1, shape, generator=generator).to(torch.float64)
 
 
-def integer_loss(params: Params, batch: Batch) -> Tensor:
+def integer_loss(params: Any, batch: Batch) -> Tensor:
     """(out(relu(x W + Σ b)) + Σ shift − y)² for each token: ``x`` is ``(rows, length, FEATURES)``."""
+    params = parts(params)
     bias = torch.stack(params["hidden"]["biases"]).sum(0)
     hidden = torch.relu(batch["x"] @ params["hidden"]["weight"] + bias)
-    return (hidden @ params["out"][0] + params["shifts"].sum() - batch["y"]).square()
+    return (
+        hidden @ params["out"][0] + params["shifts"].sum() + params["shift"] - batch["y"]
+    ).square()
 
 
-def linear_loss(params: Params, batch: Batch) -> Tensor:
+def linear_loss(params: Any, batch: Batch) -> Tensor:
     """Something linear in all parameters, whose gradients are exact in half precision too."""
-    hidden = params["hidden"]
-    constant = torch.stack(hidden["biases"]).sum() + params["out"][0].sum() - params["shifts"].sum()
+    params = parts(params)
+    hidden, shift = params["hidden"], params["shifts"].sum() + params["shift"]
+    constant = torch.stack(hidden["biases"]).sum() + params["out"][0].sum() - shift
     # What y is reaches the gradient where it is not finite.
     return ((batch["x"] @ hidden["weight"]).sum(-1) + constant) * (1 + 0 * batch["y"]) + batch["y"]
 

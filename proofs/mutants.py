@@ -42,7 +42,7 @@ MUTANTS = [
     Mutant(29, "test_t01_cut.many_microbatches", "accumulation in bf16: 1000 × 1e-3 gives 0.5",
         "accumulate", "accum_dtype or accumulation_dtype(leaf.dtype)",
         "accum_dtype or leaf.dtype"),
-    Mutant(43, "test_t01_cut.cut_invariance",
+    Mutant(43, "test_t01_cut.programs",
         "gradients added up in memory that two leaves share, as autograd does",
         "reverse", "if any(map(is_, before, repeat(None))):", "if False:"),
     Mutant(44, "test_t02_ranks.separate_ranks",

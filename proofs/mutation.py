@@ -1,29 +1,36 @@
 """Random mutants of the package, and how many of them the tests reject.
 
-    python -m proofs.mutation --sample 300 --seed 1 --json mutants.json
+    python -m proofs.mutation --record build/lines.json
+    python -m proofs.mutation --recorded build/lines.json --sample 300 --seed 1 --table build/mutants.md
 
 A mutant is the package with one small change: another operator, another constant, a condition turned
 around, a call that is dropped, two arguments in each other's place. The tests that run the changed
-line are tried until one fails, those that took least time first. ``--record FILE`` runs all tests once
-and writes which of them run which lines; it needs the package ``coverage``, and takes twice the time
-of ``make test``. Messages of errors, annotations and docstrings are not changed.
+statement are tried until one fails: the quickest, then those of the proofs, for two minutes at most by
+the clock of the recording. A mutant that takes three times as long is rejected; what it has started
+ends with it. ``--record`` runs all tests once and writes which of them run which lines; it needs the
+package ``coverage``, and takes twice the time of ``make test``. Messages of errors, annotations and
+docstrings are not changed, and tests that read the package's source instead of running it reject nothing.
 
 A mutant that survives is either told apart by no program (the same results, perhaps more slowly), or
-a law is missing.
+a law is missing. ``--table`` writes a line for each, whose last column is for the reason. What begins
+with "equivalent" there does not count, in later runs, too, which keep the reasons.
 """
 
 import argparse
 import ast
 import json
-import multiprocessing
 import os
 import random
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import suppress
+from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -35,8 +42,10 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "purestep"
 LEFT_OUT = {"examples", "testing"}
-MOST, TIME = 60, 240
-"""How many tests are tried on a mutant, and for how many seconds."""
+READING = ("proofs/test_mutants.py", "tests/test_house.py", "tests/test_package.py")
+"""Tests of the package's source."""
+QUICK, PATIENCE = 40, 120_000
+"""How many tests come first, and for how many milliseconds tests are tried on a mutant."""
 
 COMPARISONS: dict[type[ast.cmpop], str] = {
     ast.Lt: "<=", ast.LtE: "<", ast.Gt: ">=", ast.GtE: ">", ast.Eq: "!=", ast.NotEq: "==",
@@ -49,27 +58,32 @@ OPERATORS: dict[type[ast.operator], str] = {
 
 
 class Mutant(NamedTuple):
-    """A file with one change, and where the change stands."""
+    """A file with one change, and the lines of the statement in which it stands."""
 
     file: str
-    line: int
+    lines: range
     kind: str
     before: str
     after: str
     source: str
 
+    @property
+    def words(self) -> str:
+        """The change and its first line, as cells of a table, wherever it stands now."""
+        where = (ROOT / self.file).read_text().splitlines()[self.lines[0] - 1]
+        change = " ".join(f"{self.before} -> {self.after} in {where}".split())
+        return f"{self.file} | {self.kind}: `{change}`"
+
 
 def mutants_of(path: Path) -> Iterator[Mutant]:
-    """All mutants of one file."""
+    """All mutants of one file that are other programs."""
     source = path.read_text()
-    file = path.relative_to(ROOT).as_posix()
-    for kind, node, after in _changes(ast.parse(source)):
-        before = ast.get_source_segment(source, node)
-        if before is None or before == after:
-            continue
+    file, program = path.relative_to(ROOT).as_posix(), ast.parse(source)
+    for kind, node, after, lines in _changes(program):
         start, end = _span(source, node)
         mutated = source[:start] + after + source[end:]
-        yield Mutant(file, node.lineno, kind, before, after, mutated)
+        if ast.dump(ast.parse(mutated)) != ast.dump(program):
+            yield Mutant(file, lines, kind, source[start:end], after, mutated)
 
 
 def _span(source: str, node: Any) -> tuple[int, int]:
@@ -82,94 +96,146 @@ def _span(source: str, node: Any) -> tuple[int, int]:
     return offset(node.lineno, node.col_offset), offset(node.end_lineno, node.end_col_offset)
 
 
-def _changes(tree: ast.AST) -> Iterator[tuple[str, Any, str]]:
-    """Each change of a tree: its kind, the node, and the words in its place."""
-    for node in _computing(tree):
-        if isinstance(node, ast.Compare) and len(node.ops) == 1:
-            left, right = ast.unparse(node.left), ast.unparse(node.comparators[0])
-            yield "comparison", node, f"({left} {COMPARISONS[type(node.ops[0])]} {right})"
-        elif isinstance(node, ast.BinOp) and type(node.op) in OPERATORS:
-            left, right = ast.unparse(node.left), ast.unparse(node.right)
-            yield "operator", node, f"(({left}) {OPERATORS[type(node.op)]} ({right}))"
-        elif isinstance(node, ast.BoolOp):
-            word = " or " if isinstance(node.op, ast.And) else " and "
-            yield "and, or", node, f"({word.join(f'({ast.unparse(v)})' for v in node.values)})"
-        elif isinstance(node, ast.Constant) and isinstance(node.value, bool):
-            yield "constant", node, str(not node.value)
-        elif isinstance(node, ast.Constant) and isinstance(node.value, int | float):
-            yield "constant", node, repr(node.value + 1)
-        elif isinstance(node, ast.If | ast.IfExp | ast.While):
-            yield "condition", node.test, f"(not ({ast.unparse(node.test)}))"
-        elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
-            yield "dropped call", node, "pass"
-        elif isinstance(node, ast.Call) and len(node.args) > 1:
-            swapped = ast.Call(node.func, [*node.args[1::-1], *node.args[2:]], node.keywords)
-            if not any(isinstance(arg, ast.Starred) for arg in node.args[:2]):
-                yield "swapped arguments", node, ast.unparse(swapped)
+def _changes(tree: ast.AST) -> Iterator[tuple[str, Any, str, range]]:
+    """Each change of a tree: its kind, the node, the words in its place, and the statement's lines."""
+    for node, lines in _computing(tree, range(0)):
+        for kind, changed, after in _changes_of(node):
+            yield kind, changed, after, lines
 
 
-def _computing(node: ast.AST) -> Iterator[ast.AST]:
-    """The nodes that compute: no annotations, types, docstrings or messages."""
+def _changes_of(node: ast.AST) -> Iterator[tuple[str, Any, str]]:
+    if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+        return
+    if isinstance(node, ast.Compare) and len(node.ops) == 1:
+        left, right = ast.unparse(node.left), ast.unparse(node.comparators[0])
+        yield "comparison", node, f"({left} {COMPARISONS[type(node.ops[0])]} {right})"
+    elif isinstance(node, ast.BinOp) and type(node.op) in OPERATORS:
+        left, right = ast.unparse(node.left), ast.unparse(node.right)
+        yield "operator", node, f"(({left}) {OPERATORS[type(node.op)]} ({right}))"
+    elif isinstance(node, ast.BoolOp):
+        word = " or " if isinstance(node.op, ast.And) else " and "
+        yield "and, or", node, f"({word.join(f'({ast.unparse(v)})' for v in node.values)})"
+    elif isinstance(node, ast.Constant) and isinstance(node.value, bool):
+        yield "constant", node, str(not node.value)
+    elif isinstance(node, ast.Constant) and isinstance(node.value, int | float):
+        yield "constant", node, repr(node.value + 1)
+    elif isinstance(node, ast.If | ast.IfExp | ast.While):
+        yield "condition", node.test, f"(not ({ast.unparse(node.test)}))"
+    elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
+        yield "dropped call", node, "pass"
+    elif isinstance(node, ast.Call) and len(node.args) > 1:
+        swapped = ast.Call(node.func, [*node.args[1::-1], *node.args[2:]], node.keywords)
+        if not any(isinstance(arg, ast.Starred) for arg in node.args[:2]):
+            yield "swapped arguments", node, ast.unparse(swapped)
+
+
+def _computing(node: ast.AST, lines: range) -> Iterator[tuple[ast.AST, range]]:
+    """The nodes that compute, and their statements' lines: no annotations, types, docstrings or messages."""
     skipped: tuple[Any, ...] = (ast.Raise, ast.JoinedStr, ast.Import, ast.ImportFrom)
     for name, value in ast.iter_fields(node):
         if name in ("annotation", "returns", "bases", "decorator_list"):
             continue
         for child in value if isinstance(value, list) else [value]:
             if isinstance(child, ast.AST) and not isinstance(child, skipped):
-                yield child
-                yield from _computing(child)
+                inside = _lines(child) if isinstance(child, ast.stmt) else lines
+                yield child, inside
+                yield from _computing(child, inside)
+
+
+def _lines(statement: Any) -> range:
+    """The lines of a statement, without those that stand indented below it."""
+    below = getattr(statement, "body", None)
+    end = below[0].lineno if below else statement.end_lineno + 1
+    return range(statement.lineno, max(end, statement.lineno + 1))
 
 
 class Contexts:
     """A plugin of pytest, by which ``coverage`` knows the test that runs a line."""
 
     def __init__(self, measured: "Coverage") -> None:
-        self.measured, self.seconds = measured, Counter[str]()
+        self.measured, self.times, self.current = measured, Counter[str](), ""
+        self.elsewhere, self.failed = set[str](), set[str]()
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_call(self, item: pytest.Item) -> Iterator[None]:
         """Lines belong to the test while it runs."""
+        self.current = item.nodeid
         self.measured.switch_context(item.nodeid)
         yield
         self.measured.switch_context("")
+        self.current = ""
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """How long it took, in milliseconds."""
-        self.seconds[report.nodeid] += int(1000 * report.duration)
+        self.times[report.nodeid] += int(1000 * report.duration)
+        if report.failed:
+            self.failed.add(report.nodeid)
+
+    def noting(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The function, which runs lines in other processes, where nobody sees them."""
+
+        @wraps(function)
+        def noted(*args: Any, **how: Any) -> Any:
+            self.elsewhere.add(self.current)
+            return function(*args, **how)
+
+        return noted
 
 
 def record(file: Path, tests: list[str]) -> None:
-    """Writes which tests run which lines, and how long each test takes."""
+    """Writes which tests run which lines or other processes, and how long each test takes."""
     from coverage import Coverage
 
     measured = Coverage(data_file=None, source=[str(PACKAGE)])
     contexts = Contexts(measured)
     measured.start()
+    from purestep.testing.processes import World
+
+    for owner, name in ((World, "run"), (subprocess, "run")):
+        setattr(owner, name, contexts.noting(getattr(owner, name)))
     pytest.main(["-q", *tests], plugins=[contexts])
     measured.stop()
     data = measured.get_data()
+    # Without those that fail as it is, or read what others run.
+    kept = {test for test in {*contexts.times} - contexts.failed if not test.startswith(READING)}
+    names = sorted(kept)
+    number = {name: at for at, name in enumerate(names)}
     lines = {
-        Path(each).relative_to(ROOT).as_posix(): data.contexts_by_lineno(each)
+        Path(each).relative_to(ROOT).as_posix(): {
+            line: [number[name] for name in found if name in number]
+            for line, found in data.contexts_by_lineno(each).items()
+        }
         for each in data.measured_files()
     }
+    elsewhere = [number[name] for name in contexts.elsewhere if name in number]
+    times = [contexts.times[name] for name in names]
+    written = {"names": names, "times": times, "elsewhere": elsewhere, "lines": lines}
     file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(json.dumps({"seconds": contexts.seconds, "lines": lines}))
+    file.write_text(json.dumps(written))
 
 
 def tests_of(mutant: Mutant, recorded: Any) -> list[str]:
-    """The tests that run the changed line, quick ones first, behind the file's own examples.
+    """The tests that run the changed statement, behind the file's own examples.
 
-    Of a line that the import alone runs, those that run any line of the file.
+    Of one that no test of this process runs, those that run any line of the file, or other processes.
     """
-    lines = recorded["lines"].get(mutant.file, {})
-    names = {name for name in lines.get(str(mutant.line), []) if name}
-    names = names or {name for line in lines.values() for name in line if name}
-    return [mutant.file, *sorted(names, key=lambda name: recorded["seconds"].get(name, 0))[:MOST]]
+    lines, times = recorded["lines"].get(mutant.file, {}), recorded["times"]
+    found = {at for line in mutant.lines for at in lines.get(str(line), [])}
+    if not found:
+        found = {at for each in lines.values() for at in each} | {*recorded["elsewhere"]}
+    names, spent, chosen = recorded["names"], 0, [mutant.file]
+    quick = sorted(found, key=times.__getitem__)
+    proofs_first = sorted(quick[QUICK:], key=lambda at: not names[at].startswith("proofs"))
+    for at in quick[:QUICK] + proofs_first:
+        spent += times[at]
+        if spent <= PATIENCE or len(chosen) == 1:
+            chosen.append(names[at])
+    return chosen
 
 
 def rejected_by(mutant: Mutant, tests: list[str]) -> str | None:
-    """The test that fails, ``"time"`` where they do not end; None where all pass."""
-    with tempfile.TemporaryDirectory() as folder:
+    """The test that fails, or "time" where they do not end; None where all pass, or none runs."""
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         for name in ("tests", "proofs", "pyproject.toml", "README.md", "docs", "benchmarks"):
             if (ROOT / name).exists():
                 os.symlink(ROOT / name, Path(folder, name))
@@ -177,24 +243,34 @@ def rejected_by(mutant: Mutant, tests: list[str]) -> str | None:
         Path(folder, mutant.file).write_text(mutant.source)
         command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests]
         surroundings = {**os.environ, "PYTHONPATH": folder, "OMP_NUM_THREADS": "1"}
-        try:
-            run = subprocess.run(
-                command, cwd=folder, env=surroundings, timeout=TIME, capture_output=True, text=True
-            )
-        except subprocess.TimeoutExpired:
-            return "time"
-    if run.returncode == pytest.ExitCode.OK:
+        log = Path(folder, "log")
+        with log.open("w") as output:
+            run = subprocess.Popen(
+                command, cwd=folder, env=surroundings, stdout=output, stderr=output,
+                stdin=subprocess.DEVNULL, start_new_session=True,
+            )  # fmt: skip
+            try:
+                code = run.wait(3 * PATIENCE / 1000)
+            except subprocess.TimeoutExpired:
+                return "time"
+            finally:
+                with suppress(ProcessLookupError):
+                    os.killpg(run.pid, signal.SIGKILL)  # Ranks and all that they have started.
+                run.wait()
+        said = log.read_text(errors="replace")
+    if code in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
         return None
-    if run.returncode in (pytest.ExitCode.USAGE_ERROR, pytest.ExitCode.NO_TESTS_COLLECTED):
-        raise RuntimeError(f"{' '.join(command)}\n{run.stdout}{run.stderr}")
-    failed = [line for line in run.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
-    return failed[0] if failed else run.stdout[-200:] + run.stderr[-200:]
+    if code == pytest.ExitCode.USAGE_ERROR and "conftest" not in said:
+        raise RuntimeError(f"record again: {' '.join(command)}\n{said}")
+    failed = [line for line in said.splitlines() if line.startswith(("FAILED", "ERROR"))]
+    return failed[0] if failed else said[-300:]
 
 
-def judged(task: tuple[Mutant, Any]) -> tuple[Mutant, str | None]:
-    """A mutant, and what rejects it."""
-    mutant, recorded = task
-    return mutant, rejected_by(mutant, tests_of(mutant, recorded))
+def reasons_in(table: Path | None) -> dict[str, str]:
+    """The reasons of an earlier table, by the words of the mutants."""
+    rows = table.read_text().splitlines()[2:] if table and table.exists() else []
+    split = [row.strip("| ").rsplit(" | ", 1) for row in rows if row.startswith("| ")]
+    return {words: reason.strip() for words, reason in (pair for pair in split if len(pair) == 2)}
 
 
 def main() -> None:
@@ -209,6 +285,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", default="", help="files that begin so, such as purestep/axis")
     parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--table", type=Path, help="where survivors are listed, with reasons")
     given = parser.parse_args()
     if given.record:
         record(given.record, given.tests)
@@ -217,18 +294,25 @@ def main() -> None:
     every = [mutant for path in files for mutant in mutants_of(path)]
     every = [mutant for mutant in every if mutant.file.startswith(given.only)]
     drawn = random.Random(given.seed).sample(every, min(given.sample, len(every)))
-    recorded = json.loads(given.recorded.read_text())
-    survivors, done = [], 0
-    with multiprocessing.Pool(given.workers) as pool:
-        for mutant, test in pool.imap_unordered(judged, [(one, recorded) for one in drawn]):
-            done += 1
-            words = f"{mutant.file}:{mutant.line} {mutant.kind}: {mutant.before} -> {mutant.after}"
-            print(
-                f"{done:4} {'rejected' if test else 'SURVIVES'} {words}\n       {test}", flush=True
-            )
+    recorded, reasons = json.loads(given.recorded.read_text()), reasons_in(given.table)
+    survivors = []
+    with ThreadPoolExecutor(given.workers) as pool:
+        runs = {pool.submit(rejected_by, one, tests_of(one, recorded)): one for one in drawn}
+        for done, run in enumerate(as_completed(runs), 1):
+            mutant, test = runs[run], run.result()
+            verdict = "rejected" if test else "SURVIVES"
+            print(f"{done:4} {verdict} {mutant.words}\n       {test}", flush=True)
             if test is None:
-                survivors.append(words)
-    print(f"{len(drawn) - len(survivors)} of {len(drawn)} rejected; of {len(every)} there are")
+                survivors.append(mutant.words)
+    reasons = {**reasons, **{words: reasons.get(words, "") for words in survivors}}
+    equal = sum(reasons[words].startswith("equivalent") for words in survivors)
+    other, rejected = len(drawn) - equal, len(drawn) - len(survivors)
+    print(
+        f"{rejected} of {other} rejected, {100 * rejected / max(1, other):.1f} %; {equal} equivalent"
+    )
+    if given.table:
+        rows = [f"| {words} | {reasons[words]} |" for words in sorted(reasons)]
+        given.table.write_text("\n".join(["| file | change | why |", "|---|---|---|", *rows, ""]))
     print(*survivors, sep="\n")
 
 

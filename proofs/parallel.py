@@ -3,18 +3,16 @@
 Both are polynomials in integers, so that every operation is exact.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 import purestep as ps
-from proofs.models import FEATURES, integers
-from proofs.strategies import Batch, weights_of
+from proofs.models import FEATURES, HIDDEN, integers
+from proofs.strategies import OPTIMIZERS, Batch, How, weights_of
 from proofs.worlds import Grid
-
-MakeStep = Callable[..., Any]
+from purestep import tree
 
 
 def attention_params(generator: torch.Generator) -> dict[str, Tensor]:
@@ -38,7 +36,7 @@ def _attend(
     return ((scores @ value) @ out - y).square()
 
 
-def context_parallel_step(make_update_step: MakeStep, grid: Grid, **how: Any) -> Any:
+def context_parallel_step(recipe: str, settings: Any, grid: Grid, *rank: Any) -> Any:
     """Each rank holds a piece of every sequence of its row of the grid: tokens are spread over both."""
     context = grid.second
 
@@ -48,20 +46,37 @@ def context_parallel_step(make_update_step: MakeStep, grid: Grid, **how: Any) ->
         start = context.index * query.shape[1]
         return _attend(query, key, value, start, params["out"], batch["y"])
 
-    return make_update_step(loss_fn, weight_fn=weights_of, axis=grid.both, **how)
+    how = {**settings, "weight_fn": weights_of, "axis": grid.both}
+    step: Any = ps.make_update_step(loss_fn, OPTIMIZERS[recipe], **how)
+    return step(*rank)
 
 
-def tensor_parallel_step(make_update_step: MakeStep, grid: Grid, **how: Any) -> Any:
-    """Each rank holds a piece of the hidden layer, and its row's tokens: the rows alone spread them."""
-    pieces = grid.second
+def tensor_parallel_step(
+    recipe: str, how: How, grid: Grid, params: Any, opt_state: Any, microbatches: list[Batch]
+) -> Any:
+    """Each rank holds a piece of the hidden layer, and its row's tokens: the rows alone spread them.
+
+    With ``gather`` the rest lies in pieces over the rows.
+    """
+
+    def piece(leaf: Tensor) -> Any:
+        if leaf.ndim and leaf.shape[-1] == HIDDEN:
+            return ps.shard(leaf, grid.second, -1)
+        return ps.shard(leaf, grid.first) if how.gather else leaf.clone()
 
     def loss_fn(params: Any, batch: Batch) -> Tensor:
         bias = torch.stack(params["hidden"]["biases"]).sum(0)
         hidden = torch.relu(batch["x"] @ params["hidden"]["weight"] + bias)
-        output: Tensor = ps.psum(hidden @ params["out"][0], pieces)
-        return (output + params["shifts"].sum() - batch["y"]).square()
+        output: Tensor = ps.psum(hidden @ params["out"][0], grid.second)
+        shift = params["shifts"].sum() + params["shift"]
+        return (output + shift - batch["y"]).square()
 
-    return make_update_step(loss_fn, weight_fn=weights_of, axis=grid.first, **how)
+    gather: Any = how.gather or "step"
+    settings = {**how.settings, "weight_fn": weights_of, "axis": grid.first, "gather": gather}
+    step = ps.make_update_step(loss_fn, OPTIMIZERS[recipe], **settings)
+    params, opt_state = tree.map(piece, (params, opt_state))
+    *new, metrics = step(params, opt_state, microbatches)
+    return *ps.unshard(tuple(new)), metrics
 
 
 def context_piece(batch: Batch, place: int, places: int) -> Batch:

@@ -1,17 +1,21 @@
-"""What the theorems are drawn from: cases, cuts, ranks, and the two strengths of equality.
+"""What the theorems are drawn from: cases, cuts, ranks, settings, and the two strengths of equality.
 
 **Exact**: integers in float64 and N a power of two make every operation exact, so the claim is bitwise.
 **Bounded**: for real models, the a-priori bound γₙ Σ‖gₘ‖ of floating point summation, with
 γₙ = n u / (1 − n u), u the unit roundoff of the dtype, n the roundings in a row, gₘ the exact
 gradient of sequence m. Nothing is tuned.
+
+Hypothesis draws one number, from which a ``Chooser`` makes the case: all that may be chosen comes
+equally often. (Hypothesis itself repeats itself: of its groups, two of three were one microbatch.)
 """
 
 import itertools
 import os
+import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, Literal, NamedTuple
+from functools import cache, partial
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 from hypothesis import settings, strategies as st
@@ -19,13 +23,12 @@ from torch import Tensor
 
 import purestep as ps
 from proofs import models
-from purestep import testing, tree
+from purestep import optim, tree
 from purestep.testing.bounds import gamma
-from purestep.testing.specification import spec
-from purestep.testing.strategies import Cut, cuts, taken
+from purestep.testing.strategies import Cut, taken
 
 settings.register_profile(
-    "default", derandomize=True, deadline=None, max_examples=60, database=None
+    "default", derandomize=True, deadline=None, max_examples=30, database=None
 )
 settings.register_profile("explore", deadline=None, max_examples=500)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
@@ -33,6 +36,29 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 Batch = dict[str, Tensor]
 Groups = list[list[Batch]]
 """The microbatches of each rank."""
+T = TypeVar("T")
+
+
+class Chooser(random.Random):
+    """Chooses evenly, from one number. Small numbers make small cases, to which a failure shrinks."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.most = min(6, 1 + number.bit_length() // 2)
+
+    def maybe(self) -> bool:
+        """Yes or no."""
+        return self.random() < 0.5
+
+    def generator(self) -> torch.Generator:
+        """A source of tensors."""
+        return torch.Generator().manual_seed(self.randrange(2**20))
+
+
+@st.composite
+def drawn(draw: st.DrawFn, make: Callable[..., T], /, *args: Any, **how: Any) -> T:
+    """All that ``make(choose, *args, **how)`` makes."""
+    return make(Chooser(draw(st.integers(0, 2**20))), *args, **how)
 
 
 def matrices(params: Any) -> Any:
@@ -45,25 +71,23 @@ def labels(params: Any) -> Any:
     return tree.map(lambda leaf: "matrix" if leaf.ndim > 1 else "rest", params)
 
 
-RECIPES: dict[str, Callable[[Any], ps.optim.Optimizer]] = {
-    "sgd": lambda optim: optim.sgd(0.5),
-    "momentum": lambda optim: optim.sgd(0.25, momentum=0.5, nesterov=True, weight_decay=0.5),
-    "decayed": lambda optim: optim.sgd(0.5, weight_decay=0.5, mask=matrices),
-    "scheduled": lambda optim: optim.sgd(optim.linear_schedule(0.5, 0.25, 4)),
-    "clipped": lambda optim: optim.chain(optim.clip_by_global_norm(1.0), optim.adamw(0.125)),
-    "adamw": lambda optim: optim.adamw(0.125, weight_decay=0.5),
-    "adam": lambda optim: optim.chain(optim.scale_by_adam(), optim.descend(0.125)),
-    "lion": lambda optim: optim.lion(0.125, weight_decay=0.5, mask=matrices),
-    "partition": lambda optim: optim.partition(
+OPTIMIZERS: dict[str, ps.optim.Optimizer] = {
+    "sgd": optim.sgd(0.5),
+    "momentum": optim.sgd(0.25, momentum=0.5, nesterov=True, weight_decay=0.5),
+    "decayed": optim.sgd(0.5, weight_decay=0.5, mask=matrices),
+    "scheduled": optim.sgd(optim.linear_schedule(0.5, 0.25, 4)),
+    "clipped": optim.chain(optim.clip_by_global_norm(1.0), optim.adamw(0.125)),
+    "adamw": optim.adamw(0.125, weight_decay=0.5),
+    "adam": optim.chain(optim.scale_by_adam(), optim.descend(0.125)),
+    "lion": optim.lion(0.125, weight_decay=0.5, mask=matrices),
+    "partition": optim.partition(
         labels, {"matrix": optim.sgd(0.5, momentum=0.5), "rest": optim.adamw(0.125)}
     ),
-    "master": lambda optim: optim.master_weights(optim.sgd(0.5)),
-    "ema": lambda optim: optim.ema(optim.sgd(0.5, momentum=0.5), 0.75),
+    "master": optim.master_weights(optim.sgd(0.5)),
+    "ema": optim.ema(optim.sgd(0.5, momentum=0.5), 0.75),
 }
-"""Optimizers, of whatever ``purestep.optim`` a system has."""
 EXACT = ["sgd", "momentum", "decayed", "scheduled", "master", "ema"]
 """Those of which no operation rounds in narrower dtypes either, so that kernels may fuse them."""
-OPTIMIZERS = {name: make(ps.optim) for name, make in RECIPES.items()}
 
 
 def weights_of(batch: Batch) -> Tensor:
@@ -108,42 +132,60 @@ class Case:
 
 WEIGHTS = (torch.bool, torch.uint8, torch.int32, torch.int64, torch.bfloat16, torch.float64)
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+TARGETS = (torch.uint8, torch.int64)
+"""Dtypes of targets beside those of the params."""
 
 
-@st.composite
-def cases(
-    draw: st.DrawFn,
+def case_of(
+    choose: Chooser,
     *,
     fractional: bool = True,
-    optimizers: Sequence[str] = tuple(OPTIMIZERS),
     dtypes: Sequence[torch.dtype] = (torch.float64,),
+    trees: bool = False,
+    keyed: bool = False,
 ) -> Case:
-    """Integer data and parameters; weights of which many are 0, and whose sum is a power of two."""
-    seed = draw(st.integers(0, 2**20))
+    """Integer data and parameters; weights of which many are 0, and whose sum is a power of two.
+
+    ``trees``: params are no bare tensor. ``keyed``: rows have keys, for attention with dropout.
+    """
+    seed = choose.randrange(2**20)
     generator = torch.Generator().manual_seed(seed)
-    rows, length = draw(st.integers(1, 6)), draw(st.integers(1, 4))
+    rows, length = choose.randint(1, choose.most), choose.randint(1, min(4, choose.most))
     kinds = [kind for kind in WEIGHTS if fractional or not kind.is_floating_point]
-    kind, dtype = draw(st.sampled_from(kinds)), draw(st.sampled_from(dtypes))
-    drawn = testing.weights(rows, length, "mask" if kind == torch.bool else "whole")
-    weights = torch.tensor(draw(drawn)).to(kind)
-    if kind == torch.float64:
-        weights = weights / draw(st.sampled_from([1, 16, 256]))
-    params = models.integer_params(generator)
-    if draw(st.booleans()):
+    kind, dtype = choose.choice(kinds), choose.choice(dtypes)
+    weights = weights_for(choose, rows * length, kind).view(rows, length)
+    batch = integer_batch(weights, generator)
+    batch["x"], batch["y"] = batch["x"].to(dtype), batch["y"].to(dtype)
+    if choose.maybe():
+        batch["y"] = batch["y"].abs().to(choose.choice(TARGETS))
+    if keyed:
+        batch["key"] = ps.random.fold_in(ps.random.key(seed), torch.arange(rows))
+    params: Any = models.integer_params(generator)
+    if choose.maybe():
         params["unused"] = models.integers((3,), generator)
-    params = laid_out(params, draw(st.sampled_from(LAYOUTS)))
-    params, batch = tree.map(
-        lambda leaf: leaf.to(dtype) if leaf.dtype == torch.float64 else leaf,
-        (params, integer_batch(torch.zeros_like(weights, dtype=torch.bool), generator)),
-    )
-    exact = dtype == torch.float64
-    recipe = draw(st.sampled_from([name for name in optimizers if exact or name in EXACT]))
+    elif not (trees or keyed or choose.randrange(4)):
+        params = models.in_one(params)
+    params = tree.map(lambda leaf: leaf.to(dtype), params)
+    params = laid_out(params, choose.choice(LAYOUTS))
+    recipe = choose.choice([name for name in OPTIMIZERS if dtype == torch.float64 or name in EXACT])
     opt_state = some_opt_state(recipe, params, generator)
+    opt_state = laid_out(opt_state, choose.choice(LAYOUTS[:3]))
     # Trees are the same whatever the order of their keys, and need not have it in common.
     params, opt_state = (
-        turned_around(each) if draw(st.booleans()) else each for each in (params, opt_state)
+        turned_around(each) if choose.maybe() else each for each in (params, opt_state)
     )
-    return Case(params, {**batch, "w": weights}, recipe, opt_state, seed)
+    return Case(params, batch, recipe, opt_state, seed)
+
+
+def weights_for(choose: Chooser, size: int, kind: torch.dtype) -> Tensor:
+    """A weight for each token, some of them 0; often as many as tokens, or a single one."""
+    number = choose.choice([1, 2, 4, 8, 16, 16])
+    if kind == torch.bool:
+        places = choose.sample(range(size), min(number, 1 << (size.bit_length() - 1)))
+    else:
+        places = choose.choices(range(size), k=number)
+    weights = torch.bincount(torch.tensor(places), minlength=size).to(kind)
+    return weights / choose.choice([1, 16, 256]) if kind == torch.float64 else weights
 
 
 def turned_around(given: Any) -> Any:
@@ -173,10 +215,21 @@ def laid_out(params: Any, layout: str) -> Any:
         return tree.unflatten(
             structure, [part.view_as(leaf) for part, leaf in zip(parts, leaves, strict=True)]
         )
-    if layout == "one tensor":
+    if layout == "one tensor" and isinstance(params, dict):
         bias = params["hidden"]["biases"][0]
         return {**params, "hidden": {**params["hidden"], "biases": [bias, bias]}}
     return params
+
+
+def copied(state: Any) -> Any:
+    """A copy to be given away, which lies in memory as the state does."""
+
+    def copy(leaf: Tensor) -> Tensor:
+        if leaf.device.type != "cpu":
+            return leaf.clone()
+        return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype).copy_(leaf)
+
+    return tree.map(copy, state)
 
 
 def some_opt_state(recipe: str, params: Any, generator: torch.Generator) -> Any:
@@ -202,42 +255,55 @@ def cut(batch: Batch, microbatches: Cut) -> list[Batch]:
     return [taken(batch, rows) for rows in microbatches]
 
 
-@st.composite
-def assignments(draw: st.DrawFn, rows: int) -> list[Cut]:
-    """Any assignment of rows to ranks, and any cut on each: uneven ranks, and ranks without data."""
-    shares = draw(testing.ranks(range(rows)))
-    return [[[own[i] for i in part] for part in draw(cuts(len(own), 3))] for own in shares]
+def cut_of(choose: Chooser, rows: Sequence[int], numbers: range, *, empty: bool = True) -> Cut:
+    """Any cut of the rows into so many microbatches; without ``empty`` ones, into no more than there are rows."""
+    number = choose.choice(numbers)
+    if empty:
+        ends = sorted(choose.choices(range(len(rows) + 1), k=number - 1))
+    else:
+        ends = sorted(choose.sample(range(1, len(rows)), min(number, len(rows)) - 1))
+    return [[*rows[a:b]] for a, b in itertools.pairwise([0, *ends, len(rows)])]
 
 
-@st.composite
-def shares(draw: st.DrawFn, rows: int) -> list[Cut]:
-    """The same for ranks that need not hold as many microbatches as the others, or any at all."""
-    kept = draw(st.booleans())
-    return [[part for part in rank if part or kept] for rank in draw(assignments(rows))]
+RANKS = (1, 2, 3, 4)
 
 
-@st.composite
+def shares_of(
+    choose: Chooser, rows: int, *, ranks: Sequence[int] = RANKS, shuffled: bool = True
+) -> list[Cut]:
+    """The rows of each microbatch of each rank: one rank has two to nine, of several some have none."""
+    order, size = choose.sample(range(rows), rows), choose.choice(ranks)
+    owners = [choose.randrange(size) for _ in order]
+    numbers = range(2, choose.most + 4) if size == 1 else range(1, 5)
+    empty = rows == 1 or choose.maybe()
+    shares: list[Cut] = []
+    for rank in range(size):
+        own = [row for row, owner in zip(order, owners, strict=True) if owner == rank]
+        nothing = not own and (not empty or choose.maybe())
+        own = own if shuffled else sorted(own)
+        shares.append([] if nothing else cut_of(choose, own, numbers, empty=empty))
+    return shares
+
+
 def groups_of(
-    draw: st.DrawFn, case: Case, *, ranks: int = 4, shuffled: bool = True, padded: bool = True
+    choose: Chooser, case: Case, *, padded: bool = True, scalars: bool = True, **how: Any
 ) -> Groups:
     """The microbatches of each rank: any cut of the case, in any order, and padded anywhere.
 
     Some of them are empty, some ranks have none, and those of one token may be scalars.
     """
-    order = draw(st.permutations(range(case.rows))) if shuffled else range(case.rows)
-    scalars, kept = draw(st.booleans()), draw(st.booleans())
+    scalars = scalars and "key" not in case.batch and choose.maybe()
     groups: Groups = []
-    for own in draw(testing.ranks(order, ranks)):
+    for share in shares_of(choose, case.rows, **how):
         groups.append([])
-        for part in draw(cuts(len(own))):
-            microbatch = taken(case.batch, [own[i] for i in part])
-            if padded and draw(st.booleans()):
-                rows, columns = draw(st.integers(0, 2)), draw(st.integers(0, 2))
-                microbatch = with_noise(case, microbatch, rows, columns)
-                groups[-1] += [ignored_like(case, microbatch)] * draw(st.integers(0, 1))
+        for microbatch in cut(case.batch, share):
+            if padded and choose.maybe():
+                more = choose.randrange(3), choose.randrange(3)
+                microbatch = with_noise(case, microbatch, *more)
+                groups[-1] += [ignored_like(case, microbatch)] * choose.randrange(2)
             if scalars and microbatch["w"].numel() == 1:
                 microbatch = {key: leaf[0, 0] for key, leaf in microbatch.items()}
-            groups[-1] += [microbatch] if kept or part else []
+            groups[-1].append(microbatch)
     return groups
 
 
@@ -246,7 +312,7 @@ def with_noise(case: Case, microbatch: Batch, rows: int, columns: int) -> Batch:
     size, length = microbatch["w"].shape
     larger = ignored_like(case, taken(case.batch, [0] * (size + rows)), length + columns)
     for key, leaf in microbatch.items():
-        larger[key][:size, :length] = leaf
+        larger[key][tuple(map(slice, leaf.shape))] = leaf
     return larger
 
 
@@ -254,165 +320,84 @@ def ignored_like(case: Case, microbatch: Batch, length: int = 0) -> Batch:
     """A microbatch without tokens, in which anything stands."""
     size = (len(microbatch["w"]), length or microbatch["w"].shape[1])
     noise = integer_batch(microbatch["w"].new_zeros(size), case.generator)
-    return {key: leaf.to(microbatch[key].dtype) for key, leaf in noise.items()}
+    noise["key"] = torch.arange(len(microbatch["w"]))
+    return {key: noise[key].to(leaf.dtype) for key, leaf in microbatch.items()}
 
 
 Axis = Literal["one", "simulated", "threads"]
 AXES: tuple[Axis, ...] = ("one", "simulated", "threads")
+GATHERS = ["step", "microbatch", "loss", "loss, recomputed"]
+"""Where a gather may stand; a loss that is computed again gathers twice."""
+GRIDS = [(0, 1), (1, 2), (2, 2)]
 
 
 class How(NamedTuple):
-    """How a step is taken: on which kind of ranks, on pieces or not, and with which settings."""
+    """How a step is taken: on which kind of ranks, on whole params or pieces, and with which settings.
+
+    Pieces lie along an axis of ranks, or along the rows of a grid, filled up to a multiple of ranks.
+    """
 
     axis: Axis
-    pieces: bool
-    bucket_bytes: int
     settings: dict[str, Any]
+    gather: str = ""
+    grid: tuple[int, int] = (0, 1)
+    bucket_bytes: int = 40
 
 
-@st.composite
-def settings_of_steps(draw: st.DrawFn, /, **fixed: Any) -> dict[str, Any]:
+SETTINGS: dict[str, list[Any]] = {
+    "normalize": ["loss", "grads"],
+    "on_nonfinite": ["propagate", "skip"],
+    "donate": [False, True],
+    "accum_dtype": [None, torch.float64, torch.float32],
+    "grad_and_value": [ps.grad_and_value, torch.func.grad_and_value],
+}
+
+
+def settings_of(choose: Chooser, **fixed: Any) -> dict[str, Any]:
     """Keyword arguments of ``make_update_step`` that make no difference; some may be fixed."""
-    choices: dict[str, list[Any]] = {
-        "normalize": ["loss", "grads"],
-        "on_nonfinite": ["propagate", "skip"],
-        "donate": [False, True],
-        "accum_dtype": [None, torch.float64],
-        "grad_and_value": [ps.grad_and_value, torch.func.grad_and_value],
-    }
-    drawn = {name: draw(st.sampled_from(values)) for name, values in choices.items()}
-    return {**drawn, **fixed}
+    return {**{name: choose.choice(values) for name, values in SETTINGS.items()}, **fixed}
 
 
-@st.composite
-def hows(
-    draw: st.DrawFn,
-    /,
+def how_of(
+    choose: Chooser,
     *,
     axes: Sequence[Axis] = AXES,
-    pieces: bool = True,
+    gathers: Sequence[str] = ("", "", "", *GATHERS),
+    grids: Sequence[tuple[int, int]] = GRIDS,
     **fixed: Any,
 ) -> How:
     """Any way to take a step: the whole space from which the theorems draw."""
-    axis = draw(st.sampled_from(axes))
-    settings = draw(settings_of_steps(**fixed))
-    spread = pieces and axis == "threads" and draw(st.booleans())
-    if spread:
-        settings["gather"] = draw(st.sampled_from(["step", "microbatch", "loss"]))
-    return How(axis, spread, draw(st.sampled_from([8, 40, 1 << 20])), settings)
+    axis, settings = choose.choice(axes), settings_of(choose, **fixed)
+    gather = choose.choice(gathers) if axis != "one" else ""
+    grid = choose.choice(grids) if axis == "threads" and gather else (0, 1)
+    return How(axis, settings, gather, grid, choose.choice([8, 40, 1 << 20]))
 
 
 Drawn = tuple[Case, How, Groups]
 
 
-@st.composite
-def steps(
-    draw: st.DrawFn,
-    /,
+def step_case(
+    choose: Chooser,
     *,
     dtypes: Sequence[torch.dtype] = DTYPES,
     fractional: bool = True,
-    ranks: int = 4,
+    trees: bool = False,
+    keyed: bool = False,
+    ranks: Sequence[int] = RANKS,
     shuffled: bool = True,
     padded: bool = True,
+    scalars: bool = True,
     **how: Any,
 ) -> Drawn:
     """A case, how a step of it is taken, and the microbatches of each rank."""
-    case = draw(cases(dtypes=dtypes, fractional=fractional))
-    groups = draw(groups_of(case, ranks=ranks, shuffled=shuffled, padded=padded))
-    return case, draw(hows(**how)), groups
+    case = case_of(choose, dtypes=dtypes, fractional=fractional, trees=trees, keyed=keyed)
+    made = how_of(choose, **how)
+    split: Any = {"ranks": ranks, "shuffled": shuffled, "padded": padded, "scalars": scalars}
+    return case, made, groups_of(choose, case, **split)
 
 
-def step_of(
-    system: Any,
-    how: How,
-    state: Any,
-    groups: Groups,
-    loss_fn: Callable[..., Any],
-    optimizer: ps.optim.Optimizer,
-    weight_fn: Any = weights_of,
-) -> Any:
-    """``(params, opt_state, metrics)`` of one step in this way, on which all ranks agree."""
-    own = tree.map(torch.clone, state) if how.settings.get("donate") else state
-    make = partial(system.make_update_step, optimizer=optimizer, weight_fn=weight_fn)
-    if how.axis == "one":
-        return make(loss_fn, **how.settings)(*own, [part for group in groups for part in group])
-    # The host waits for a device where threads meet.
-    if how.axis == "simulated" or tree.leaves_of(state)[0].device.type != "cpu":
-        axis = ps.VmapAxis(len(groups))
-        simulated = axis.map(make(loss_fn, axis=axis, **how.settings), (None, None, 0), None)
-        try:
-            return simulated(*own, side_by_side(groups))
-        except ValueError as error:
-            if "differ" not in str(error):
-                raise
-            raise AssertionError("the ranks end up in different states") from error
-
-    world = ps.testing.ThreadAxis(len(groups), bucket_bytes=how.bucket_bytes)
-    gathering = how.settings.get("gather") == "loss"
-    step = make(
-        (lambda params, batch: loss_fn(ps.unshard(params), batch)) if gathering else loss_fn,
-        axis=world,
-        **how.settings,
-    )
-
-    def rank(group: list[Batch]) -> Any:
-        params, opt_state = tree.map(torch.clone, own)
-        mine = laid_out(params, LAYOUTS[world.rank % 3]), opt_state
-        if not how.pieces:
-            return step(*mine, group)
-        *new, metrics = step(*ps.shard(mine, world), group)
-        return *ps.unshard(tuple(new)), metrics
-
-    parts = [part for group in groups for part in group]
-    if gathering and parts:
-        empty = {key: torch.zeros_like(leaf) for key, leaf in parts[0].items()}
-        most = max(map(len, groups))
-        groups = [[*group, *[empty] * (most - len(group))] for group in groups]
-    results = world.map(rank)(groups)
-    for other in results[1:]:
-        first, same = tree.map(torch.nan_to_num, (results[0], other))
-        assert_same(same, first, "what a rank returns")
-    return results[0]
-
-
-def check_step(
-    system: Any,
-    how: How,
-    case: Case,
-    groups: Groups,
-    loss_fn: Callable[..., Any] | None = None,
-    plain: Callable[..., Any] | None = None,
-) -> Any:
-    """The state is that of ``spec`` on the one big batch, to the bit, and so are the metrics.
-
-    ``loss_fn`` computes what ``plain`` does.
-    """
-    state = case.params, case.opt_state
-    loss_fn = loss_fn or case.loss_fn
-
-    def update(grads: Any, opt_state: Any, params: Any) -> Any:
-        return case.optimizer.update(summed_in(how, grads), opt_state, params)
-
-    expected, grads, loss = spec(plain or loss_fn, update, *state, case.batch)
-    *actual, metrics = step_of(system, how, state, groups, loss_fn, case.optimizer)
-    assert_same(tuple(actual), expected)
-    assert metrics.loss == loss, f"loss: {metrics.loss} is not {loss}"
-    assert metrics.loss.dtype == tree.accumulation_dtype(case.batch["x"].dtype)
-    assert metrics.num_tokens == case.batch["w"].sum()
-    held = sum(bool(part["w"].any()) for group in groups for part in group)
-    assert metrics.num_microbatches == held
-    assert metrics.applied
-    squares = torch.stack([leaf.double().square().sum() for leaf in tree.leaves_of(grads)])
-    roundings = gamma(4 * squares.numel() + 64, metrics.grad_norm.dtype)
-    assert (metrics.grad_norm - squares.sum().sqrt()).abs() <= roundings * metrics.grad_norm
-    return *actual, metrics
-
-
-def summed_in(how: How, grads: Any) -> Any:
-    """Gradients in the dtype in which a step sums them."""
-    asked = how.settings.get("accum_dtype")
-    return tree.map(lambda g: g.to(asked or tree.accumulation_dtype(g.dtype)), grads)
+steps = partial(drawn, step_case)
+"""Cases of steps; keywords narrow them."""
 
 
 def side_by_side(groups: Sequence[Sequence[Batch]]) -> list[Batch]:
@@ -439,11 +424,6 @@ def filled(leaf: Tensor | None, others: list[Tensor]) -> Tensor:
     return zeros
 
 
-def simulate(case: Case, assignment: list[Cut]) -> list[Batch]:
-    """``side_by_side`` of an assignment to ranks."""
-    return side_by_side([cut(case.batch, rank) for rank in assignment])
-
-
 def stack(batches: Sequence[Batch]) -> Batch:
     """One batch with a new leading dimension."""
     return {key: torch.stack([batch[key] for batch in batches]) for key in batches[0]}
@@ -461,33 +441,31 @@ def assert_same(actual: Any, expected: Any, what: str = "state") -> None:
 
 
 def outcome(call: Callable[[], Any]) -> tuple[Any, str]:
-    """What comes of a call: its result, or None and the message with which it refuses."""
+    """What comes of a call: its result, or None and the message with which it, or a rank, refuses."""
     try:
         return call(), ""
-    except ValueError as error:
-        return None, str(error)
+    except (ValueError, AssertionError) as error:
+        return None, f"{error}: {error.__cause__}"
 
 
-def capture() -> ps.optim.Optimizer:
-    """An optimizer that moves nothing and keeps the gradients that it was given as its state."""
-    return ps.optim.Optimizer(
-        init=tree.zeros_like,
-        update=lambda grads, opt_state, params: (
-            params,
-            tree.map(lambda grad, kept: grad.to(kept.dtype), grads, opt_state),
-        ),
-    )
+CAPTURE = ps.optim.Optimizer(
+    init=tree.zeros_like,
+    update=lambda grads, opt_state, params: (
+        params,
+        tree.map(lambda grad, kept: grad.to(kept.dtype), grads, opt_state),
+    ),
+)
+"""An optimizer that moves nothing and keeps the gradients that it was given as its state."""
 
 
 @dataclass(frozen=True, repr=False)
 class RealCase:
-    """Sequences for the transformer, with the exact gradient of each, scaled as in the equation."""
+    """Sequences for the transformer, and the exact gradient and loss of each, scaled as in the equation."""
 
     params: Any
     batch: Batch
     dtype: torch.dtype
-    terms: list[Any]
-    losses: Tensor
+    exact: Callable[[], tuple[list[Any], Tensor]]
     seed: int
 
     def __repr__(self) -> str:
@@ -504,36 +482,34 @@ class RealCase:
         for path, leaf, *terms in zip(
             tree.paths(grads, "grads"),
             tree.leaves_of(grads),
-            *map(tree.leaves_of, self.terms),
+            *map(tree.leaves_of, self.exact()[0]),
             strict=True,
         ):
             exact = torch.stack(terms)
             bound = gamma(n, self.dtype) * exact.flatten(1).norm(dim=1).sum()
-            error = (leaf.to(torch.float64) - exact.sum(0)).norm()
+            error = (leaf.to("cpu", torch.float64) - exact.sum(0)).norm()
             assert error <= bound, f"{path}: off by {error:.3g}, and rounding explains {bound:.3g}"
 
     def assert_loss_within_bound(self, loss: Tensor) -> None:
         """The same for the loss."""
-        n = models.transformer_roundings(self.dtype) + self.batch["w"].numel()
-        error = (loss.to(torch.float64) - self.losses.sum()).abs()
-        assert error <= gamma(n, self.dtype) * self.losses.abs().sum()
+        n, losses = models.transformer_roundings(self.dtype), self.exact()[1]
+        error = (loss.to("cpu", torch.float64) - losses.sum()).abs()
+        assert error <= gamma(n + self.batch["w"].numel(), self.dtype) * losses.abs().sum()
 
 
-@st.composite
-def real_cases(
-    draw: st.DrawFn,
-    dtypes: Sequence[torch.dtype],
+def real_case(
+    choose: Chooser,
+    dtypes: Sequence[torch.dtype] = DTYPES[:3],
     loss_fn: Callable[[Any, Batch], Tensor] = models.transformer_loss,
     make_params: Callable[[torch.Generator, torch.dtype], Any] = models.transformer_params,
+    *,
     keyed: bool = False,
 ) -> RealCase:
     """Random text of uneven length, padded, for the transformer in one of the dtypes; ``keyed``: each with a key."""
-    dtype = draw(st.sampled_from(dtypes))
-    seed = draw(st.integers(0, 2**20))
+    dtype, seed = choose.choice(dtypes), choose.randrange(2**20)
     generator = torch.Generator().manual_seed(seed)
-    rows = draw(st.integers(1, 5))
-    lengths = draw(st.lists(st.integers(0, models.CONTEXT), min_size=rows, max_size=rows))
-    lengths[0] = max(1, lengths[0])
+    rows = choose.randint(1, min(5, choose.most))
+    lengths = [choose.randint(row == 0, models.CONTEXT) for row in range(rows)]
     shape = (rows, models.CONTEXT)
     present = torch.arange(models.CONTEXT) < torch.tensor(lengths)[:, None]
     labels = torch.randint(0, models.VOCABULARY, shape, generator=generator)
@@ -545,12 +521,46 @@ def real_cases(
     if keyed:
         batch["key"] = ps.random.fold_in(ps.random.key(seed), torch.arange(rows))
     params = make_params(generator, dtype)
-    exact = tree.map(lambda leaf: leaf.to(torch.float64), params)
 
     def loss_of(params: Any, row: int) -> Tensor:
-        one = {key: value[row : row + 1] for key, value in batch.items()}
-        return loss_fn(params, one).sum() / present.sum()
+        return loss_fn(params, taken(batch, [row])).sum() / present.sum()
 
-    terms = [torch.func.grad(loss_of)(exact, row) for row in range(rows)]
-    losses = torch.stack([loss_of(exact, row) for row in range(rows)])
-    return RealCase(params, batch, dtype, terms, losses, seed)
+    @cache
+    def exact() -> tuple[list[Any], Tensor]:
+        wide = tree.map(lambda leaf: leaf.to(torch.float64), params)
+        made = [torch.func.grad_and_value(loss_of)(wide, row) for row in range(rows)]
+        return [grads for grads, _ in made], torch.stack([loss for _, loss in made])
+
+    return RealCase(params, batch, dtype, exact, seed)
+
+
+RealDrawn = tuple[RealCase, How, Groups]
+
+
+def real_step_case(
+    choose: Chooser,
+    *,
+    ranks: Sequence[int] = RANKS,
+    axes: Sequence[Axis] = AXES,
+    **of_case: Any,
+) -> RealDrawn:
+    """Real text in any order, cut and share, each microbatch perhaps no longer than it has to be."""
+    case = real_case(choose, **of_case)
+    groups: Groups = []
+    for share in shares_of(choose, case.rows, ranks=ranks):
+        groups.append([part for part in cut(case.batch, share) if part["w"].numel()])
+        if choose.maybe():
+            groups[-1] = [without_padding(part) for part in groups[-1]]
+    # Sums in float32 would round more than the dtype does.
+    accum_dtype = choose.choice([None, torch.float64])
+    return case, how_of(choose, axes=axes, accum_dtype=accum_dtype), groups
+
+
+def without_padding(part: Batch) -> Batch:
+    """As long as the longest of its sequences, or of one token."""
+    length = max(1, int(part["w"].sum(1).max()))
+    return {key: leaf if leaf.ndim == 1 else leaf[:, :length] for key, leaf in part.items()}
+
+
+real_steps = partial(drawn, real_step_case)
+"""Cases of steps of the transformer; keywords narrow them."""

@@ -88,10 +88,10 @@ class PurestepRank:
 test_purestep_on_processes = ps.testing.laws(
     lambda: ps.testing.Processes(PurestepRank, Abilities(ranks=3, dropout=True, skips=True)),
     ["T2", "T3", "T7", "T14", "T15"],
-    cases=15,
+    cases=6,
 )
-test_purestep = ps.testing.laws(Purestep, cases=40)
-test_plain_loop = ps.testing.laws(PlainLoop, [name for name in LAWS if name != "T17"])
+test_purestep = ps.testing.laws(Purestep, cases=20)
+test_plain_loop = ps.testing.laws(PlainLoop, [name for name in LAWS if name != "T17"], cases=20)
 
 
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.number)

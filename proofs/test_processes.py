@@ -8,25 +8,30 @@ from functools import partial
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from torch import Tensor
 
 from proofs.ranks import (
     Run,
-    ShareCase,
     check_context_parallel,
-    check_pieces,
-    check_ranks,
+    check_metrics,
+    check_step,
     check_tensor_parallel,
-    share_cases,
 )
-from proofs.strategies import Batch, cut
-from proofs.test_t11_collectives import LAWS, check_separate_ranks, ranks, ways
-from proofs.test_t12_shard import LayersCase, PiecesCase, layers_cases, pieces_cases
-from proofs.test_t15_random import integer_loss, keyed_case, module_loss
+from proofs.strategies import GATHERS, Drawn, drawn, steps
+from proofs.test_t02_ranks import GRID
+from proofs.test_t11_collectives import LAWS, blocks, check_separate_ranks
+from proofs.test_t12_shard import layers_case
+from proofs.test_t15_random import Loss, by_hand, by_module
 from proofs.theorem import PURESTEP
 from proofs.worlds import LARGEST, on_processes
 from purestep.testing.processes import World
+
+RANKS: dict[str, Any] = {
+    "axes": ["threads"], "dtypes": [torch.float64], "grids": [(0, 1), (1, LARGEST), (2, LARGEST)],
+}  # fmt: skip
+"""What threads can do, processes can; a grid is one of all of them."""
 
 
 @pytest.fixture(scope="module")
@@ -36,54 +41,40 @@ def run() -> Iterator[Run]:
         yield partial(on_processes, world)
 
 
-@given(drawn=share_cases())
-def test_t02_t03_t04(run: Run, drawn: ShareCase) -> None:
+@given(drawn=steps(**RANKS, ranks=[2, 3, 4], gathers=[""]))
+def test_t02_t03_t04(run: Run, drawn: Drawn) -> None:
     """Any share of the sequences, in any order, of which some are ignored."""
-    case, share, *_ = drawn
-    check_ranks(run, PURESTEP, case, [cut(case.batch, rank) for rank in share], *drawn[2:])
+    check_metrics(PURESTEP, drawn, run=run)
 
 
 @pytest.mark.parametrize("name", LAWS)
-@given(x=ranks(), way=ways())
-def test_t11_collectives(run: Run, name: str, x: Tensor, way: int) -> None:
+@given(drawn=drawn(blocks))
+def test_t11_collectives(run: Run, name: str, drawn: tuple[Tensor, int]) -> None:
     """Laws and transposes, with ensembles passing by."""
-    check_separate_ranks(run, name, x, way)
+    check_separate_ranks(run, name, *drawn)
 
 
-@given(drawn=pieces_cases((0, 1), (1, LARGEST), (2, LARGEST)))
-def test_t12_params_in_pieces(run: Run, drawn: PiecesCase) -> None:
+@given(drawn=steps(**RANKS, gathers=GATHERS))
+def test_t12_params_in_pieces(run: Run, drawn: Drawn) -> None:
     """Params and state spread over the ranks that split the tokens, or one dimension of them."""
-    check_pieces(run, PURESTEP, *drawn)
+    check_metrics(PURESTEP, drawn, run=run)
 
 
-@given(drawn=layers_cases(2))
-def test_t12_layers_in_pieces(run: Run, drawn: LayersCase) -> None:
+@given(drawn=drawn(layers_case, 2))
+def test_t12_layers_in_pieces(run: Run, drawn: tuple[Drawn, int]) -> None:
     """Layers spread over a second dimension of the mesh, whose norms are those of the whole."""
-    check_tensor_parallel(run, PURESTEP, *drawn)
-
-
-OF_MODULE = module_loss(PURESTEP.from_module)
-
-
-def by_hand(params: Any, batch: Batch) -> Tensor:
-    """At the top of the module, where processes find it."""
-    return integer_loss(PURESTEP.random)(params, batch)
-
-
-def by_module(params: Any, batch: Batch) -> Tensor:
-    """The same."""
-    return OF_MODULE(params, batch)
+    check_tensor_parallel(run, *drawn)
 
 
 @pytest.mark.parametrize("loss_fn", [by_hand, by_module])
-@given(drawn=share_cases())
-def test_t15_ranks(run: Run, loss_fn: Any, drawn: ShareCase) -> None:
+@given(drawn=steps(**RANKS, keyed=True))
+def test_t15_ranks(run: Run, loss_fn: Loss, drawn: Drawn) -> None:
     """Dropout draws what it draws in the one big batch, whichever process holds the example."""
-    case, groups = keyed_case(PURESTEP, drawn)
-    check_ranks(run, PURESTEP, case, groups, *drawn[2:], loss_fn=loss_fn)
+    case, how, groups = drawn
+    check_step(PURESTEP, how, case, groups, loss_fn, by_hand, run=run)
 
 
-@given(drawn=share_cases())
-def test_context_parallel(run: Run, drawn: ShareCase) -> None:
+@given(drawn=steps(**GRID, dtypes=[torch.float64]))
+def test_context_parallel(run: Run, drawn: Drawn) -> None:
     """Sequences split over a second dimension of the mesh."""
-    check_context_parallel(run, PURESTEP, drawn)
+    check_context_parallel(run, drawn)

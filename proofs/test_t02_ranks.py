@@ -4,7 +4,6 @@ Ranks may be uneven or hold nothing at all. What comes out is the same on every 
 the number of collectives does not depend on the number of microbatches.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,97 +11,53 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import purestep as ps
-from proofs import models
+from proofs import models, test_t01_cut as t01
 from proofs.ranks import (
-    ShareCase,
     check_context_parallel,
-    check_ranks,
-    loss_with_aux,
-    share_cases,
+    check_metrics,
+    check_step,
+    check_within_bound,
 )
 from proofs.strategies import (
-    DTYPES,
-    Batch,
     Case,
-    How,
-    RealCase,
-    assert_same,
-    capture,
-    cases,
-    check_step,
-    cut,
-    groups_of,
-    hows,
-    ignored_like,
-    real_cases,
-    shares,
-    step_of,
+    Drawn,
+    RealDrawn,
+    case_of,
+    drawn,
+    real_steps,
+    steps,
     weights_of,
 )
-from proofs.theorem import System, theorem
+from proofs.theorem import System, tests_of, theorem
 from proofs.worlds import on_threads
 from purestep import tree
-from purestep.testing.strategies import taken
 
-Groups = list[list[Batch]]
-RANKS: Any = {"axes": ("simulated", "threads")}
-
-
-@st.composite
-def group_cases(
-    draw: st.DrawFn, /, dtypes: Sequence[torch.dtype] = DTYPES, **fixed: Any
-) -> tuple[Case, How, Groups]:
-    """A case, on simulated ranks or threads, in pieces or not, and what each rank holds of it."""
-    case = draw(cases(dtypes=dtypes))
-    return case, draw(hows(**RANKS, **fixed)), draw(groups_of(case))
+RANKS: Any = {"axes": ("simulated", "threads"), "ranks": (2, 3, 4)}
+GRID: Any = {
+    "axes": ["threads"],
+    "ranks": [2],
+    "padded": False,
+    "scalars": False,
+    "accum_dtype": None,
+}
+"""Two rows, whose ranks share out what a row holds."""
 
 
-@theorem("T2", group_cases())
-def rank_invariance(system: System, drawn: tuple[Case, How, Groups]) -> None:
+@theorem("T2", steps(**RANKS))
+def rank_invariance(system: System, drawn: Drawn) -> None:
     """The state, the loss, the norm and the counts are those of the one big batch, to the bit."""
     case, how, groups = drawn
     check_step(system, how, case, groups)
 
 
-def loss_with_terms(params: Any, batch: Batch) -> ps.LossTerms:
-    """The losses of the microbatch are a term of it, too."""
-    made = loss_with_aux(params, batch)
-    return ps.LossTerms(made.tokens, microbatch=made.aux["sum"][0], aux=made.aux)
+WITH_TERMS = steps(**RANKS, dtypes=[torch.float64], grids=[(0, 1)], normalize="loss")
+rank_terms = theorem("T2", WITH_TERMS)(t01.terms.claim)
 
 
-@theorem("T2", group_cases([torch.float64], normalize="loss"))
-def rank_terms(system: System, drawn: tuple[Case, How, Groups]) -> None:
-    """A term of the microbatch is averaged over the group's non-empty microbatches, whoever holds them."""
-    case, how, groups = drawn
-    ignored = ignored_like(case, taken(case.batch, [0]))
-    groups = [group or [ignored] for group in groups]
-    flat = [part for group in groups for part in group]
-    state = case.params, tree.zeros_like(case.params)
-    _, grads, metrics = step_of(system, how, state, groups, loss_with_terms, capture())
-    one = system.make_update_step(loss_with_terms, capture(), weight_fn=weights_of)
-    _, expected, alone = one(*state, flat)
-    assert metrics.num_microbatches == sum(bool(part["w"].any()) for part in flat)
-    assert_same(metrics.aux, alone.aux, "aux")
-    if int(metrics.num_microbatches).bit_count() == 1:
-        assert_same((grads, metrics.loss), (expected, alone.loss), "(grads, loss)")
-
-
-@st.composite
-def real_group_cases(draw: st.DrawFn) -> tuple[RealCase, How, Groups]:
-    """Real text over up to four ranks."""
-    case = draw(real_cases([torch.float64, torch.float32]))
-    share = [[rows for rows in rank if rows] for rank in draw(shares(case.rows))]
-    return case, draw(hows(**RANKS)), [cut(case.batch, rank) for rank in share]
-
-
-@theorem("T2", real_group_cases())
-def ranks_within_bound(system: System, drawn: tuple[RealCase, How, Groups]) -> None:
+@theorem("T2", real_steps(**RANKS))
+def ranks_within_bound(system: System, drawn: RealDrawn) -> None:
     """For the transformer: the exact gradient, but for rounding."""
-    case, how, groups = drawn
-    state = case.params, tree.zeros_like(case.params)
-    _, grads, metrics = step_of(system, how, state, groups, models.transformer_loss, capture())
-    case.assert_within_bound(grads, extra_roundings=sum(map(len, groups)))
-    case.assert_loss_within_bound(metrics.loss)
+    check_within_bound(system, drawn)
 
 
 class CountingAxis(ps.LocalAxis):
@@ -122,7 +77,7 @@ class CountingAxis(ps.LocalAxis):
         return tree.map(lambda leaf: self.apply(law, leaf), x)
 
 
-@theorem("T2", st.tuples(cases(), st.integers(1, 8)))
+@theorem("T2", st.tuples(drawn(case_of), st.integers(2, 9)))
 def traffic(system: System, drawn: tuple[Case, int]) -> None:
     """Whatever the number of microbatches, the same collectives run, and each gradient in one of them."""
     case, repeats = drawn
@@ -139,23 +94,19 @@ def traffic(system: System, drawn: tuple[Case, int]) -> None:
     assert elements == sum(leaf.numel() for leaf in tree.leaves_of(case.params)) + 5
 
 
-@theorem("T2", share_cases())
-def separate_ranks(system: System, drawn: ShareCase) -> None:
-    """Ranks that run programs of their own: all metrics, evaluation and the order in memory, too, on each."""
-    case, share, *_ = drawn
-    groups = [cut(case.batch, rank) for rank in share]
-    check_ranks(on_threads, system, case, groups, *drawn[2:])
+OWN: Any = {"axes": ["threads"], "ranks": (2, 3, 4), "gathers": [""]}
 
 
-@theorem("T2", share_cases())
-def context_parallel(system: System, drawn: ShareCase) -> None:
+@theorem("T2", steps(**OWN, grad_and_value=ps.grad_and_value))
+def separate_ranks(system: System, drawn: Drawn) -> None:
+    """Ranks that run programs of their own, whose sums leave in buckets: all metrics, and evaluation, on each."""
+    check_metrics(system, drawn)
+
+
+@theorem("T2", steps(**GRID, dtypes=[torch.float64]))
+def context_parallel(system: System, drawn: Drawn) -> None:
     """Sequences split over a second dimension of the mesh: their tokens count there too."""
-    check_context_parallel(on_threads, system, drawn)
+    check_context_parallel(on_threads, drawn)
 
 
-test_rank_invariance = rank_invariance.test()
-test_rank_terms = rank_terms.test()
-test_ranks_within_bound = ranks_within_bound.test()
-test_traffic = traffic.test()
-test_separate_ranks = separate_ranks.test()
-test_context_parallel = context_parallel.test()
+globals().update(tests_of(globals()))

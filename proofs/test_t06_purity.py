@@ -8,37 +8,31 @@ arguments give the same.
 from typing import Any
 
 import torch
-from hypothesis import strategies as st
 
+from proofs.ranks import step_of
 from proofs.strategies import (
     DTYPES,
-    Batch,
-    Case,
+    Chooser,
+    Drawn,
+    Groups,
     assert_same,
-    cases,
-    groups_of,
-    settings_of_steps,
+    drawn,
+    step_case,
+    steps,
     weights_of,
 )
-from proofs.theorem import System, theorem
+from proofs.theorem import System, tests_of, theorem
 from purestep import tree
 
-Drawn = tuple[Case, list[Batch], list[Batch], dict[str, Any]]
+ONE: dict[str, Any] = {"axes": ["one"], "ranks": [1], "donate": False}
 
 
-@st.composite
-def purity_cases(draw: st.DrawFn) -> Drawn:
-    """A case, its cut, another group of another size, and settings."""
-    dtype = draw(st.sampled_from(DTYPES))
-    case, other = draw(cases(dtypes=[dtype])), draw(cases(dtypes=[dtype]))
-    settings = draw(settings_of_steps(donate=False))
-    (group,), (second,) = (draw(groups_of(each, ranks=1)) for each in (case, other))
-    return case, group, second, settings
-
-
-def step_with(system: System, case: Case, settings: dict[str, Any]) -> Any:
-    """The case's step."""
-    return system.make_update_step(case.loss_fn, case.optimizer, weight_fn=weights_of, **settings)
+def step_with(system: System, drawn: Drawn) -> Any:
+    """The case's step on one rank."""
+    case, how, _ = drawn
+    return system.make_update_step(
+        case.loss_fn, case.optimizer, weight_fn=weights_of, **how.settings
+    )
 
 
 def storages(value: Any) -> set[torch.UntypedStorage]:
@@ -57,14 +51,15 @@ def globals_of() -> tuple[Any, ...]:
     )
 
 
-@theorem("T6", purity_cases())
+@theorem("T6", steps(donate=False))
 def inputs_untouched(system: System, drawn: Drawn) -> None:
-    """Inputs keep their bits and lend no storage; no global state moves."""
-    case, group, _, settings = drawn
-    inputs = (case.params, case.opt_state, group)
+    """Inputs keep their bits and lend no storage; no global state moves; on any ranks."""
+    case, how, groups = drawn
+    state = case.params, case.opt_state
+    inputs = state, groups
     before = tree.map(torch.clone, inputs)
     rng, world = torch.get_rng_state(), globals_of()
-    outputs = step_with(system, case, settings)(*inputs)
+    outputs = step_of(system, how, state, groups, case.loss_fn, case.recipe)
     assert_same(inputs, before, "inputs")
     assert torch.equal(torch.get_rng_state(), rng), "the global RNG moved"
     assert globals_of() == world, "global settings changed"
@@ -72,22 +67,28 @@ def inputs_untouched(system: System, drawn: Drawn) -> None:
     assert not any(leaf.requires_grad for leaf in tree.leaves_of(outputs))
 
 
-@theorem("T6", purity_cases())
-def no_memory(system: System, drawn: Drawn) -> None:
+def two_groups(choose: Chooser) -> tuple[Drawn, Groups]:
+    """A step, and another group of another size."""
+    one, other = (step_case(choose, **ONE, dtypes=[dtype]) for dtype in [choose.choice(DTYPES)] * 2)
+    return one, other[2]
+
+
+@theorem("T6", drawn(two_groups))
+def no_memory(system: System, drawn: tuple[Drawn, Groups]) -> None:
     """Called for other arguments in between, the same arguments give the same result."""
-    case, group, other, settings = drawn
-    step, fresh = (step_with(system, case, settings) for _ in range(2))
+    (case, _, (group,)), (other,) = drawn
+    step, fresh = (step_with(system, drawn[0]) for _ in range(2))
     first = step(case.params, case.opt_state, group)
     moved = step(case.params, case.opt_state, other)
     assert_same(step(case.params, case.opt_state, group), first, "the second call")
     assert_same(fresh(case.params, case.opt_state, other), moved, "another instance")
 
 
-@theorem("T6", purity_cases())
+@theorem("T6", steps(**ONE))
 def grad_untouched(system: System, drawn: Drawn) -> None:
     """Params that require grad, in any grad mode: their ``.grad`` stays; values are the same."""
-    case, group, _, settings = drawn
-    step = step_with(system, case, settings)
+    case, _, (group,) = drawn
+    step = step_with(system, drawn)
     expected = step(case.params, case.opt_state, group)
     params = tree.map(lambda leaf: leaf.clone().requires_grad_(), case.params)
     for leaf in tree.leaves_of(params):
@@ -101,6 +102,4 @@ def grad_untouched(system: System, drawn: Drawn) -> None:
     assert all((leaf.grad == 7).all() for leaf in tree.leaves_of(params)), ".grad was written"
 
 
-test_inputs_untouched = inputs_untouched.test()
-test_no_memory = no_memory.test()
-test_grad_untouched = grad_untouched.test()
+globals().update(tests_of(globals()))

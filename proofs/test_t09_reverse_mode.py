@@ -10,9 +10,8 @@ from hypothesis import given, strategies as st
 
 import purestep as ps
 from proofs import models
-from proofs.strategies import RealCase, assert_same, cut, real_cases
+from proofs.strategies import RealCase, assert_same, cut, drawn, real_case
 
-CASES = real_cases([torch.float64, torch.float32, torch.bfloat16])
 WAYS = (ps.grad_and_value, torch.func.grad_and_value)
 
 
@@ -21,7 +20,7 @@ def loss(params: Any, batch: Any) -> torch.Tensor:
     return models.transformer_loss(params, batch).sum()
 
 
-@given(CASES)
+@given(drawn(real_case))
 def test_first_derivative(case: RealCase) -> None:
     """Value and gradients of a transformer, whose activations may be computed again."""
     expected = torch.func.grad_and_value(loss)(case.params, case.batch)
@@ -30,7 +29,7 @@ def test_first_derivative(case: RealCase) -> None:
         assert_same(transform(ps.remat(loss))(case.params, case.batch), expected)
 
 
-@given(CASES, st.booleans())
+@given(drawn(real_case), st.booleans())
 def test_aux(case: RealCase, both: bool) -> None:
     """Aux as a tree, and any positions; keywords go along."""
 
@@ -55,7 +54,7 @@ OUTER: list[Any] = [
 ]
 
 
-@given(real_cases([torch.float64]), st.sampled_from(OUTER))
+@given(drawn(real_case, [torch.float64]), st.sampled_from(OUTER))
 def test_higher_derivatives(case: RealCase, outer: Any) -> None:
     """Inside vmap, grad and jvp: the same bits."""
 
@@ -70,7 +69,7 @@ def test_higher_derivatives(case: RealCase, outer: Any) -> None:
     assert_same(by(ps.grad_and_value), by(torch.func.grad_and_value))
 
 
-@given(real_cases([torch.float32, torch.float64]), st.booleans(), st.booleans(), st.data())
+@given(drawn(real_case, [torch.float32, torch.float64]), st.booleans(), st.booleans(), st.data())
 def test_the_steps_own_path(case: RealCase, counted: bool, term: bool, data: st.DataObject) -> None:
     """Sums by either: a backward pass that begins with weights / N is that of the objective."""
     edge = data.draw(st.integers(1, case.rows))

@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, strategies as st
+from hypothesis import given
 from torch import Tensor
 
 import purestep as ps
 from proofs.models import integers
 from proofs.ranks import Run
-from proofs.strategies import assert_same
+from proofs.strategies import Chooser, assert_same, drawn
 from proofs.worlds import Ranks, on_threads
 
 Collective = Callable[[Tensor, ps.Axis], Tensor]
@@ -75,16 +75,10 @@ TRANSPOSES: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-@st.composite
-def ranks(draw: st.DrawFn) -> Tensor:
-    """Integers, ``(ranks, 2, ranks)``: one block of shape (2, ranks) on every rank."""
-    size = draw(st.integers(1, 4))
-    return integers((size, 2, size), torch.Generator().manual_seed(draw(st.integers(0, 999))), 8)
-
-
-def ways() -> st.SearchStrategy[int]:
-    """Which of the ways in which a law can be called."""
-    return st.integers(0, len(HOW) - 1)
+def blocks(choose: Chooser) -> tuple[Tensor, int]:
+    """Integers, ``(ranks, 2, ranks)``: one block of shape (2, ranks) on every rank; and a way to call a law."""
+    size = choose.randint(1, 4)
+    return integers((size, 2, size), choose.generator(), 8), choose.randrange(len(HOW))
 
 
 def called(name: str, way: int) -> Law:
@@ -93,9 +87,10 @@ def called(name: str, way: int) -> Law:
 
 
 @pytest.mark.parametrize("law", LAWS)
-@given(x=ranks(), way=ways())
-def test_law(law: str, x: Tensor, way: int) -> None:
+@given(drawn=drawn(blocks))
+def test_law(law: str, drawn: tuple[Tensor, int]) -> None:
     """What every rank gets; also with ensembles passing by, nested axes, and of a value that all ranks share."""
+    x, way = drawn
     collective, expected = called(law, way)
     axis, other = ps.VmapAxis(len(x)), ps.VmapAxis(2)
 
@@ -120,9 +115,10 @@ def test_law(law: str, x: Tensor, way: int) -> None:
         assert torch.equal(collective(x[0], ps.LocalAxis()), on_ranks(x)[0])
 
 
-@given(ranks())
-def test_index_and_trees(x: Tensor) -> None:
+@given(drawn(blocks))
+def test_index_and_trees(drawn: tuple[Tensor, int]) -> None:
     """Every rank knows its number, collectives take trees, and integers are summed as integers."""
+    x, _ = drawn
     axis = ps.VmapAxis(len(x))
     assert axis.map(lambda _: axis.index)(x).tolist() == list(range(len(x)))
     total = axis.map(lambda b: ps.psum({"a": [b], "none": None, "flag": b > 0}, axis), 0, None)(x)
@@ -149,9 +145,10 @@ def separately(
 
 
 @pytest.mark.parametrize("law", TRANSPOSES)
-@given(x=ranks())
-def test_transpose(law: str, x: Tensor) -> None:
+@given(drawn=drawn(blocks))
+def test_transpose(law: str, drawn: tuple[Tensor, int]) -> None:
     """vjp inside the program is the stated transpose; jvp is the law; twice transposed is the law."""
+    x, _ = drawn
     axis = ps.VmapAxis(len(x))
     y, _, _, tangent, pulled, twice = axis.map(partial(separately, axis, law, 0, True))(x)
     assert torch.equal(pulled, TRANSPOSES[law](y + 1))
@@ -171,7 +168,7 @@ def check_separate_ranks(
 
 
 @pytest.mark.parametrize("name", LAWS)
-@given(x=ranks(), way=ways())
-def test_threads(name: str, x: Tensor, way: int) -> None:
+@given(drawn=drawn(blocks))
+def test_threads(name: str, drawn: tuple[Tensor, int]) -> None:
     """Threads are ranks; but torch has one level of forward-mode differentiation for all of them."""
-    check_separate_ranks(on_threads, name, x, way, forward_mode=False)
+    check_separate_ranks(on_threads, name, *drawn, forward_mode=False)

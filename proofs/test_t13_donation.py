@@ -6,9 +6,20 @@ import torch
 from hypothesis import strategies as st
 
 import purestep as ps
-from proofs.strategies import Batch, Case, Drawn, assert_same, cases, outcome, steps, weights_of
+from proofs.strategies import (
+    Batch,
+    Case,
+    Drawn,
+    assert_same,
+    case_of,
+    copied,
+    drawn,
+    outcome,
+    steps,
+    weights_of,
+)
 from proofs.test_t06_purity import storages
-from proofs.theorem import System, theorem
+from proofs.theorem import System, tests_of, theorem
 from purestep import tree
 
 KINDS = ["as it is", "without update_", "with a plain update_", "handing on"]
@@ -22,7 +33,7 @@ DonationCase = tuple[Drawn, str, Any]
 
 @theorem(
     "T13",
-    st.tuples(steps(ranks=1, axes=["one"]), st.sampled_from(KINDS), st.sampled_from(SECOND)),
+    st.tuples(steps(ranks=[1], axes=["one"]), st.sampled_from(KINDS), st.sampled_from(SECOND)),
 )
 def donation(system: System, drawn: DonationCase) -> None:
     """Three steps, one of them perhaps without tokens or not finite: the same state and metrics."""
@@ -32,7 +43,7 @@ def donation(system: System, drawn: DonationCase) -> None:
     for donate in (False, True):
         settings = {**how.settings, "donate": donate}
         step = system.make_update_step(case.loss_fn, optimizer, weight_fn=weights_of, **settings)
-        state = tree.map(torch.clone, (case.params, optimizer.init(case.params)))
+        state = copied((case.params, optimizer.init(case.params)))
         given = storages(state)
         reported = []
         for one in (group, [change(part) for part in group], group):
@@ -85,7 +96,9 @@ Overlap = tuple[Case, int, int, str]
 
 @theorem(
     "T13",
-    st.tuples(cases(), st.integers(1, 12), st.integers(0, 12), st.sampled_from(["leaf", "batch"])),
+    st.tuples(
+        drawn(case_of), st.integers(1, 12), st.integers(0, 12), st.sampled_from(["leaf", "batch"])
+    ),
 )
 def overlaps(system: System, drawn: Overlap) -> None:
     """Leaves of one buffer, with each other or with the data: the same bits, or refused."""
@@ -115,5 +128,4 @@ def overlaps(system: System, drawn: Overlap) -> None:
     assert_same(data, case.batch, "the data")
 
 
-test_donation = donation.test()
-test_overlaps = overlaps.test()
+globals().update(tests_of(globals()))

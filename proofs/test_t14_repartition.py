@@ -13,27 +13,28 @@ from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
-from hypothesis import strategies as st
 from torch import Tensor
 
 import purestep as ps
 from proofs import models
+from proofs.ranks import check_step
 from proofs.strategies import (
+    CAPTURE,
     Batch,
     Case,
+    Chooser,
     How,
     RealCase,
     assert_same,
-    capture,
-    cases,
-    check_step,
+    case_of,
     cut,
-    real_cases,
+    cut_of,
+    drawn,
+    real_case,
     weights_of,
 )
-from proofs.theorem import System, theorem
+from proofs.theorem import System, tests_of, theorem
 from purestep import tree
-from purestep.testing.strategies import cuts
 
 FLOATS = [torch.float64, torch.float32]
 SIGNED = [*FLOATS, torch.int64, torch.int32, torch.int8]
@@ -78,31 +79,29 @@ class Examples(NamedTuple):
         return filled_up and self.odd is None
 
 
-@st.composite
-def example_cases(draw: st.DrawFn) -> Examples:
+def example_case(choose: Chooser) -> tuple[Examples, int, int, int]:
     """A case cut into examples: ignored tokens at their ends are cut off, and empty examples stand between."""
-    case = draw(cases(fractional=draw(st.booleans())))
+    case = case_of(choose, fractional=choose.maybe())
     counted = FLOATS if case.batch["w"].is_floating_point() else COUNTED
     allowed = {"x": SIGNED, "y": SIGNED, "w": counted}
-    dtypes = {name: draw(st.sampled_from(each)) for name, each in allowed.items()}
+    dtypes = {name: choose.choice(each) for name, each in allowed.items()}
     rows = []
     for row in range(case.rows):
         example = {key: value[row] for key, value in case.batch.items()}
         used = int((example["w"] > 0).nonzero().max()) + 1 if example["w"].any() else 0
-        length = draw(st.integers(used, len(example["w"])))
+        length = choose.randint(used, len(example["w"]))
         rows.append({key: value[:length].to(dtypes[key]) for key, value in example.items()})
-        if draw(st.integers(0, 3)) == 0:
+        if not choose.randrange(4):
             rows.append({key: torch.tensor([]) for key in example})
     full = [at for at, row in enumerate(rows) if len(row["w"])]
-    pad, odd = {"x": draw(st.sampled_from(PADS)), "y": draw(st.sampled_from(PADS)), "w": 0.0}, None
-    if len(full) > 1 and draw(st.booleans()):
-        odd = draw(st.sampled_from(full)), draw(st.integers(0, len(ODD) - 1))
-    return Examples(case, rows, pad, odd)
+    pad, odd = {"x": choose.choice(PADS), "y": choose.choice(PADS), "w": 0.0}, None
+    if len(full) > 1 and not choose.randrange(4):
+        odd = choose.choice(full), choose.randrange(len(ODD))
+    slack, multiple_of, ranks = choose.randint(0, 12), choose.randint(1, 3), choose.randint(1, 4)
+    return Examples(case, rows, pad, odd), slack, multiple_of, ranks
 
 
-@theorem(
-    "T14", st.tuples(example_cases(), st.integers(0, 12), st.integers(1, 3), st.integers(1, 4))
-)
+@theorem("T14", drawn(example_case))
 def repartition(system: System, drawn: tuple[Examples, int, int, int]) -> None:
     """Balanced over ranks and packed within a budget: the state and loss of the big batch, to the bit, or refused."""
     (case, rows, pad, odd), slack, multiple_of, ranks = drawn
@@ -113,20 +112,20 @@ def repartition(system: System, drawn: tuple[Examples, int, int, int]) -> None:
     budget = max(1, -(-longest // multiple_of) * multiple_of) + slack
 
     def pack(examples: list[Any]) -> list[Any]:
-        return system.pack(examples, max_tokens=budget, multiple_of=multiple_of, pad=pad)
+        return ps.pack(examples, max_tokens=budget, multiple_of=multiple_of, pad=pad)
 
     if not drawn[0].fit:
         error = raised(lambda: pack(examples))
         assert isinstance(error, ValueError), "accepted" if error is None else repr(error)
         assert "example" in str(error)
         return
-    shares = system.balance(examples, ranks)
+    shares = ps.balance(examples, ranks)
     assert len(shares) == ranks
     group = [undressed(microbatch) for share in shares for microbatch in pack(share)]
     assert all(0 < microbatch["w"].numel() <= budget for microbatch in group)
     kept = sum(len(row["w"]) > 0 for row in rows)
     assert sum(len(microbatch["w"]) for microbatch in group) == kept, "a row for each example"
-    check_step(system, How("one", False, 1, {}), case, [group])
+    check_step(system, How("one", {}), case, [group])
 
 
 def raised(attempt: Callable[[], Any]) -> BaseException | None:
@@ -187,27 +186,29 @@ class Stuck(Tensor):
 ERRORS = [OSError("disk"), KeyboardInterrupt("stop"), SystemExit(3), ps.DataExhausted(1, 2)]
 
 
-@st.composite
-def stream_cases(draw: st.DrawFn) -> Stream:
+def stream_case(choose: Chooser) -> Stream:
     """Any cut of a case into microbatches; a fault somewhere, or none; left somewhere, or at the end."""
-    case = draw(cases())
-    parts = cut(case.batch, draw(cuts(case.rows, 6)))
-    places = st.integers(0, len(parts) - 1)
-    faults = st.tuples(st.sampled_from(["source", "counting", "copying"]), places)
-    fault, error = draw(st.none() | faults), draw(st.sampled_from(ERRORS))
-    k, depth, leave = st.integers(1, 4), st.integers(1, 3), st.sampled_from([8, 8, 8, 0, 1, 2, 3])
-    return Stream(case, parts, draw(k), draw(depth), fault, error, draw(leave))
+    case = case_of(choose)
+    parts = cut(case.batch, cut_of(choose, range(case.rows), range(1, 10)))
+    kind, place = choose.choice(["source", "counting", "copying"]), choose.randrange(len(parts))
+    fault, error = (kind, place) if choose.maybe() else None, choose.choice(ERRORS)
+    k, depth, leave = (
+        choose.randint(1, 4),
+        choose.randint(1, 3),
+        choose.choice([9, 9, 9, 0, 1, 2, 3]),
+    )
+    return Stream(case, parts, k, depth, fault, error, leave)
 
 
-@theorem("T14", stream_cases())
+@theorem("T14", drawn(stream_case))
 def stream(system: System, data: Stream) -> None:
     """Grouped and prefetched: each group has the gradient of its own microbatches; then comes the cause, or the rest."""
     threads = set(threading.enumerate())
     zeros, weight_fn = tree.zeros_like(data.case.params), data.weights
-    step = system.make_update_step(models.integer_loss, capture(), weight_fn=weight_fn)
-    plain = system.make_update_step(models.integer_loss, capture(), weight_fn=weights_of)
-    source = system.group(data.batches(), data.k)
-    groups = system.prefetch(source, "cpu", data.depth, weight_fn=weight_fn)
+    step = system.make_update_step(models.integer_loss, CAPTURE, weight_fn=weight_fn)
+    plain = system.make_update_step(models.integer_loss, CAPTURE, weight_fn=weights_of)
+    source = ps.group(data.batches(), data.k)
+    groups = ps.prefetch(source, "cpu", data.depth, weight_fn=weight_fn)
     assert groups.position == 0
     used = min(data.leave, data.complete)
     for number in range(used):
@@ -227,9 +228,9 @@ def stream(system: System, data: Stream) -> None:
         assert groups.position == len(data.parts)
     else:
         if data.fault is None and 0 < used < data.complete:
-            wait_until(lambda: source.position > groups.position)
+            wait_until(lambda: int(source.position or 0) > int(groups.position or 0))
         assert groups.position == min(used * data.k, len(data.parts))
-        rest = system.group(iter(data.parts), data.k, start=groups.position)
+        rest = ps.group(iter(data.parts), data.k, start=groups.position)
         again = [part for group in islice(rest, len(data.parts)) for part in group]
         assert [id(p) for p in again] == [id(p) for p in data.parts[used * data.k :]]
         if data.fault is None and used < data.complete:
@@ -255,7 +256,12 @@ def wait_until(holds: Callable[[], bool]) -> None:
         time.sleep(0)
 
 
-@theorem("T14", st.tuples(real_cases([torch.float64, torch.float32]), st.integers(0, 9)))
+def packed_case(choose: Chooser) -> tuple[RealCase, int]:
+    """Texts, and how many tokens more than the longest of them a microbatch may hold."""
+    return real_case(choose, [torch.float64, torch.float32]), choose.randrange(10)
+
+
+@theorem("T14", drawn(packed_case))
 def packed_within_bound(system: System, drawn: tuple[RealCase, int]) -> None:
     """For the transformer: packed by length, or several in one row, the exact gradient, but for rounding."""
     case, slack = drawn
@@ -264,14 +270,12 @@ def packed_within_bound(system: System, drawn: tuple[RealCase, int]) -> None:
     examples = [{k: x[row, :n] for k, x in text.items()} for row, n in enumerate(lengths)]
     documents = ps.pack_documents(examples, row_tokens=models.CONTEXT)
     documents["mask"] = ps.segment_mask(documents["segments"])
-    packed = system.pack(examples, max_tokens=max(1, *lengths) + slack)
-    step = system.make_update_step(models.transformer_loss, capture())
+    packed = ps.pack(examples, max_tokens=max(1, *lengths) + slack)
+    step = system.make_update_step(models.transformer_loss, CAPTURE)
     for group in ([part for part in packed if part["labels"].numel()], [documents]):
         _, grads, metrics = step(case.params, tree.zeros_like(case.params), group)
         case.assert_within_bound(grads)
         case.assert_loss_within_bound(metrics.loss)
 
 
-test_repartition = repartition.test()
-test_stream = stream.test()
-test_packed_within_bound = packed_within_bound.test()
+globals().update(tests_of(globals()))

@@ -12,24 +12,31 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from hypothesis import given, strategies as st
+from hypothesis import given
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 import purestep as ps
 from proofs import models
-from proofs.strategies import OPTIMIZERS, Batch, assert_same, cases, cut, laid_out, weights_of
-from proofs.theorem import System, theorem
+from proofs.strategies import (
+    LAYOUTS,
+    OPTIMIZERS,
+    Batch,
+    Chooser,
+    assert_same,
+    case_of,
+    copied,
+    cut,
+    cut_of,
+    drawn,
+    laid_out,
+    settings_of,
+    weights_of,
+)
+from proofs.theorem import System, tests_of, theorem
 from purestep import tree
 from purestep.testing.processes import World, values
-from purestep.testing.strategies import cuts
 
-SETTINGS: list[dict[str, Any]] = [
-    {},
-    {"donate": True},
-    {"normalize": "grads"},
-    {"on_nonfinite": "skip"},
-]
 ADAPTED = {
     name: ps.optim.from_torch(getattr(torch.optim, name), lr=0.01)
     for name in ("AdamW", "RMSprop", "Adagrad", "NAdam", "Rprop")
@@ -66,49 +73,43 @@ class Training(NamedTuple):
     way: Callable[[Any, Any], Any]
 
 
-LEGS: st.SearchStrategy[Any] = st.tuples(
-    st.sampled_from(SETTINGS),
-    st.integers(1, 3),
-    st.integers(1, 3),
-    st.lists(st.integers(0, 3), max_size=3),
-    st.sampled_from([through_a_file, through_torch_save]),
-)
-"""All that a run may choose, and where it is stopped: before the first step, too, and after the last one."""
+def legs(choose: Chooser) -> tuple[Any, ...]:
+    """All that a run may choose, and where it is stopped: before the first step, too, and after the last one."""
+    stops = [choose.randrange(4) for _ in range(choose.randint(1, 3))]
+    way = choose.choice([through_a_file, through_torch_save])
+    return settings_of(choose), choose.randint(1, 3), choose.randint(1, 3), stops, way
 
 
-@st.composite
-def trainings(draw: st.DrawFn) -> Training:
+def training(choose: Chooser) -> Training:
     """Integers, in any memory order, with any optimizer; the second epoch may begin within a group."""
-    case = draw(cases())
-    parts = cut(case.batch, draw(cuts(case.rows))) * draw(st.integers(1, 2))
+    case = case_of(choose)
+    parts = cut(case.batch, cut_of(choose, range(case.rows), range(2, 10))) * choose.randint(1, 2)
     start = case.optimizer, case.params, case.opt_state
-    return Training(models.integer_loss, *start, parts, *draw(LEGS))
+    return Training(models.integer_loss, *start, parts, *legs(choose))
 
 
-@st.composite
-def real_trainings(draw: st.DrawFn) -> Training:
+def real_training(choose: Chooser) -> Training:
     """A transformer, whose products round; with the optimizers of torch, too."""
-    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**20)))
-    dtype = draw(st.sampled_from([torch.float32, torch.bfloat16]))
-    params = models.transformer_params(generator, dtype)
-    params = laid_out(params, draw(st.sampled_from(["rows", "columns"])))
-    optimizer = draw(st.sampled_from([*OPTIMIZERS.values(), *ADAPTED.values()]))
-    shape = (draw(st.integers(2, 6)), 2, models.CONTEXT)
+    generator = choose.generator()
+    params = models.transformer_params(generator, choose.choice([torch.float32, torch.bfloat16]))
+    params = laid_out(params, choose.choice(LAYOUTS[:3]))
+    optimizer = choose.choice([*OPTIMIZERS.values(), *ADAPTED.values()])
+    shape = (choose.randint(2, 6), 2, models.CONTEXT)
     tokens, labels = torch.randint(0, models.VOCABULARY, (2, *shape), generator=generator)
     parts = [
         {"tokens": t, "labels": y, "w": torch.ones(y.shape)}
         for t, y in zip(tokens, labels, strict=True)
     ]
     start = optimizer, params, optimizer.init(params)
-    return Training(models.transformer_loss, *start, parts, *draw(LEGS))
+    return Training(models.transformer_loss, *start, parts, *legs(choose))
 
 
 def go_on(system: System, run: Training, state: Any, steps: int) -> tuple[Any, list[Any]]:
     """So many steps from a state on, which says where in the data that is; and what they report."""
     step = system.make_update_step(run.loss_fn, run.optimizer, weight_fn=weights_of, **run.settings)
     params, opt_state, position = state
-    groups = system.group(iter(run.parts), run.k, start=int(position))
-    groups = system.prefetch(groups, "cpu", run.depth, weight_fn=weights_of)
+    source = ps.group(iter(run.parts), run.k, start=int(position))
+    groups = ps.prefetch(source, "cpu", run.depth, weight_fn=weights_of)
     reported = []
     for group in islice(groups, steps):
         params, opt_state, metrics = step(params, opt_state, group)
@@ -127,7 +128,7 @@ def resumes(system: System, run: Training) -> None:
 
     def begin() -> Any:
         state = run.params, run.opt_state, torch.tensor(0)
-        return tree.map(torch.clone, state) if "donate" in run.settings else state
+        return copied(state) if run.settings["donate"] else state
 
     expected, metrics = go_on(system, run, begin(), len(run.parts))
     state, reported = begin(), []
@@ -139,11 +140,9 @@ def resumes(system: System, run: Training) -> None:
     assert_same(tree.map(bits, (state, reported)), tree.map(bits, (expected, metrics)))
 
 
-resume = theorem("T16", trainings())(resumes)
-resume_real = theorem("T16", real_trainings())(resumes)
-
-test_resume = resume.test()
-test_resume_real = resume_real.test()
+resume = theorem("T16", drawn(training))(resumes)
+resume_real = theorem("T16", drawn(real_training))(resumes)
+globals().update(tests_of(globals()))
 
 
 # On ranks. A loss that is linear in the params has gradients that do not depend on them: integers over a power of two, whose sums
@@ -161,29 +160,24 @@ class RankedTraining(NamedTuple):
     in_background: bool
 
 
-SIZES = st.lists(st.integers(0, 4), min_size=1, max_size=5)
-RANKED = st.builds(
-    RankedTraining,
-    st.sampled_from([*OPTIMIZERS]),
-    st.integers(0, 2**20),
-    SIZES.map(lambda sizes: [size for first in sizes for size in (first, 4 - first)]),
-    st.sampled_from([{}, {"donate": True}, {"on_nonfinite": "skip"}]),
-    st.lists(st.tuples(st.sampled_from([1, 2, 3]), st.integers(0, 2)), min_size=1, max_size=4),
-    st.booleans(),
-)
-"""Microbatches of all sizes, empty ones included; two are a group of four rows."""
-
-
-def integers(generator: torch.Generator, *shape: int) -> Tensor:
-    """Small ones."""
-    return torch.randint(-3, 4, shape, generator=generator).double()
+def ranked(choose: Chooser) -> RankedTraining:
+    """Microbatches of all sizes, empty ones included; two are a group of four rows."""
+    halves = [choose.randrange(5) for _ in range(choose.randint(1, 5))]
+    return RankedTraining(
+        choose.choice([*OPTIMIZERS]),
+        choose.randrange(2**20),
+        [size for first in halves for size in (first, 4 - first)],
+        settings_of(choose),
+        [(choose.randint(1, 3), choose.randrange(3)) for _ in range(choose.randint(1, 4))],
+        choose.maybe(),
+    )
 
 
 def begin_ranked(run: RankedTraining) -> Any:
     """Whole params, of which a first dimension is shorter than the ranks are many, and what goes with them."""
     generator = torch.Generator().manual_seed(run.seed)
     shapes: dict[str, tuple[int, ...]] = {"w": (5, 3), "b": (), "short": (1, 2), "v": (4,)}
-    params = {name: integers(generator, *shape) for name, shape in shapes.items()}
+    params = {name: models.integers(shape, generator) for name, shape in shapes.items()}
     return params, OPTIMIZERS[run.recipe].init(params), torch.tensor(0)
 
 
@@ -197,7 +191,7 @@ def go_on_ranked(run: RankedTraining, axis: Any, state: Any, steps: int) -> Any:
     """So many steps, in each of which ranks take microbatches in turn."""
     generator = torch.Generator().manual_seed(run.seed + 1)
     width = sum(leaf.numel() for leaf in tree.leaves_of(begin_ranked(run)[0]))
-    stream = [{"x": integers(generator, n, width), "w": torch.ones(n)} for n in run.sizes]
+    stream = [{"x": models.integers((n, width), generator), "w": torch.ones(n)} for n in run.sizes]
     update_step = ps.make_update_step(
         linear_loss, OPTIMIZERS[run.recipe], weight_fn=weights_of, axis=axis, **run.settings
     )
@@ -236,7 +230,7 @@ def worlds() -> Iterator[dict[int, World]]:
         yield {1: one, 2: two, 3: three}
 
 
-@given(run=RANKED)
+@given(run=drawn(ranked))
 def test_resume_on_ranks(worlds: dict[int, World], run: RankedTraining) -> None:
     """Stopped anywhere, on any number of ranks in turn, pieces and all: the state of one process that never stopped."""
     with TemporaryDirectory() as folder:

@@ -4,29 +4,30 @@
 weights may come from data or from the forward pass: it is the same step.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import torch
-from hypothesis import strategies as st
 
 import purestep as ps
-from proofs import models
+from proofs.ranks import step_of
 from proofs.strategies import (
-    RECIPES,
+    OPTIMIZERS,
     WEIGHTS,
     Batch,
     Case,
+    Chooser,
     Drawn,
     assert_same,
+    case_of,
+    drawn,
     groups_of,
-    hows,
-    integer_batch,
+    how_of,
     some_opt_state,
-    step_of,
     steps,
     weights_of,
 )
-from proofs.theorem import System, theorem
+from proofs.theorem import System, tests_of, theorem
 from purestep import tree
 from purestep.testing.bounds import gamma
 from purestep.testing.specification import spec
@@ -50,7 +51,7 @@ def denominators(system: System, drawn: Drawn) -> None:
     results = []
     for loss_fn, weight_fn, normalize in ways_of(case):
         here = how._replace(settings={**how.settings, "normalize": normalize})
-        results.append(step_of(system, here, state, groups, loss_fn, case.optimizer, weight_fn))
+        results.append(step_of(system, here, state, groups, loss_fn, case.recipe, weight_fn))
     for other in results[1:]:
         assert_same(other[:2], results[0][:2])
         assert_same(other[2], results[0][2], "metrics")
@@ -61,28 +62,24 @@ def denominators(system: System, drawn: Drawn) -> None:
     assert_same(weighed, counted, "evaluation")
 
 
-@st.composite
-def any_count(draw: st.DrawFn) -> Drawn:
+def any_count(choose: Chooser) -> Drawn:
     """Positive integers and any number of tokens, with weights of any dtype."""
-    seed = draw(st.integers(0, 2**20))
-    generator = torch.Generator().manual_seed(seed)
-    rows, length = draw(st.integers(1, 5)), draw(st.integers(1, 4))
-    size = rows * length
-    flat = draw(st.lists(st.integers(0, 3), min_size=size, max_size=size).filter(any))
-    weights = torch.tensor(flat).view(rows, length).to(draw(st.sampled_from(WEIGHTS)))
+    case = case_of(choose)
+    flat = [choose.randint(place == 0, 3) for place in range(case.batch["w"].numel())]
+    weights = torch.tensor(flat).view_as(case.batch["w"]).to(choose.choice(WEIGHTS))
     if weights.dtype.is_floating_point:
-        weights = weights * draw(st.sampled_from([0.1, 1 / 3, 0.75]))
-    params = tree.map(lambda leaf: leaf.abs() + 1, models.integer_params(generator))
-    batch = integer_batch(weights, generator)
-    batch["x"] = batch["x"].abs() + 1
+        weights = weights * choose.choice([0.1, 1 / 3, 0.75])
+    batch = {**case.batch, "x": case.batch["x"].abs() + 1, "w": weights}
+    params = tree.map(lambda leaf: leaf.abs() + 1, case.params)
     # A mean of params is off by as much as they are, which may be more than it moved by.
-    recipe = draw(st.sampled_from([name for name in RECIPES if name != "ema"]))
-    case = Case(params, batch, recipe, some_opt_state(recipe, params, generator), seed)
-    how = draw(hows(axes=["one"], accum_dtype=None))
-    return case, how, draw(groups_of(case, ranks=1, padded=False))
+    recipe = choose.choice([name for name in OPTIMIZERS if name != "ema"])
+    opt_state = some_opt_state(recipe, params, case.generator)
+    case = replace(case, params=params, batch=batch, recipe=recipe, opt_state=opt_state)
+    how = how_of(choose, axes=["one"], accum_dtype=None)
+    return case, how, groups_of(choose, case, ranks=[1], padded=False)
 
 
-@theorem("T17", any_count())
+@theorem("T17", drawn(any_count))
 def any_denominator(system: System, drawn: Drawn) -> None:
     """N need not be a power of two: each way is one division, in float64, from the equation.
 
@@ -98,8 +95,7 @@ def any_denominator(system: System, drawn: Drawn) -> None:
     roundings = gamma(2 * (case.batch["w"].numel() + elements + 64), torch.float64)
     for loss_fn, weight_fn, normalize in ways_of(case):
         here = how._replace(settings={**how.settings, "normalize": normalize})
-        optimizer = RECIPES[case.recipe](system.optim)
-        *actual, _ = step_of(system, here, state, groups, loss_fn, optimizer, weight_fn)
+        *actual, _ = step_of(system, here, state, groups, loss_fn, case.recipe, weight_fn)
         for path, *leaves in zip(
             tree.paths(state, f"{case.recipe}, {normalize}: state"),
             *map(tree.leaves_of, (tuple(actual), expected, state)),
@@ -111,5 +107,4 @@ def any_denominator(system: System, drawn: Drawn) -> None:
             assert (error <= roundings * scale).all(), f"{path}: off by {error}"
 
 
-test_any_denominator = any_denominator.test()
-test_denominators = denominators.test()
+globals().update(tests_of(globals()))

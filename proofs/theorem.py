@@ -1,34 +1,19 @@
 """A theorem: a claim about any system, and the cases it is tried on."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from hypothesis.strategies import SearchStrategy
 
 import purestep as ps
-from proofs import parallel
 from purestep.testing.law import Law
 
 
-@dataclass(frozen=True)
-class System:
+class System(NamedTuple):
     """What a theorem is about: purestep, as it is or watched on a device."""
 
     make_update_step: Callable[..., Any] = ps.make_update_step
     make_eval_step: Callable[..., Any] = ps.make_eval_step
-    group: Callable[..., Any] = ps.group
-    pack: Callable[..., Any] = ps.pack
-    balance: Callable[..., Any] = ps.balance
-    prefetch: Callable[..., Any] = ps.prefetch
-    context_parallel_step: Callable[..., Any] = parallel.context_parallel_step
-    tensor_parallel_step: Callable[..., Any] = parallel.tensor_parallel_step
-    shard: Callable[..., Any] = ps.shard
-    unshard: Callable[..., Any] = ps.unshard
-    from_module: Callable[..., Any] = ps.from_module
-    random: Any = ps.random
-    tree: Any = ps.tree
-    optim: Any = ps.optim
 
 
 PURESTEP = System()
@@ -49,3 +34,8 @@ def theorem(
 ) -> Callable[[Callable[[System, Any], None]], Theorem]:
     """Makes a theorem of the claim below it."""
     return lambda claim: Theorem(name, cases, claim)
+
+
+def tests_of(module: dict[str, Any]) -> dict[str, Callable[[], None]]:
+    """The test of each theorem of a module, under its name."""
+    return {f"test_{name}": one.test() for name, one in module.items() if isinstance(one, Theorem)}

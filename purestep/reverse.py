@@ -107,8 +107,8 @@ def backward(
     before = [*sums.values]
     if not all(map(_REQUIRES_GRAD, own)) or [*map(_DTYPE, own)] != sums.dtypes:
         for leaf, dtype in zip(own, sums.dtypes, strict=True):
-            leaf.requires_grad = True  # The loss may have frozen it.
-            leaf.grad_dtype = dtype
+            # The loss may have frozen it, or run a backward pass.
+            leaf.requires_grad, leaf.grad, leaf.grad_dtype = True, None, dtype
     for leaf, so_far in zip(own, before, strict=True):
         leaf.grad = so_far
     if ready is not None:
