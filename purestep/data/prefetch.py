@@ -28,8 +28,8 @@ class prefetch(Iterator["PrefetchedGroup"]):  # noqa: N801
     the device. Leaves that are not tensors stay as they are. Mappings that optree takes for leaves,
     such as a tokenizer's ``BatchEncoding``, become dicts.
 
-    An error in the thread is raised here. Errors of the source, of ``weight_fn`` and of pinning are
-    raised where you ask for that group, and errors of copying where you ask for that microbatch.
+    An error of the source, of ``weight_fn`` or of pinning is raised where you ask for that group.
+    An error of copying is raised where you ask for that microbatch.
 
     ``position`` belongs to the last group that you took, however far the thread has read ahead.
     ``group(batches, k, start=position)`` goes on from there. It is None if the source has none, as

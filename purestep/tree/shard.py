@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 NAMESPACE = "purestep"
+"""The optree namespace in which your classes become nodes of a tree."""
 
 
 @dataclass(eq=False)
