@@ -151,8 +151,8 @@ def dropout(x: Tensor, p: float, key: Keys) -> Tensor:
     batch.
 
     Where a row holds several examples, as in ``pack_documents``, pass ``token_keys``. Then ``x`` is
-    ``(rows, length, features)`` or ``(rows, length)``, or attention weights of ``(rows, heads,
-    length, length)``. Each token draws as if its example stood alone.
+    ``(rows, length, features)`` or ``(rows, length)``, or attention weights of
+    ``(rows, heads, length, length)``. Each token draws as if its example stood alone.
 
     >>> x = torch.ones(2, 3)
     >>> keys = torch.stack([key(1), key(2)])

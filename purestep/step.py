@@ -68,16 +68,13 @@ def make_update_step(
     Args:
         loss_fn: ``loss_fn(params, microbatch)`` returns one loss per token, or ``LossTerms``.
         optimizer: a ``ps.optim.Optimizer``; ``optimizer.init(params)`` makes ``opt_state``.
-        weight_fn: ``weight_fn(microbatch)`` returns each token's weight, by default ``labels !=
-            -100``. None: the loss returns ``LossTerms(weights=)``.
+        weight_fn: ``weight_fn(microbatch)`` returns each token's weight. By default the label
+            counts unless it is -100. None: the loss returns ``LossTerms(weights=)``.
         axis: the ranks over which tokens are spread. Tensor-parallel ranks are not among them.
-        normalize: "loss" starts the backward pass from weights / N; "grads" divides the sums at the
-            end.
+        normalize: "loss" starts the backward pass from weights / N; "grads" divides the sums.
         grad_and_value: any function with the signature of ``torch.func.grad_and_value``.
-        accum_dtype: the dtype of the sums. None: float32 for half precision, else the params'
-            dtype.
-        gather: sharded params are gathered once per "step", once per "microbatch", or in the
-            "loss".
+        accum_dtype: the dtype of the sums. None: float32 for half precision, else that of params.
+        gather: sharded params are gathered per "step", per "microbatch", or inside the "loss".
         on_nonfinite: "propagate" an infinite or NaN gradient, or "skip" the step on every rank.
         donate: reuse the memory of ``params`` and ``opt_state``. You must not use them again.
         compile: compile what a microbatch runs, by ``torch.compile`` or by a function like it.

@@ -29,8 +29,9 @@ def pack_documents(
     alone. Make labels before packing, so that no example's last token predicts the next example.
 
     Examples need one structure, as in ``pack``. Those of length 0 are left out, and get no segment.
-    A leaf without dimensions, or named by ``whole``, comes as ``(rows, most segments of a row,
-    ...)``, padded. Segment n of a row has its leaf at ``[row, n - 1]``.
+    A leaf without dimensions, or named by ``whole``, comes as
+    ``(rows, most segments of a row, ...)``, padded. Segment n of a row has its leaf at
+    ``[row, n - 1]``.
 
     >>> examples = [{"tokens": torch.full((n,), n)} for n in (3, 2, 1)]
     >>> packed = pack_documents(examples, row_tokens=4)

@@ -60,8 +60,8 @@ def pack(
         whole: names of leaves that have dimensions, but no length.
 
     Returns:
-        Microbatches for one ``update_step``: trees of ``(rows, length, ...)``, and of ``(rows,
-        ...)`` for leaves without a length.
+        Microbatches for one ``update_step``: trees of ``(rows, length, ...)``, and of
+        ``(rows, ...)`` for leaves without a length.
 
     >>> examples = [{"tokens": torch.ones(n, dtype=torch.int64)} for n in (3, 1, 2, 1)]
     >>> [m["tokens"].tolist() for m in pack(examples, max_tokens=4)]

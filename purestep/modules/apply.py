@@ -38,9 +38,9 @@ def from_module(
             name.
 
     Returns:
-        ``params``, a dict of copies, each tied parameter once; and ``apply(params, *args,
-        **kwargs)``. Other parameters and all buffers are constants, which are not copied.
-        ``apply.eval`` runs the module in evaluation mode, for ``make_eval_step``.
+        ``params``, a dict of copies, each tied parameter once; and
+        ``apply(params, *args, **kwargs)``. Other parameters and all buffers are constants, which
+        are not copied. ``apply.eval`` runs the module in evaluation mode, for ``make_eval_step``.
 
     **Buffers.** ``apply(params, *args, buffers=buffers)`` returns ``(output, buffers)``, with the
     buffers after the call. A module that writes to its buffers in training, such as BatchNorm,
