@@ -1,7 +1,8 @@
 """What the site takes from the repository.
 
 Some pages and pictures stand elsewhere in it. Links of these pages to files that the site does not
-show become plain text. A line ``::: ps.NAME`` of a reference page is the docstring of that name.
+show become plain text. A line ``::: ps.NAME`` of a reference page is the docstring of that name, and
+``::: purestep.MODULE`` those of all names in the module's ``__all__``.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ MEMBERS = {
 }
 """Of these classes, the members for users; the rest is for the package."""
 NAME = re.compile(r"^::: ps\.(\S+)$", re.M)
+MODULE = re.compile(r"^::: purestep\.(\S+)$", re.M)
 LINK = re.compile(r"(?<!!)\[([^\]]*)\]\(([^)#:\s]+)(#[^)\s]*)?\)")
 
 
@@ -42,7 +44,7 @@ def on_files(files: Files, *, config: Any) -> Files:
 def on_page_markdown(markdown: str, *, page: Any, files: Files, **_: Any) -> str:
     """The page with names where they are defined, and with links that lead somewhere."""
     if page.file.src_uri.removeprefix("why/") not in PAGES:
-        return NAME.sub(entry, markdown)
+        return NAME.sub(entry, MODULE.sub(entries, markdown))
     here = PurePosixPath(page.file.src_uri).parent
 
     def linked(match: re.Match[str]) -> str:
@@ -50,6 +52,17 @@ def on_page_markdown(markdown: str, *, page: Any, files: Files, **_: Any) -> str
         return match[0] if known else match[1]
 
     return LINK.sub(linked, markdown)
+
+
+def entries(match: re.Match[str]) -> str:
+    """One entry for each name that a module lists, under the name of the package that shows it."""
+    tree = ast.parse((ROOT / "purestep" / f"{match[1].replace('.', '/')}.py").read_text())
+    (listed,) = (
+        ast.literal_eval(node.value)
+        for node in tree.body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"
+    )
+    return "\n\n".join(f"::: ps.{match[1].rpartition('.')[0]}.{name}" for name in listed)
 
 
 def entry(match: re.Match[str]) -> str:

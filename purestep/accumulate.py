@@ -44,32 +44,32 @@ def accumulate(
     modes: ReverseModes | None = None,
     check: bool = True,
 ) -> Sums:
-    """Forward and backward over a group of microbatches: its part of ∇L and of L.
+    """Computes this rank's part of loss and gradients, over a group of microbatches.
 
         loss  = Σₘ ( Σᵢ wᵢ ℓᵢ(θ) / num_tokens  +  [m has tokens] · term(θ) / num_microbatches )
         grads = ∇ loss
 
-    Gradients are added to the sums leaf by leaf, while the backward pass still runs: one tree of
-    them is alive, not two. ``make_update_step`` tells what a loss may do, and what is recorded.
-    Sums are those of this rank: ``psum`` them, once.
+    ``psum`` the result over the ranks once. Gradients are added in place during the backward pass,
+    so only one tree of them is alive. The loss may do what it may do in ``make_update_step``.
 
     Args:
-        loss_fn: one loss per token, or ``LossTerms``.
-        params: a tree of floating point tensors. The loss sees a ``Shard`` as it is.
+        loss_fn: returns one loss per token, or ``LossTerms``.
+        params: a tree of floating-point tensors. The loss sees a ``Shard`` as it is.
         microbatches: a sequence of microbatches, of any shapes. An empty one gives exact zeros.
-        weight_fn: one weight per token; None when ``LossTerms.weights`` brings them.
-        total: the global ``count``, by which loss and gradients are divided; None: plain sums.
-        grad_and_value: any function with the signature of ``torch.func.grad_and_value``; it
+        weight_fn: returns one weight per token. None: ``LossTerms.weights`` brings them.
+        total: the global ``count``, which divides loss and gradients. None: plain sums.
+        grad_and_value: any function with the signature of ``torch.func.grad_and_value``. It
             differentiates a function of the list of the params' leaves.
-        accum_dtype: the dtype of the sums; None: float32 for half precision, else the params'.
-        ready: takes a leaf's position and its final sum, during the last backward pass, and returns
-            where the sum lies from then on.
-        modes: the ``reverse_modes`` of this loss, made before.
-        check: whether to look for a loss that writes to params, or recomputes with other ones.
+        accum_dtype: the dtype of the sums. None: float32 for half precision, else the params'
+            dtype.
+        ready: called during the last backward pass with a leaf's index and its final sum. It
+            returns where the sum lies from then on.
+        modes: the ``reverse_modes`` of this loss, if you made them before.
+        check: whether to look for a loss that writes to params, or that recomputes with other
+            params.
 
     Returns:
-        ``Sums(grads, loss, counted, aux)``; ``counted`` are the tokens of these microbatches alone,
-        and ``aux`` is the sum of ``LossTerms.aux``, or ``()``.
+        ``Sums(grads, loss, counted, aux)``. ``counted`` counts these microbatches only.
 
     >>> group = [{"x": torch.tensor([1.0, 2.0])}, {"x": torch.tensor([6.0])}]
     >>> from purestep import count

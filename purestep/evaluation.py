@@ -24,14 +24,15 @@ def make_eval_step(
     axis: Axis = LocalAxis(),
     gather: Gather = "step",
 ) -> Callable[[Params, Sequence[Microbatch]], EvalMetrics]:
-    """A pure function ``eval_step(params, microbatches) -> metrics``: the same loss and count.
+    """Makes a pure function ``eval_step(params, microbatches) -> metrics``.
+
+    It counts tokens as the update does, and computes no gradients.
 
     Args:
-        loss_fn: as in ``make_update_step``; leave out what belongs to training only (dropout, an
-            auxiliary loss).
-        weight_fn: as in ``make_update_step``; None when the loss returns its weights.
-        axis: where the tokens are spread.
-        gather: "loss" where the loss calls ``ps.unshard``; otherwise params are gathered once.
+        loss_fn: as in ``make_update_step``. Leave out dropout and auxiliary losses.
+        weight_fn: as in ``make_update_step``. None: the loss returns its weights.
+        axis: the ranks over which tokens are spread.
+        gather: "loss" if the loss calls ``ps.unshard``. Otherwise params are gathered once.
 
     >>> import torch
     >>> eval_step = make_eval_step(lambda w, m: w * m["x"], weight_fn=lambda m: m["x"] > 0)

@@ -17,20 +17,20 @@ from purestep.types import Tree
 def grad_and_value(
     func: Callable[..., Any], /, argnums: int | tuple[int, ...] = 0, has_aux: bool = False
 ) -> Callable[..., Any]:
-    """``torch.func.grad_and_value``, to the bit, in half its memory.
+    """Differentiates like ``torch.func.grad_and_value``, to the bit, in half the memory.
 
-    ``torch.func`` keeps every activation until the whole backward pass is done, ready for a second
-    derivative. Here autograd's own backward pass frees each as soon as it has used it. Under
-    transforms it is ``torch.func.vjp``, where second derivatives work as before. Outside of them,
-    what ``func`` closes over is a constant: pass it in to differentiate by it.
+    ``torch.func`` keeps every activation until the backward pass ends, for a second derivative.
+    This function frees each activation as soon as the backward pass has used it. Under a transform
+    it calls ``torch.func.vjp``, where second derivatives work. Elsewhere, tensors that ``func``
+    closes over are constants: pass them as arguments to differentiate by them.
 
     Args:
-        func: a function to a scalar tensor, or to ``(scalar, aux)`` with ``has_aux``.
-        argnums: the positions to differentiate; each argument a tree of floating point tensors.
-        has_aux: whether ``func`` returns a tree of tensors beside its value.
+        func: a function that returns a scalar tensor, or ``(scalar, aux)`` with ``has_aux``.
+        argnums: the positions to differentiate. Each argument is a tree of floating-point tensors.
+        has_aux: whether ``func`` also returns a tree of tensors.
 
     Returns:
-        A function to ``(grads, value)``, or to ``(grads, (value, aux))`` with ``has_aux``.
+        A function that returns ``(grads, value)``, or ``(grads, (value, aux))`` with ``has_aux``.
 
     >>> grads, value = grad_and_value(lambda p: (p["w"] ** 2).sum())({"w": torch.tensor([3.0])})
     >>> grads, value

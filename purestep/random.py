@@ -37,9 +37,9 @@ _NEW_KEY = _LOW
 
 
 class TokenKeys(NamedTuple):
-    """Each token's key and its position in its own example, where a row holds several examples.
+    """Each token's key, and its position in its example, for rows of several examples.
 
-    ``token_keys`` makes them. ``dropout`` and ``fold_in`` take them in place of keys.
+    ``token_keys`` makes them. ``dropout`` and ``fold_in`` take them instead of keys.
 
     >>> packed = TokenKeys(torch.tensor([[5, 5, 6]]), torch.tensor([[0, 1, 0]]))
     >>> dropout(torch.ones(1, 3), 0.5, packed)[:, 2] == dropout(torch.ones(1), 0.5, torch.tensor(6))
@@ -55,9 +55,9 @@ _K = TypeVar("_K", bound=Tensor | TokenKeys)
 
 
 def key(seed: int, device: torch.device | str | None = None) -> Tensor:
-    """The key of this seed: an int64 tensor of shape (). A tensor with dimensions is many keys.
+    """Makes the key of a seed: an int64 tensor of shape (). A tensor with dimensions is many keys.
 
-    Draw from a key once. For several draws, make several keys with ``fold_in`` or ``split``.
+    Draw once from each key. For several draws, make keys with ``fold_in`` or ``split``.
 
     >>> [hex(word) for word in bits(key(0), (4,)).tolist()]
     ['0x6627e8d5', '0xe169c58d', '0xbc57ac4c', '0x9b00dbd8']
@@ -68,7 +68,7 @@ def key(seed: int, device: torch.device | str | None = None) -> Tensor:
 
 
 def fold_in(key: _K, data: int | Tensor) -> _K:
-    """A new key from a key and a number: of the step, the layer, the place in the program.
+    """Makes a new key from a key and a number: of the step, the layer, the place in the program.
 
     Tensors broadcast.
 
@@ -84,7 +84,7 @@ def fold_in(key: _K, data: int | Tensor) -> _K:
 
 
 def split(key: Tensor, number: int = 2) -> Tensor:
-    """``number`` new keys, along a new last dimension.
+    """Makes ``number`` new keys, along a new last dimension.
 
     >>> a, b = split(key(0))
     >>> split(torch.stack([a, b]), 3).shape
@@ -95,11 +95,11 @@ def split(key: Tensor, number: int = 2) -> Tensor:
 
 
 def bits(key: Tensor, shape: Sequence[int] = ()) -> Tensor:
-    """32 random bits for each element: whole numbers from 0 to 2³² − 1, of dtype int64.
+    """Draws 32 random bits for each element: integers from 0 to 2³² − 1, of dtype int64.
 
     ``shape`` is the shape of one key's draw: keys of shape ``(rows,)`` give ``(rows, *shape)``. An
-    element depends on its key and its coordinates alone, so that a larger shape of as many
-    dimensions begins with the same elements.
+    element depends on its key and its coordinates only. So a larger shape, with the same number of
+    dimensions, begins with the same elements.
 
     >>> bits(key(0), (2, 3))[:, :2].equal(bits(key(0), (5, 2))[:2])
     True
@@ -108,9 +108,9 @@ def bits(key: Tensor, shape: Sequence[int] = ()) -> Tensor:
 
 
 def uniform(key: Tensor, shape: Sequence[int] = (), dtype: torch.dtype = torch.float32) -> Tensor:
-    """Uniform on [0, 1): multiples of 2⁻²⁴ in float32, of 2⁻³² in float64, of 2⁻⁸ in bfloat16.
+    """Draws from [0, 1): multiples of 2⁻²⁴ in float32, of 2⁻³² in float64, of 2⁻⁸ in bfloat16.
 
-    Exact, and so the same on every device.
+    The numbers are exact, so they are the same on every device.
 
     >>> uniform(key(0), (2,))
     tensor([0.3990, 0.8805])
@@ -120,10 +120,10 @@ def uniform(key: Tensor, shape: Sequence[int] = (), dtype: torch.dtype = torch.f
 
 
 def normal(key: Tensor, shape: Sequence[int] = (), dtype: torch.dtype = torch.float32) -> Tensor:
-    """Normal with mean 0 and deviation 1: Φ⁻¹((bits + ½) / 2³²), at most 6.338 away from 0.
+    """Draws normal numbers of mean 0 and deviation 1: Φ⁻¹((bits + ½) / 2³²), at most 6.338 from 0.
 
-    Computed in float64 and rounded to ``dtype`` once. The bits are the same on every device; the
-    quantile's last digit is the device's.
+    They are computed in float64, and rounded to ``dtype`` once. The bits are the same on every
+    device. The last digit of Φ⁻¹ may differ between devices.
 
     >>> normal(key(0), (2,))
     tensor([-0.2558,  1.1776])
@@ -134,7 +134,7 @@ def normal(key: Tensor, shape: Sequence[int] = (), dtype: torch.dtype = torch.fl
 
 
 def bernoulli(key: Tensor, p: float, shape: Sequence[int] = ()) -> Tensor:
-    """True with probability p, rounded to a multiple of 2⁻³².
+    """Draws True with probability p, rounded to a multiple of 2⁻³².
 
     >>> bernoulli(key(0), 0.5, (4,))
     tensor([ True, False, False, False])
@@ -144,15 +144,15 @@ def bernoulli(key: Tensor, p: float, shape: Sequence[int] = ()) -> Tensor:
 
 
 def dropout(x: Tensor, p: float, key: Keys) -> Tensor:
-    """``x / (1 - p)``, with 0 where ``bernoulli(key, p)`` is True.
+    """Returns ``x / (1 - p)``, with 0 where ``bernoulli(key, p)`` is True.
 
-    Keys of shape ``(rows,)`` belong to the rows of ``x``, ``(rows, ...)``: each row draws from its
-    own key, by the coordinates within it. An element's draw depends neither on the padding of its
-    row nor on the rest of the batch.
+    Keys of shape ``(rows,)`` belong to the rows of ``x``. Each row draws from its own key, by the
+    coordinates within the row. So the draw does not depend on the padding, nor on the rest of the
+    batch.
 
-    Where a row holds several examples, as ``pack_documents`` makes it, pass ``token_keys``. Then
-    ``x`` is ``(rows, length, features)``, ``(rows, heads, length, length)`` (a weight for each
-    pair) or ``(rows, length)``. Each token draws as it does alone.
+    Where a row holds several examples, as in ``pack_documents``, pass ``token_keys``. Then ``x`` is
+    ``(rows, length, features)`` or ``(rows, length)``, or attention weights of
+    ``(rows, heads, length, length)``. Each token draws as if its example stood alone.
 
     >>> x = torch.ones(2, 3)
     >>> keys = torch.stack([key(1), key(2)])
@@ -178,12 +178,12 @@ def scaled(x: Tensor, dropped: Tensor, p: float) -> Tensor:
 
 
 def token_keys(keys: Tensor, segments: Tensor, positions: Tensor) -> TokenKeys:
-    """The keys of tokens in rows of several examples, from the leaves that ``pack_documents`` adds.
+    """Makes the keys of tokens in rows of several examples, from the leaves of ``pack_documents``.
 
     Args:
         keys: of the examples, ``(rows, most segments of a row)``.
         segments: of the tokens, ``(rows, length)``: from 1, and 0 for padding.
-        positions: of the tokens in their own examples, ``(rows, length)``.
+        positions: of the tokens in their examples, ``(rows, length)``.
 
     >>> segments, positions = torch.tensor([[1, 1, 2]]), torch.tensor([[0, 1, 0]])
     >>> packed = token_keys(torch.tensor([[5, 6]]), segments, positions)
@@ -212,18 +212,18 @@ def with_keys(
     identity: str | None = None,
     name: str = "key",
 ) -> list[dict[str, Tree]]:
-    """The examples, each with its key: ``fold_in(key, number)`` of its number in the data.
+    """Adds a key to each example: ``fold_in(key, number)``, with the example's number in the data.
 
-    Call it before packing. A key has shape (), so it belongs to its example as a whole: ``pack``
-    makes ``(rows,)`` of keys, and ``pack_documents`` ``(rows, most segments)``. For new noise in
-    each epoch or step, pass ``fold_in(key, step)``.
+    Call it before you pack. A key has no dimension, so ``pack`` stacks keys to ``(rows,)``, and
+    ``pack_documents`` to ``(rows, most segments)``. For new noise in each epoch or step, pass
+    ``fold_in(key, step)``.
 
     Args:
         examples: mappings by name.
         key: one key for all of them.
         start: the number of the first example.
-        identity: the name of a leaf, a whole number, that is folded in instead of the number.
-        name: the name under which each example holds its key.
+        identity: the name of an integer leaf to fold in instead of the number.
+        name: the name of the new leaf.
 
     >>> examples = [{"tokens": torch.arange(n)} for n in (3, 1)]
     >>> keyed = with_keys(examples, key(0))

@@ -18,20 +18,20 @@ R = TypeVar("R")
 
 
 def remat(fn: Callable[P, R]) -> Callable[P, R]:
-    """``fn``, of which a backward pass keeps the arguments alone, and computes the rest again.
+    """Wraps ``fn`` to recompute its activations in the backward pass (activation checkpointing).
 
-    A network of L equal blocks, each under ``remat``, holds L inputs and what one block computes,
-    where it held what all blocks compute; it takes one more forward pass. Values and gradients are
-    those of ``fn``. It is ``torch.utils.checkpoint`` of trees, without ``use_reentrant``:
+    Only the arguments of ``fn`` stay in memory. If each of L equal blocks is wrapped, L inputs and
+    one block's activations are alive, for one more forward pass. Values and gradients are those of
+    ``fn``. ``remat`` is ``torch.utils.checkpoint`` of trees, with ``use_reentrant=False``:
 
-    * An argument that is written to, by ``fn`` or before the backward pass, is refused. Of tensors
-      that ``fn`` closes over, torch cannot tell: pass them as arguments.
-    * Random numbers of torch's global generators are drawn again as they were, and those of keys.
-      A ``torch.Generator`` among the arguments is refused.
-    * Collectives in ``fn`` are called again in the backward pass, by all ranks alike.
-    * ``torch.func.grad`` inside of ``fn`` is refused by torch: call ``remat`` inside of ``grad``,
-      or ``torch.autograd.grad(..., create_graph=True)`` inside of ``remat``.
-    * Under a transform of ``torch.func``, a compiler and derivatives in forward mode, it is ``fn``
+    * It refuses an argument that is written to, by ``fn`` or before the backward pass. It cannot
+      see writes to tensors that ``fn`` closes over: pass them as arguments.
+    * torch's global generators and keys give the same random numbers again. A ``torch.Generator``
+      among the arguments is refused.
+    * All ranks call the collectives in ``fn`` again, in the backward pass.
+    * torch refuses ``torch.func.grad`` inside ``fn``. Call ``remat`` inside ``grad``, or
+      ``torch.autograd.grad(..., create_graph=True)`` inside ``remat``.
+    * Under a transform of ``torch.func``, in forward mode and under a compiler, it is ``fn``
       itself, and saves no memory.
 
     >>> def block(w, x):

@@ -23,17 +23,16 @@ _STABLE = {type(None), str, bytes, bool, int, float, torch.dtype}
 
 
 def state_dict(tree: Tree) -> dict[str, Tensor]:
-    """The tensors of a tree, each by the name under which Python reaches it.
+    """Returns the tensors of a tree in a flat dict, named as Python reaches them.
 
-    Any format takes this: ``torch.save`` with ``torch.load(weights_only=True)``, safetensors,
+    Any format can save it: ``torch.save`` with ``torch.load(weights_only=True)``, safetensors,
     ``torch.distributed.checkpoint``. The tensors are detached and contiguous, and no two share
-    memory. Those that lie so already are the tree's own, not copies: a donated step writes to them,
-    and so does a program that loads into this dict. Others (views, one tensor for two leaves,
-    columns one after the other) are copied.
+    memory. A leaf that is already so is not copied: a donated step then writes to this dict's
+    tensors too. Others are copied, such as views.
 
-    Containers are not part of it, nor is what is empty: None, ``()``. Leaves that are no tensors
-    are refused: a step count is ``torch.tensor(3)``. So are keys whose ``repr`` may be different
-    tomorrow, or the same for two leaves.
+    Containers, and empty ones such as None and ``()``, leave no trace. A leaf that is not a tensor
+    is refused: write a step count as ``torch.tensor(3)``. A dict key is refused if its ``repr`` may
+    change, or is that of another key.
 
     >>> state_dict({"layers": [torch.tensor(1.0), None], "a.b": {0: torch.tensor(2)}})
     {"tree['a.b'][0]": tensor(2), "tree['layers'][0]": tensor(1.)}
@@ -50,11 +49,11 @@ def state_dict(tree: Tree) -> dict[str, Tensor]:
 
 
 def load_state_dict(like: Tree, flat: Mapping[str, Tensor]) -> Tree:
-    """The tree whose ``state_dict`` this is, in the containers and on the devices of ``like``.
+    """Rebuilds the tree of a ``state_dict``, in the containers and on the devices of ``like``.
 
-    The tensors are fresh, in the memory order of ``like``: nothing that is done to them reaches
-    ``flat`` or ``like``. Names, shapes and dtypes must be those of ``like``, to which nothing is
-    cast or broadcast. Derivatives do not pass.
+    The tensors are new and share no memory with ``flat`` or ``like``. They have the memory order of
+    ``like``. Names, shapes and dtypes must equal those of ``like``: nothing is cast or broadcast.
+    No gradient flows through.
 
     >>> like = {"w": torch.zeros(2), "step": torch.tensor(0)}
     >>> load_state_dict(like, {"tree['w']": torch.ones(2), "tree['step']": torch.tensor(3)})

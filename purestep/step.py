@@ -59,24 +59,25 @@ def make_update_step(
     donate: bool = False,
     compile: bool | Compiler = False,
 ) -> UpdateStep[ParamsT, StateT]:
-    """A pure function ``update_step(params, opt_state, microbatches)``: one optimizer step.
+    """Makes a pure function ``update_step(params, opt_state, microbatches)``.
 
-    It returns ``(params, opt_state, metrics)``. The result does not depend on how the tokens are
-    cut into microbatches, ranks and padding. Without any tokens it is the identity, to the bit.
+    It takes one optimizer step and returns ``(params, opt_state, metrics)``. The result does not
+    depend on how you cut the tokens into microbatches and ranks, nor on padding. Without any token,
+    params and state stay as they are, to the bit.
 
     Args:
-        loss_fn: ``loss_fn(params, microbatch)`` gives one loss per token, or ``LossTerms``.
-        optimizer: a ``ps.optim.Optimizer``; ``opt_state`` comes from ``optimizer.init(params)``.
-        weight_fn: ``weight_fn(microbatch)`` gives each token's weight; the default is
-            ``labels != -100``. None: the loss returns ``LossTerms(weights=)``.
-        axis: where the tokens are spread: dimensions that split tokens, no tensor-parallel ones.
-        normalize: "loss" seeds the backward pass with weights / N; "grads" divides the sums once.
+        loss_fn: ``loss_fn(params, microbatch)`` returns one loss per token, or ``LossTerms``.
+        optimizer: a ``ps.optim.Optimizer``; ``optimizer.init(params)`` makes ``opt_state``.
+        weight_fn: ``weight_fn(microbatch)`` returns each token's weight. By default the label
+            counts unless it is -100. None: the loss returns ``LossTerms(weights=)``.
+        axis: the ranks over which tokens are spread. Tensor-parallel ranks are not among them.
+        normalize: "loss" starts the backward pass from weights / N; "grads" divides the sums.
         grad_and_value: any function with the signature of ``torch.func.grad_and_value``.
-        accum_dtype: the dtype of the sums; None: float32 for half precision, else the params' own.
-        gather: sharded params are gathered once a "step", once a "microbatch", or by the "loss".
+        accum_dtype: the dtype of the sums. None: float32 for half precision, else that of params.
+        gather: sharded params are gathered per "step", per "microbatch", or inside the "loss".
         on_nonfinite: "propagate" an infinite or NaN gradient, or "skip" the step on every rank.
-        donate: reuse the buffers of ``params`` and ``opt_state``, which you must not use again.
-        compile: make one graph of a microbatch by ``torch.compile``, or by a compiler like it.
+        donate: reuse the memory of ``params`` and ``opt_state``. You must not use them again.
+        compile: compile what a microbatch runs, by ``torch.compile`` or by a function like it.
 
     >>> import torch
     >>> from purestep.optim import sgd

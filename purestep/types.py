@@ -32,21 +32,18 @@ Ready: TypeAlias = Callable[[int, Tensor], Tensor]
 
 
 class LossTerms(NamedTuple):
-    """The output of a loss function that returns more than one loss per token.
+    """What a loss function returns if it has more than one loss per token.
 
-    ``tokens``
-        One loss per token, summed with its weights and divided by the global count.
-    ``microbatch``
-        A scalar, averaged over all non-empty microbatches of the group on all ranks: an auxiliary
-        loss such as load balancing. Unlike everything else here it is **not** invariant to the cut,
-        because it is a statement about a microbatch: cut the batch elsewhere and it says something
-        else. It is asked of empty microbatches too, at weight 0: let it be finite there.
-    ``aux``
-        A tree of tensors, summed over microbatches and ranks into ``metrics.aux``. Return sums and
-        counts, never means; divide them when they arrive.
-    ``weights``
-        The tokens' weights, when only the forward pass can tell them. Needs ``weight_fn=None`` and
-        ``normalize="grads"``. They are data: no gradient flows through them.
+    Attributes:
+        tokens: one loss per token. The step sums them with their weights and divides by the global
+            count.
+        microbatch: a scalar auxiliary loss, such as load balancing. The step adds its mean over all
+            microbatches with tokens, on all ranks. This term **depends on the cut**. Microbatches
+            without tokens compute it too, at weight 0: it must be finite there.
+        aux: a tree of tensors, summed over microbatches and ranks into ``metrics.aux``. Return sums
+            and counts, never means, and divide them afterwards.
+        weights: the tokens' weights, if only the forward pass knows them. This needs
+            ``weight_fn=None`` and ``normalize="grads"``. No gradient flows through weights.
 
     >>> import torch
     >>> LossTerms(torch.ones(2, 3), aux={"correct": torch.tensor(4)}).aux["correct"]
@@ -105,7 +102,7 @@ class GradAndValue(Protocol):
 
 
 class Count(NamedTuple):
-    """What an update divides by: N = Σ wᵢ, and the number of microbatches with any tokens.
+    """The denominators of an update: N = Σ wᵢ, and the number of microbatches with tokens.
 
     >>> import torch
     >>> from purestep import count
@@ -120,7 +117,11 @@ class Count(NamedTuple):
 class Sums(NamedTuple):
     """The sums over the tokens of a group, on one rank or on all.
 
-    ``aux`` is the sum of ``LossTerms.aux``; ``()`` without one.
+    Attributes:
+        grads: the gradient of ``loss``, a tree like the params.
+        loss: Σ wᵢ ℓᵢ(θ), divided by N if ``accumulate`` got ``total=``.
+        counted: the ``Count`` of these microbatches.
+        aux: the sum of ``LossTerms.aux``, or ``()``.
 
     >>> import torch
     >>> from purestep import accumulate
@@ -137,21 +138,17 @@ class Sums(NamedTuple):
 
 
 class StepMetrics(NamedTuple):
-    """What one update step reports: tensors, global over ranks and the same on each, detached.
+    """The figures of one update: detached tensors, global over ranks, the same on each.
 
-    ``loss``
-        L(θ) = Σ wᵢ ℓᵢ(θ) / N at the parameters that came in, with the microbatch term if there is
-        one; 0 when N = 0.
-    ``num_tokens``
-        N = Σ wᵢ over all microbatches of all ranks: int64 for bool and int weights, else float64.
-    ``num_microbatches``
-        How many microbatches held at least one token.
-    ``grad_norm``
-        ‖∇L(θ)‖₂, before any clipping.
-    ``applied``
-        False when the transition was the identity: no tokens, or a skipped non-finite gradient.
-    ``aux``
-        The sum of ``LossTerms.aux``; ``()`` without one.
+    Attributes:
+        loss: L(θ) = Σ wᵢ ℓᵢ(θ) / N at the old params, plus the microbatch term if there is one. It
+            is 0 if N is 0.
+        num_tokens: N = Σ wᵢ over all microbatches of all ranks. int64 for bool and int weights,
+            else float64.
+        num_microbatches: how many microbatches have tokens.
+        grad_norm: ‖∇L(θ)‖₂, before any clipping.
+        applied: False if params and state stay as they are: no tokens, or a skipped gradient.
+        aux: the sum of ``LossTerms.aux``, or ``()``.
 
     >>> import torch
     >>> from purestep import make_update_step, optim

@@ -44,11 +44,10 @@ class Group(NamedTuple):
 
 
 def label_weights(microbatch: Microbatch) -> Tensor:
-    """The default weights: 1 for every label but ``-100``, PyTorch's ``ignore_index``.
+    """Returns the default weights: True for every label but ``-100``, PyTorch's ``ignore_index``.
 
-    Count the very labels that the loss uses: where the model's labels are shifted against its
-    inputs, shift them once, in the data, before either sees them. Labels of an unsigned dtype
-    cannot be -100, so that all of them count.
+    Count the same labels that the loss uses: shift them once, in the data. An unsigned label cannot
+    be -100, so all of these count.
 
     >>> label_weights({"labels": torch.tensor([[5, 7, -100]])})
     tensor([[ True,  True, False]])
@@ -97,9 +96,10 @@ def weigh(microbatches: Sequence[Microbatch], weight_fn: WeightFn | None) -> Gro
 
 
 def count(microbatches: Group | Sequence[Microbatch], weight_fn: WeightFn = label_weights) -> Count:
-    """Both denominators of a group on this rank: ``psum`` them for those of all ranks.
+    """Counts the tokens and the microbatches of a group on this rank.
 
-    N = Σ wᵢ is exact for bool and int weights, in int64; float weights are summed in float64.
+    ``psum`` the counts for those of all ranks. N = Σ wᵢ is exact for bool and int weights, in
+    int64. Float weights are summed in float64.
 
     >>> group = [{"labels": torch.tensor([5, 7, -100])}, {"labels": torch.tensor([-100])}]
     >>> count(group)
@@ -110,7 +110,7 @@ def count(microbatches: Group | Sequence[Microbatch], weight_fn: WeightFn = labe
 
 
 def count_tokens(microbatches: Sequence[Microbatch], weight_fn: WeightFn = label_weights) -> Tensor:
-    """N = Σ wᵢ alone, the first of ``count``.
+    """Counts the tokens of a group on this rank: N = Σ wᵢ, the first number of ``count``.
 
     >>> count_tokens([{"labels": torch.tensor([5, 7, -100])}, {"labels": torch.tensor([2])}])
     tensor(3)

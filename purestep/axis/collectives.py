@@ -61,7 +61,7 @@ def within(inner: Axis, axis: Axis) -> bool:
 
 
 def psum(x: Tree, axis: Axis) -> Tree:
-    """The sum over all ranks of every leaf: the same on each rank.
+    """Sums each leaf over all ranks. Every rank gets the same sum.
 
     >>> import torch
     >>> from purestep import VmapAxis
@@ -81,9 +81,9 @@ def _summable(x: Tree) -> Tree:
 
 
 def pmean(x: Tree, axis: Axis) -> Tree:
-    """The mean over all ranks of every leaf.
+    """Takes the mean of each leaf over all ranks.
 
-    A mean of means is no mean: for tokens, ``psum`` and divide.
+    For a mean over tokens, ``psum`` the sums and the counts, and divide.
 
     >>> import torch
     >>> from purestep import VmapAxis
@@ -95,7 +95,9 @@ def pmean(x: Tree, axis: Axis) -> Tree:
 
 
 def pvary(x: Tree, axis: Axis) -> Tree:
-    """Every leaf as it is, marked as used by each rank alone: its derivatives are summed.
+    """Returns the tree as it is, and sums its gradients over all ranks in the backward pass.
+
+    Use it for a parameter that all ranks share and each rank uses for itself.
 
     >>> import torch
     >>> from purestep import VmapAxis
@@ -109,7 +111,7 @@ def pvary(x: Tree, axis: Axis) -> Tree:
 
 
 def all_gather(x: Tree, axis: Axis, dim: int = 0, *, tiled: bool = False) -> Tree:
-    """All ranks' leaves, in order of rank, stacked along a new ``dim``; ``tiled`` joins them.
+    """Stacks each leaf of all ranks along a new ``dim``, in order of rank; ``tiled`` joins them.
 
     >>> import torch
     >>> from purestep import VmapAxis
@@ -128,9 +130,9 @@ def all_gather(x: Tree, axis: Axis, dim: int = 0, *, tiled: bool = False) -> Tre
 
 
 def psum_scatter(x: Tree, axis: Axis, dim: int = 0, *, tiled: bool = False) -> Tree:
-    """The sum over all ranks of every leaf, of which rank r keeps the r-th slice along ``dim``.
+    """Sums each leaf over all ranks, and keeps rank r's slice of the sum along ``dim``.
 
-    ``dim`` has one entry per rank and disappears; ``tiled`` cuts it into equal blocks instead.
+    ``dim`` has one entry per rank, and disappears. ``tiled`` cuts it into equal blocks instead.
 
     >>> import torch
     >>> from purestep import VmapAxis

@@ -19,7 +19,7 @@ from purestep.weights import check_count
 
 
 class LocalAxis:
-    """One rank: all tokens are here.
+    """One rank, which holds all tokens.
 
     >>> from purestep import psum
     >>> psum(torch.tensor(3), LocalAxis())

@@ -19,23 +19,26 @@ if TYPE_CHECKING:
 
 
 class MeshAxis(Ranks):
-    """One or several dimensions of a ``DeviceMesh``: the processes of ``torchrun``.
+    """The processes along one or several dimensions of a ``DeviceMesh``, such as those of
+    ``torchrun``.
 
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
         update_step = ps.make_update_step(loss_fn, optimizer, axis=ps.MeshAxis(mesh, "dp"))
 
-    An axis names the dimensions that split tokens, and no others: ``("dp", "cp")`` where sequences
-    are split too, ``"dp"`` alone beside tensor parallelism, whose ranks hold the same tokens. Make
-    it on every rank of the mesh, at the same place of the program: several dimensions become one
-    process group. Start all ranks from the same parameters: structures and settings are compared,
-    values are not. Ranks may hold no microbatch at all (with ``compile=True`` too); but where
-    ``torch.compile`` takes the whole step, give each at least one, of weight 0.
+    Name the dimensions that split tokens, and no others. If sequences are split too, that is
+    ``("dp", "cp")``. Beside tensor parallelism, whose ranks hold the same tokens, it is ``"dp"``
+    alone. Several dimensions become one process group, so make the axis on every rank of the mesh,
+    at the same place of the program.
+
+    Start all ranks from the same parameters. purestep compares structures and settings, but not
+    values. A rank may hold no microbatch, also with ``compile=True``. If ``torch.compile`` takes
+    the whole step, each rank needs one at least, if only of weight 0.
 
     Args:
         mesh: from ``torch.distributed.device_mesh.init_device_mesh``, with ``mesh_dim_names``.
         dims: the name of a dimension, or several names in the order of the mesh.
-        bucket_bytes: how many bytes of gradients travel in one collective, at most a megabyte in
-            the first. Smaller ones start earlier in the backward pass, larger ones waste less.
+        bucket_bytes: the bytes of gradients in one collective. The first holds at most a megabyte.
+            Smaller buckets leave earlier in the backward pass; larger ones make fewer calls.
 
     >>> from torch.distributed.device_mesh import init_device_mesh
     >>> store = torch.distributed.HashStore()

@@ -15,7 +15,7 @@ Gather: TypeAlias = Literal["step", "microbatch", "loss"]
 
 
 class RankError(RuntimeError):
-    """This rank cannot go on because another one has failed, has died or runs another program.
+    """Another rank has failed, has died or runs another program, so this rank cannot go on.
 
     >>> from purestep import psum
     >>> from purestep.testing import ThreadAxis
@@ -77,7 +77,7 @@ class Session(Protocol):
 
 
 class Axis(Protocol):
-    """The dimension, or dimensions, that split a batch's tokens.
+    """The ranks over which a batch's tokens are spread.
 
     >>> from purestep import LocalAxis
     >>> axis: Axis = LocalAxis()

@@ -20,7 +20,7 @@ from purestep.types import Tree
 
 
 class VmapAxis:
-    """``size`` ranks in one process, one ``torch.vmap`` dimension: the same program on each.
+    """``size`` ranks in one process, as one ``torch.vmap`` dimension: each runs the same program.
 
     >>> from purestep import psum
     >>> axis = VmapAxis(2)

@@ -1,4 +1,4 @@
-"""State on the disk: ``save`` and ``load``.
+"""Saves state to disk, and loads it.
 
 >>> import tempfile, torch
 >>> state = {"w": torch.ones(2), "position": torch.tensor(7)}
@@ -7,10 +7,10 @@
 ...     load(f"{folder}/state", like=state)
 {'w': tensor([1., 1.]), 'position': tensor(7)}
 
-A tree of tensors is saved to a file of safetensors, and a tree with ``ps.Shard`` by all ranks
-together to a folder of ``torch.distributed.checkpoint``; either is loaded as the other.
-``Background`` saves while the training goes on. ``save_step`` keeps the last few checkpoints, and
-``latest`` finds the last one. ``export`` writes a model for other tools.
+``save`` writes a tree of tensors to a file of safetensors. All ranks together write a tree with
+``ps.Shard``, to a folder of ``torch.distributed.checkpoint``. ``load`` reads either, with or
+without ``Shard``. ``Background`` saves while the training goes on. ``save_step`` keeps the last few
+checkpoints, and ``latest`` finds the last one. ``export`` writes a model for other tools.
 """
 
 from purestep.checkpoint.store import Background, export, latest, load, save, save_step

@@ -24,20 +24,20 @@ from purestep.types import Tree
 
 
 def save(path: File, tree: Tree) -> None:
-    """Writes a tree of tensors to a file, or one with ``Shard`` to a folder.
+    """Writes a tree of tensors to a file, or a tree with ``Shard`` to a folder.
 
-    The file takes the place of the one that was there, with its rights, and links to it stay: at
-    every moment it is whole, the old or the new one, however the program ends. A program that is
-    killed leaves a folder beside it whose name ends in ``.unfinished``, and which may be removed.
-    safetensors holds no complex128 and no complex32.
+    The file replaces the old one, keeps its permissions, and follows links. At every moment there
+    is a complete file, the old or the new one, even if the program is killed. A killed save may
+    leave a folder beside it whose name ends in ``.unfinished``: you may remove it. safetensors
+    cannot hold complex128 and complex32.
 
-    A tree with ``Shard`` over a ``MeshAxis`` is saved by all processes together to a folder through
-    ``torch.distributed.checkpoint``: each writes its pieces, and what all hold is written once. The
-    folder appears when all of it is on the disk. Its name is new: none is replaced. An error on one
-    rank is an error on all, a ``RankError`` where the rank's own cannot be raised.
+    A tree with ``Shard`` over a ``MeshAxis`` goes to a folder, by ``torch.distributed.checkpoint``.
+    All processes call ``save``, and each writes its pieces. Replicated tensors are written once.
+    The folder appears when it is complete. Its name must be new. An error on one rank is an error
+    on all: a ``RankError`` where the rank's own error cannot be raised.
 
-    Raises ``TypeError`` and ``ValueError`` for what ``state_dict`` refuses, ``OSError`` where
-    something cannot be written.
+    ``TypeError`` and ``ValueError`` name what ``state_dict`` refuses, and ``OSError`` what cannot
+    be written.
 
     >>> save("nowhere/state", {"w": torch.ones(2)})
     Traceback (most recent call last):
@@ -58,15 +58,15 @@ def slots_of(path: File, tree: Tree, group: Group) -> dict[str, Slot]:
 
 
 def load(path: File, like: Tree) -> Tree:
-    """The tree that was saved, in the containers, on the devices and in the memory order of like.
+    """Loads a tree into the containers, devices and memory order of ``like``.
 
-    Its tensors are fresh. Names, shapes and dtypes must be those of ``like``, or the differences
-    are named. A file or folder that was cut short or changed is refused by its name. A file runs
-    nothing; a folder holds a pickle, so load no folder that you do not trust.
+    Its tensors are new. Names, shapes and dtypes must equal those of ``like``; the error names each
+    difference. A file or folder that was cut short or changed is refused. Loading a file runs
+    nothing. A folder holds a pickle, so load no folder that you do not trust.
 
-    How a tensor is spread over ranks is not part of what is saved. Where ``like`` has a ``Shard``,
-    each rank loads its piece, of a file or of a folder, whatever number of ranks wrote it. Where it
-    has a tensor, each rank loads all of it. All processes load a ``like`` with ``Shard`` together.
+    Any number of ranks can load it, whatever number saved it. Where ``like`` has a ``Shard``, each
+    rank loads its piece. Where ``like`` has a tensor, each rank loads all of it. If ``like`` has a
+    ``Shard``, all processes call ``load``.
 
     >>> import tempfile
     >>> with tempfile.NamedTemporaryFile() as file:
@@ -86,10 +86,10 @@ def load(path: File, like: Tree) -> Tree:
 
 
 def export(path: File, tensors: Mapping[str, Tensor | Shard]) -> None:
-    """Writes tensors to one file of safetensors by these names, for tools such as transformers.
+    """Writes named tensors to one file of safetensors, for tools such as transformers.
 
-    With ``Shard`` among them, all processes call this together and gather one tensor after the
-    other; the first process holds all of them on the host, and writes.
+    If there is a ``Shard`` among them, all processes call this together. They gather one tensor
+    after the other. The first process holds all of them on the host, and writes the file.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -113,10 +113,10 @@ def export(path: File, tensors: Mapping[str, Tensor | Shard]) -> None:
 
 
 def save_step(folder: File, step: int, tree: Tree, keep: int = 3) -> None:
-    """``save`` to ``folder/step``; then all but the last ``keep`` checkpoints there are removed.
+    """Saves to ``folder/step``, then removes all but the last ``keep`` checkpoints there.
 
-    The folder is made where it is missing; whatever else is in it stays. One that holds a later
-    step is refused, since ``latest`` would go on to find that one.
+    It makes the folder if it is missing, and leaves other files alone. A folder that holds a later
+    step is refused, because ``latest`` would still find that one.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -131,7 +131,7 @@ def save_step(folder: File, step: int, tree: Tree, keep: int = 3) -> None:
 
 
 def latest(folder: File) -> Path | None:
-    """The checkpoint of the last step that was saved there, a whole one; None where there is none.
+    """Returns the path of the last complete checkpoint in the folder, or None.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -178,18 +178,17 @@ def _step(path: Path) -> int:
 
 
 class Background(AbstractContextManager["Background"]):
-    """``save`` and ``save_step`` in a thread, one after the other, while the training goes on.
+    """Runs ``save`` and ``save_step`` in a thread, one after the other, while the training goes on.
 
-    Each call waits for the one before, copies the tensors to the host and returns: what is written
-    is what they were at the call, whatever a donated step does to them. Copies are made into the
-    same memory each time, once the size of the state. What goes wrong is raised by the next call,
-    by ``wait()``, or where the ``with`` block ends. A program that ends waits for its last save,
-    and keeps its exit code. Wait before ``torch.distributed.destroy_process_group()``, which ends
-    a save of ranks.
+    Each call waits for the save before it, copies the tensors to the host, and returns. So the file
+    holds the values at the call, whatever a donated step does later. The copies use the same memory
+    each time: the size of the state. The next call raises an error of the last save, and so do
+    ``wait()`` and the end of the ``with`` block. The end of the program waits for the last save,
+    and keeps its exit code.
 
-    Ranks that save together use a process group of gloo, which they make at the first call. So
-    their steps go on meanwhile. All of them make the same calls in the same order, the end
-    of the block included.
+    Ranks that save together make a gloo process group at the first call, so their steps can go on.
+    All ranks make the same calls in the same order, the end of the block included. Call ``wait()``
+    before ``torch.distributed.destroy_process_group()``, which would end a save of ranks.
 
     >>> import tempfile
     >>> w = torch.ones(2)

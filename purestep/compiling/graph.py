@@ -40,23 +40,25 @@ _numbers = itertools.count()
 
 
 def compile(function: Callable[..., Any], **settings: Any) -> Callable[..., Any]:
-    """``torch.compile(function, **settings)``, for whole update steps and all that runs often.
+    """Compiles a whole update step, or any function that runs often: ``torch.compile`` with other
+    options.
 
         step = ps.make_update_step(loss_fn, optimizer, donate=True)
         step = ps.compile(step, fullgraph=True)
 
-    A small network runs fastest with all of a step in one graph. Each number of microbatches has a
-    graph. ``compile=True`` of a step compiles a microbatch, once for any number of them.
+    A small network runs fastest if the whole step is one graph. Each number of microbatches makes a
+    graph. For large networks use ``make_update_step(compile=True)``, which compiles one microbatch
+    once, for any number of them.
 
-    * Each function has a cache, and sizes that vary. Those of torch are shared by all steps.
-    * Before each call torch asks whether its guards still hold. Guards on globals of torch, optree,
-      einops, purestep and Python are left out. What the loss reads, globals included, has guards.
-    * Without an accelerator, ``cpp_wrapper`` compiles what calls the kernels, too. Where process
-      groups are in use it is off. ``options={"cpp_wrapper": False}`` turns it off elsewhere:
-      torch needs that for embeddings with sparse gradients.
-    * Graphs for CPUs are rewritten, as ``purestep.compiling.cpu`` says.
+    * Each function has its own cache, and sizes may vary. torch shares one cache among all steps.
+    * torch checks guards before each call. Guards on globals of torch, optree, einops, purestep and
+      Python are left out. Guards on what the loss reads stay, its globals included.
+    * Without an accelerator and process groups, ``cpp_wrapper`` also compiles what calls the
+      kernels. Embeddings with sparse gradients need ``options={"cpp_wrapper": False}``.
+    * Graphs for CPUs are rewritten (``purestep.compiling.cpu``).
 
-    ``options=`` go before these. ``mode=`` takes their place, since torch takes one of the two.
+    Your ``options=`` override these. ``mode=`` replaces them, since torch takes only one of the
+    two.
 
     >>> double = compile(lambda x: 2 * x)
     """

@@ -16,20 +16,21 @@ def balance(
     cost: Callable[[Example], float] | None = None,
     whole: Collection[str] = (),
 ) -> list[list[Example]]:
-    """Examples to ranks, so that the slowest rank has little more than the mean.
+    """Deals examples out to ranks, so that the slowest rank has little more than the mean.
 
-    The costliest first, each to the rank that has least so far [Graham, 1969]. The slowest rank
-    then has at most 4/3 of the cost of the best assignment's slowest. It has less than one example
-    more than the mean. The same examples give the same answer on every rank.
+    Each example, the costliest first, goes to the rank with the least cost so far [Graham, 1969].
+    The slowest rank then costs at most 4/3 of that in the best assignment. It also has less than
+    one example more than the mean. The same examples give the same result on every rank.
 
     Args:
-        examples: trees of tensors whose first dimension is the length, or without a dimension.
+        examples: trees of tensors. The first dimension of a leaf is the length, or it has no
+            dimension.
         ranks: how many ranks there are.
-        cost: the cost of an example, at least 0; None: its length. Attention is quadratic in it.
-        whole: as in ``pack``.
+        cost: the cost of an example, at least 0. None: its length. Attention is quadratic in it.
+        whole: names of leaves without a length, as in ``pack``.
 
     Returns:
-        The examples of each rank, in the order in which they came.
+        The examples of each rank, in their original order.
 
     >>> import torch
     >>> parts = balance([torch.ones(n) for n in (5, 4, 3, 3, 1)], 2)

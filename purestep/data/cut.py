@@ -16,7 +16,7 @@ from purestep.types import Microbatch, Tree
 
 
 def split(batch: Tree, k: int) -> list[Microbatch]:
-    """One batch cut into ``k`` microbatches of equal size along the first dimension of its leaves.
+    """Cuts a batch into ``k`` microbatches of equal size, along the first dimension of its leaves.
 
     >>> split({"x": torch.arange(6)}, k=2)
     [{'x': tensor([0, 1, 2])}, {'x': tensor([3, 4, 5])}]
@@ -34,7 +34,7 @@ def split(batch: Tree, k: int) -> list[Microbatch]:
 
 
 def merge(microbatches: Sequence[Microbatch]) -> Tree:
-    """The batch that ``split`` cuts into these microbatches: its exact inverse.
+    """Joins microbatches into the batch that ``split`` cut: its exact inverse.
 
     >>> merge([{"x": torch.arange(2)}, {"x": torch.arange(2, 4)}])
     {'x': tensor([0, 1, 2, 3])}

@@ -19,18 +19,19 @@ def pack_documents(
     pad: Pad = PAD,
     whole: Collection[str] = (),
 ) -> dict[str, Tree]:
-    """Several examples in one row, in as few rows as best fit finds: one microbatch.
+    """Packs several examples into each row, in as few rows as best fit finds: one microbatch.
 
-    Where ``k`` divides the number of rows, ``split`` cuts it into ``k``.
+    If ``k`` divides the number of rows, ``split`` cuts it into ``k`` microbatches.
 
-    ``positions`` count from 0 in every example. ``segments`` number the examples of a row from 1,
-    with 0 for padding. Attend within a segment alone, as
-    ``segment_mask`` says, and take position embeddings by ``positions``: then every token's loss is
-    what it is alone. Labels must be the example's own: its last token predicts nothing of the next.
+    Two leaves are added. ``positions`` count from 0 in each example. ``segments`` number the
+    examples of a row from 1, with 0 for padding. Attend within a segment only, by ``segment_mask``,
+    and take position embeddings by ``positions``. Then each token's loss is that of its example
+    alone. Make labels before packing, so that no example's last token predicts the next example.
 
-    Examples are alike as in ``pack``; those of length 0 are left out, and have no segment. A leaf
-    without a dimension, or named by ``whole``, belongs to an example as a whole. It comes as
-    ``(rows, most segments of a row, ...)``: that of segment n at ``[row, n - 1]``, padded.
+    Examples need one structure, as in ``pack``. Those of length 0 are left out, and get no segment.
+    A leaf without dimensions, or named by ``whole``, comes as
+    ``(rows, most segments of a row, ...)``, padded. Segment n of a row has its leaf at
+    ``[row, n - 1]``.
 
     >>> examples = [{"tokens": torch.full((n,), n)} for n in (3, 2, 1)]
     >>> packed = pack_documents(examples, row_tokens=4)
@@ -105,16 +106,17 @@ def segment_mask(
     causal: bool = True,
     window: int | None = None,
 ) -> Tensor:
-    """Which position may attend to which: ``(rows, 1, length, length)``, within a segment alone.
+    """Makes an attention mask, ``(rows, 1, length, length)``: tokens attend within their segment.
 
     Args:
-        segments: those of ``pack_documents``, or an ``attention_mask`` of 1 and 0: padding attends
+        segments: those of ``pack_documents``, or an ``attention_mask`` of 1 and 0. Padding attends
             to padding.
-        dtype: for a mask that is added to scores: 0 where a position may attend, and the lowest
-            number elsewhere. Attention that adds its mask, as that of Hugging Face under
-            ``attn_implementation="eager"``, would take True for 1.
-        causal: False: later positions, too, as an encoder attends.
-        window: only the last so many positions, including its own (``sliding_window``).
+        dtype: None makes a mask of bools. A dtype makes a mask to add to scores: 0 where a position
+            may attend, elsewhere the lowest number. Eager attention of Hugging Face adds its mask,
+            so it needs a dtype.
+        causal: False lets a token attend to later positions too, as in an encoder.
+        window: how many positions a token attends to, its own and those before it
+            (``sliding_window``).
 
     >>> segment_mask(torch.tensor([[1, 1, 2]])).int().tolist()
     [[[[1, 0, 0], [1, 1, 0], [0, 0, 1]]]]

@@ -12,7 +12,7 @@ Last = Literal["keep", "drop", "raise"]
 
 
 class DataExhausted(RuntimeError):  # noqa: N818
-    """The data ran out in the middle of a group, which held ``found`` of ``wanted`` microbatches.
+    """The data ran out in the middle of a group, after ``found`` of ``wanted`` microbatches.
 
     >>> groups = group(range(3), 2, last="raise")
     >>> next(groups)
@@ -33,18 +33,18 @@ class DataExhausted(RuntimeError):  # noqa: N818
 
 
 class group(Iterator[list[Microbatch]]):  # noqa: N801
-    """Groups of ``k`` microbatches, from any iterable of them: a list, a ``DataLoader``.
+    """Puts microbatches from any iterable into groups of ``k``: a list, a ``DataLoader``.
 
     Args:
         batches: the microbatches, in order.
-        k: how many make an update.
-        last: a tail shorter than ``k``. "keep": a short group, which an update step weighs by its
-            tokens; "drop": left out; "raise": ``DataExhausted``.
-        start: how many batches to skip: the ``position`` of the group to resume after.
+        k: how many make one update.
+        last: what happens to a last group shorter than ``k``. "keep": the step weighs it by its
+            tokens. "drop": it is left out. "raise": ``DataExhausted``.
+        start: how many batches to skip: the ``position`` of the group after which you resume.
 
-    A position holds only where the batches come in the same order again. By ``shuffle=True`` alone
+    A position holds only if the batches come in the same order again. With ``shuffle=True`` alone,
     a ``DataLoader`` draws its order from torch's global generator, and ``start`` refuses it. Seed
-    the order by the epoch, and keep the epoch and the position in the checkpoint:
+    the order by the epoch, and save the epoch and the position in the checkpoint:
 
     >>> from torch.utils.data import DataLoader
     >>> def epoch_of(epoch, start=0):

@@ -8,19 +8,19 @@ from purestep.weights import IGNORE_INDEX
 
 
 def shift_labels(input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
-    """The labels of a causal model: at each position the next token, and -100 at the end.
+    """Makes the labels of a causal model: at each position the next token, and -100 at the end.
 
-    Make them once, in the data: then they stay right however the data are cut. A loss that shifts
-    loses a token wherever a row is cut or joined. A model that shifts its ``labels=`` itself, as
-    those of transformers do, must not get these: take its logits.
+    Make labels once, in the data. They stay right however you cut the data, whereas a loss that
+    shifts loses a token at each cut. Do not pass them as ``labels=`` to a model of transformers,
+    which would shift them again: take its logits.
 
     Args:
-        input_ids: one text, or a batch of them: integers of ``(..., length)``.
-        attention_mask: 0 at padding, on either side; of the shape of ``input_ids``. Padding is not
-            predicted, and predicts nothing.
+        input_ids: one text or a batch: integers of shape ``(..., length)``.
+        attention_mask: 0 at padding, left or right, in the shape of ``input_ids``. Padding predicts
+            nothing, and is not predicted.
 
     Returns:
-        Labels, int64, of the shape of ``input_ids``.
+        Labels, int64, in the shape of ``input_ids``.
 
     >>> shift_labels(torch.tensor([5, 6, 7]))
     tensor([   6,    7, -100])

@@ -37,30 +37,31 @@ def pack(
     pad: Pad = PAD,
     whole: Collection[str] = (),
 ) -> list[Microbatch]:
-    """A group of examples as microbatches: as few as the budget allows, with little padding.
+    """Packs examples into few microbatches, with little padding.
 
-    Examples are sorted by length, longest first, and cut where rows times the longest row would
-    exceed ``max_tokens``: no cut within that budget needs fewer microbatches. The budget is then
-    lowered as far as their number allows, so that the largest microbatch is as small as it can be.
+    Examples are sorted by length, longest first. A microbatch ends where rows times the longest row
+    would exceed ``max_tokens``. No cut within this budget needs fewer microbatches. The budget is
+    then lowered as far as this number allows, so the largest microbatch is as small as possible.
 
-    Examples of length 0 hold no tokens and are left out. The others must be alike: of one
-    structure, and in each leaf of one dtype, and of one shape but for the length.
+    Examples of length 0 hold no tokens and are left out. All others need one structure. In each
+    leaf they need one dtype, and one shape except for the length.
 
-    A leaf that belongs to its example as a whole is stacked, one for each row: a tensor without a
-    dimension (a class, a reward, a key, an id), or one that ``whole`` names (an image). An example
-    of length 0 with such a leaf is refused: left out, its class would be missing from the update.
+    A leaf without a length is stacked, one for each row. It has no dimensions (a class, a reward, a
+    key, an id), or ``whole`` names it (an image). An example of length 0 with such a leaf is
+    refused, since its class would be missing from the update.
 
     Args:
-        examples: trees of tensors whose first dimension is the length, or without a dimension.
-        max_tokens: the most tokens of a microbatch, padding included.
-        multiple_of: padded lengths are rounded up to a multiple of this.
-        pad: the value of padding in each leaf, by its name, such that padding weighs nothing: -100
-            for labels. One number stands for every leaf, the labels too.
-        whole: names of leaves that have dimensions, but belong to their example as a whole.
+        examples: trees of tensors. The first dimension of a leaf is the length, or it has no
+            dimension.
+        max_tokens: the largest number of tokens in a microbatch, padding included.
+        multiple_of: padded lengths are multiples of this.
+        pad: the padding value of each leaf, by name. Padding must weigh nothing: -100 for labels. A
+            single number pads every leaf, the labels too.
+        whole: names of leaves that have dimensions, but no length.
 
     Returns:
-        Microbatches for one ``update_step``: trees of ``(rows, length, ...)``, and ``(rows, ...)``
-        for leaves that belong to an example as a whole.
+        Microbatches for one ``update_step``: trees of ``(rows, length, ...)``, and of
+        ``(rows, ...)`` for leaves without a length.
 
     >>> examples = [{"tokens": torch.ones(n, dtype=torch.int64)} for n in (3, 1, 2, 1)]
     >>> [m["tokens"].tolist() for m in pack(examples, max_tokens=4)]

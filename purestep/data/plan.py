@@ -8,7 +8,7 @@ from purestep.data.cut import divisors
 class BatchPlan(NamedTuple):
     """An update of ``global_batch_size``, in microbatches of ``local_batch_size`` on each rank.
 
-    The sizes count examples, or tokens where the plan was made from a token budget.
+    Sizes count examples, or tokens if the plan was made from a token budget.
 
     >>> plan(global_batch_size=64, local_batch_size=4, axis_size=2)
     BatchPlan(global_batch_size=64, local_batch_size=4, axis_size=2, accumulation_steps=8)
@@ -28,15 +28,15 @@ def plan(
     local_tokens: int | None = None,
     axis_size: int = 1,
 ) -> BatchPlan:
-    """How many microbatches each rank accumulates, for an update of this size.
+    """Computes how many microbatches each rank accumulates, for an update of this size.
 
         global_batch_size = local_batch_size · axis_size · accumulation_steps
 
     Args:
-        global_batch_size: examples in one update, on all ranks.
-        local_batch_size: examples in one microbatch of one rank: as many as fit.
+        global_batch_size: examples in one update, over all ranks.
+        local_batch_size: examples in one microbatch of one rank, as many as fit.
         global_tokens, local_tokens: the same as a token budget, instead of the two above.
-        axis_size: how many ranks share the update: ``axis.size``, not the world's.
+        axis_size: how many ranks share the update: ``axis.size``, not the world size.
 
     >>> plan(global_batch_size=64, local_batch_size=4, axis_size=2).accumulation_steps
     8

@@ -21,31 +21,31 @@ _Groups: TypeAlias = Iterable[Sequence[Microbatch]]
 
 
 class prefetch(Iterator["PrefetchedGroup"]):  # noqa: N801
-    """The same groups, their microbatches copied to ``device`` by a thread, one at a time.
+    """Prepares groups in a thread, and copies their microbatches to ``device``, one at a time.
 
-    The thread takes groups from their source, pins them, counts their tokens on the host, and
-    copies microbatch by microbatch: one is on its way while another is in use. A step takes the
-    count of such a group without waiting for the device. Leaves that are no tensors stay as they
-    are; mappings that optree takes for leaves (a tokenizer's ``BatchEncoding``) come as dicts.
+    The thread takes groups from their source, pins them, and counts their tokens on the host. It
+    copies one microbatch while the step uses another. The step reads the count without waiting for
+    the device. Leaves that are not tensors stay as they are. Mappings that optree takes for leaves,
+    such as a tokenizer's ``BatchEncoding``, become dicts.
 
-    An error in the thread is raised here in its turn: of the source, of ``weight_fn`` or of
-    pinning, where the next group is asked for; of copying, where the microbatch is.
+    An error of the source, of ``weight_fn`` or of pinning is raised where you ask for that group.
+    An error of copying is raised where you ask for that microbatch.
 
-    ``position`` is that of the source after the last group that was handed over, however far the
-    thread has read ahead: ``group(batches, k, start=position)`` goes on from there. It is None
-    where the source has none, as lists and generators: count there the groups in use.
+    ``position`` belongs to the last group that you took, however far the thread has read ahead.
+    ``group(batches, k, start=position)`` goes on from there. It is None if the source has none, as
+    lists and generators: then count the groups that you use.
 
-    ``close()`` ends the stream, and so does letting go of it. Neither waits for a source that is
-    busy: it finishes alone, is asked for nothing more, and its errors are dropped. The program's
-    end waits for it, up to five seconds. The source itself is only let go of: Python closes a
-    generator that nothing else holds.
+    ``close()`` ends the stream, and so does dropping the last reference to it. Neither waits for a
+    busy source: the thread ends after it, and drops its errors. The end of the program waits for
+    it, up to five seconds. The source itself is not closed; Python closes a generator without
+    references.
 
     Args:
         groups: sequences of microbatches on the host, for ``update_step``.
         device: where the parameters are.
-        depth: how many microbatches may be on the device, including the one in use. At 1 a
-            microbatch is copied when it is asked for.
-        weight_fn: the one of the step.
+        depth: how many microbatches may be on the device, including the one in use. With 1, a
+            microbatch is copied when you ask for it.
+        weight_fn: the step's.
 
     >>> groups = [[{"labels": torch.tensor([1, -100])}], []]
     >>> [[m["labels"].tolist() for m in group] for group in prefetch(groups, "cpu")]

@@ -31,29 +31,29 @@ def linear_cross_entropy(
     soft_cap: float | None = None,
     chunk: int | None = None,
 ) -> Tensor:
-    """``cross_entropy(hidden @ weight.T, labels)``, of whose logits a chunk is alive at a time.
+    """Returns ``cross_entropy(hidden @ weight.T, labels)``, from one chunk of logits at a time.
 
-    The backward pass computes them again: for 4,096 tokens of 128k classes it takes less than a
+    The backward pass computes logits again. For 4,096 tokens of 128k classes this takes less than a
     fiftieth of the memory, and no more time (`benchmarks/losses.py`).
 
-    * **Any cotangent**: the gradient is exact whatever weights the losses have. A token without a
-      label gives exactly no gradient, even if its hidden state is NaN; outside of transforms, so
-      does a token whose loss has no weight.
+    * **Gradients** are exact for any weights of the losses. A token without a label gets exactly
+      zero gradient, even if its hidden state is NaN. Outside of transforms, so does a token of
+      weight 0.
     * **Under transforms and compilers**, all logits are alive.
-    * **Half precision**: products are of its dtype, as in ``hidden @ weight.T``; exponentials,
-      losses and sums are float32, and the weight's gradient is rounded once.
+    * **Half precision**: products have its dtype, as in ``hidden @ weight.T``. Exponentials, losses
+      and sums are float32, and the weight's gradient is rounded once.
 
     Args:
         hidden: of shape ``labels.shape + (features,)``.
         weight: (classes, features), such as that of ``lm_head``, or of a tied embedding.
         labels: class numbers, or ``ignore_index``.
         bias: (classes,), added to the logits.
-        ignore_index: the label that says there is no token, as in ``cross_entropy``.
+        ignore_index: the label of positions that are no tokens, as in ``cross_entropy``.
         label_smoothing: how much of the target is spread evenly over all classes.
         z_loss: keeps log Σ exp x near 0.
         soft_cap: c, where logits are c · tanh(x / c), as in Gemma 2.
-        chunk: how many classes' logits are alive at once; by default as many as fill 16 MiB on a
-            host, or 256. It changes sums by rounding.
+        chunk: how many classes' logits are alive at once. None: as many as fill 16 MiB on a host,
+            or 256. It changes sums by rounding.
 
     >>> hidden, weight = torch.zeros(1, 2, 8), torch.ones(4, 8)
     >>> linear_cross_entropy(hidden, weight, torch.tensor([[3, -100]]))
@@ -101,9 +101,9 @@ def linear_kl_divergence(
     temperature: float = 1.0,
     chunk: int | None = None,
 ) -> Tensor:
-    """``kl_divergence(hidden @ weight.T, teacher_hidden @ teacher_weight.T)``, chunk by chunk.
+    """Returns ``kl_divergence(hidden @ weight.T, teacher_hidden @ teacher_weight.T)``, in chunks.
 
-    Neither the student's logits nor the teacher's are ever whole.
+    The full logits of student and teacher are never in memory.
 
     Args:
         hidden: the student's, of shape tokens + (features,).

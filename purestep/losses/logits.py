@@ -20,7 +20,7 @@ def cross_entropy(
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
 ) -> Tensor:
-    """Each token's cross entropy, in float32 or better, and 0 where its label is ``ignore_index``.
+    """Returns each token's cross entropy, in float32 or wider, and 0 where the label is ignored.
 
         ℓ = (1 − s) (z − xᵧ) + s (z − mean x) + z_loss · z²
 
@@ -29,8 +29,8 @@ def cross_entropy(
     Args:
         logits: x, of shape ``labels.shape + (classes,)``.
         labels: class numbers, or ``ignore_index``.
-        ignore_index: the label that says there is no token. A ``weight_fn`` has to leave it out,
-            too, or N still counts it: the default one knows of -100 alone.
+        ignore_index: the label of positions that are no tokens. If it is not -100, pass a
+            ``weight_fn`` that leaves it out too: the default one counts it.
         label_smoothing: how much of the target is spread evenly over all classes.
         z_loss: keeps log Σ exp x near 0, which keeps logits from drifting [PaLM, 2022].
 
@@ -57,18 +57,18 @@ def cross_entropy(
 
 
 def kl_divergence(logits: Tensor, teacher_logits: Tensor, *, temperature: float = 1.0) -> Tensor:
-    """Each token's KL(teacher ‖ student), for distillation, in float32 or better.
+    """Returns each token's KL(teacher ‖ student), for distillation, in float32 or wider.
 
         ℓ = T² Σ q (log q − log p)        p = softmax(x / T),  q = softmax(x′ / T)
 
-    T² keeps gradients of one size at all temperatures [Hinton, 2015]. A class that the teacher
-    rules out, by a logit of −∞, says nothing. Nothing is detached: what a loss closes over is a
-    constant to a step anyway.
+    T² keeps the size of gradients at all temperatures [Hinton, 2015]. A class whose teacher logit
+    is −∞ adds nothing. Nothing is detached. In a step, teacher params that the loss closes over are
+    constants.
 
     Args:
         logits: x, the student's, of shape tokens + (classes,).
         teacher_logits: x′, of the same shape.
-        temperature: T; above 1 the teacher's small probabilities count for more.
+        temperature: T. Above 1, the teacher's small probabilities count for more.
 
     >>> kl_divergence(torch.zeros(2, 4), torch.tensor([[0.0, 0.0, 0.0, 0.0], [9.0, 0.0, 0.0, 0.0]]))
     tensor([0.0000, 1.3826])

@@ -15,18 +15,18 @@ def dpo(
     beta: float = 0.1,
     label_smoothing: float = 0.0,
 ) -> Tensor:
-    """Each pair's loss of direct preference optimisation [2023], in float32 or better.
+    """Returns each pair's loss of direct preference optimisation [2023], in float32 or wider.
 
         ℓ = −(1 − s) log σ(β Δ) − s log σ(−β Δ)
         Δ = (chosen − reference chosen) − (rejected − reference rejected)
 
     Args:
         chosen: log π(text) of the preferred text of each pair, summed over its tokens.
-        rejected: the same of the text that lost.
-        reference_chosen: log π(text) under the model from which training began, a constant.
-        reference_rejected: the same.
-        beta: what a departure from the reference costs.
-        label_smoothing: s, how often a pair is thought to stand the wrong way round.
+        rejected: the same for the other text.
+        reference_chosen: log π(text) under the model where training began, a constant.
+        reference_rejected: the same for the other text.
+        beta: β, the cost of moving away from the reference.
+        label_smoothing: s, the assumed probability that a pair is labelled the wrong way round.
 
     >>> import torch
     >>> won, lost, reference = torch.tensor([[-4.0], [-9.0], [-5.0]])

@@ -13,20 +13,19 @@ def policy_gradient(
     *,
     clip: float | tuple[float, float] = 0.2,
 ) -> Tensor:
-    """Each action's loss with a clipped ratio, as in PPO [2017] and GRPO, in float32 or better.
+    """Returns each action's clipped loss, as in PPO [2017] and GRPO, in float32 or wider.
 
         ℓ = −min(r A, clip(r, 1 − low, 1 + high) A)        r = π(a) / π_old(a)
 
-    At the policy that acted, where r = 1, its gradient is that of −A log π(a).
+    At the policy that acted, where r = 1, the gradient is that of −A log π(a).
 
     Args:
         log_probs: log π(a), of each action that was taken.
-        old_log_probs: the same under the policy that acted, a constant; ``log_probs.detach()``
-            where that is the same one.
-        advantages: A, of the same shape: GRPO's one for each text is expanded to its tokens by
-            ``advantages[:, None].expand_as(log_probs)``. It may be negative; a weight could not.
-        clip: how far r may move before its gradient ends; ``(low, high)`` for one distance to each
-            side.
+        old_log_probs: the same under the policy that acted, a constant. If that is the current
+            policy, pass ``log_probs.detach()``.
+        advantages: A, of the same shape. It may be negative, unlike a weight. Expand GRPO's one
+            advantage for each text by ``advantages[:, None].expand_as(log_probs)``.
+        clip: how far r may move before its gradient is 0; or ``(low, high)``.
 
     >>> log_probs, change = torch.full((3,), -0.7), torch.tensor([0.0, 1.0, 1.0])
     >>> policy_gradient(log_probs, log_probs - change, torch.tensor([2.0, 1.0, -1.0]))

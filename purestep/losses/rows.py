@@ -6,18 +6,18 @@ from purestep.losses.shapes import paired
 
 
 def mse(predictions: Tensor, targets: Tensor, *, unit_dims: int = 1) -> Tensor:
-    """Each unit's squared error, a mean over its elements, in float32 or better.
+    """Returns each unit's squared error, a mean over its elements, in float32 or wider.
 
         ℓᵢ = meanⱼ (xᵢⱼ − yᵢⱼ)²
 
-    A step's loss is then torch's ``MSELoss`` of all rows, however they were cut.
+    A step's loss is then torch's ``MSELoss`` over all rows, for any cut.
 
     Args:
         predictions: x.
         targets: y, of the same shape.
-        unit_dims: how many leading dimensions tell units apart. 1: a unit is a row, whatever it
-            holds. 2: of a shape (rows, time, features), each time step of each row, for a weight of
-            its own. All dimensions: each element.
+        unit_dims: how many leading dimensions number the units. 1: a unit is a row. 2: for (rows,
+            time, features), each time step of each row has a loss and a weight. All dimensions:
+            each element is a unit.
 
     >>> import torch
     >>> mse(torch.tensor([[1.0, 3.0], [0.0, 0.0]]), torch.zeros(2, 2))

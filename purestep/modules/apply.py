@@ -28,43 +28,41 @@ from purestep.torch_private import hooks_backward, never_compiled_alone
 def from_module(
     module: Module, *, trainable: str | Callable[[str, Parameter], bool] | None = None
 ) -> tuple[dict[str, Tensor], Apply]:
-    """The parameters of a module that train, and the module as a pure function of them.
+    """Splits a module into the params that train and ``apply``, a pure function of them.
 
     Args:
-        module: as it is now: ``apply`` does not see later changes of its mode, hooks and
-            attributes, only of values that are written in place. It is never changed itself.
-        trainable: which parameters train: a pattern of names (``"*.bias"``), or a function of name
-            and parameter. None: those that require grad, which is what LoRA needs. A tied one
-            matches by any of its names.
+        module: never changed. ``apply`` sees values that you later write in place, but no later
+            change of mode, hooks or attributes.
+        trainable: the parameters to train: a pattern of names (``"*.bias"``), or a function of name
+            and parameter. None: those that require grad, as LoRA needs. A tied one matches by any
+            name.
 
     Returns:
-        ``params``, copies of these by name, each tied one once, and ``apply(params, *args,
-        **kwargs)``. All other parameters and all buffers are constants, and not copied.
-        ``apply.eval`` is the same function of the module in evaluation mode, for
-        ``make_eval_step``.
+        ``params``, a dict of copies, each tied parameter once; and
+        ``apply(params, *args, **kwargs)``. Other parameters and all buffers are constants, which
+        are not copied. ``apply.eval`` runs the module in evaluation mode, for ``make_eval_step``.
 
-    **Buffers.** ``apply(params, *args, buffers=buffers)`` returns ``(output, buffers)``, the latter
-    as the call has left them. A module that writes to its buffers in training, as BatchNorm does,
-    needs that. Its ``apply.eval`` and ``to_module`` need these buffers, too.
-    ``dict(module.named_buffers())`` is the start.
+    **Buffers.** ``apply(params, *args, buffers=buffers)`` returns ``(output, buffers)``, with the
+    buffers after the call. A module that writes to its buffers in training, such as BatchNorm,
+    needs this. Its ``apply.eval`` and ``to_module`` need ``buffers`` too. Start with
+    ``dict(module.named_buffers())``.
 
-    **The first call** is checked. It is refused if it writes to a tensor of the module or of
-    params, or computes with a parameter of the module itself. So are the first calls with
-    ``buffers``, with ``key`` and with other keywords, but none under a compiler: call ``apply``
-    once without it. Objects that lead to the module are made anew for each call; closures and sets
-    are shared.
+    **Checks.** The first call checks the module, and so do the first calls with ``buffers``, with
+    ``key`` and with other keywords. A call is refused if it writes to a tensor of the module or of
+    params. It is also refused if it computes with a parameter of the module instead of params.
+    There is no check under a compiler: call ``apply`` once without it. Each call makes the objects
+    that refer to the module anew. Closures and sets are shared.
 
-    **Checkpoints** (``use_reentrant=False``) compute again with the params of their call.
-    ``torch.func`` knows no checkpoints, and a step refuses reentrant ones.
+    **Checkpoints** with ``use_reentrant=False`` recompute with the params of their call.
+    ``torch.func`` does not support checkpoints, and a step refuses reentrant ones.
 
-    **Dropout** in training mode draws from torch's global generator, as in every module.
-    ``apply(params, *args, key=keys)`` draws from keys instead, of shape ``(rows,)``, one for each
-    example along the first dimension (``ps.random.with_keys``); or from ``ps.random.token_keys``,
-    where a row holds several examples, or the module drops tokens of all rows in one dimension.
-    Each example's noise is its own then: it depends neither on the cut, nor on padding, order or
-    neighbours. This holds for all of ``torch.nn.functional``'s kinds of dropout, attention's
-    included, and for DropPath and StochasticDepth, which draw one number for each example. Other
-    draws are refused by name, at the first call.
+    **Dropout** draws from torch's global generator. With ``apply(params, *args, key=keys)`` it
+    draws from keys of shape ``(rows,)``, one for each example along the first dimension.
+    ``ps.random.with_keys`` makes them. Where a row holds several examples, or the module flattens
+    rows and tokens, pass ``ps.random.token_keys``. Then an example's noise depends on its key
+    alone, not on the cut, padding, order or neighbours. This covers all kinds of dropout in
+    ``torch.nn.functional``, attention's included. DropPath and StochasticDepth draw one number for
+    each example. The first call refuses other draws by name.
 
     >>> params, apply = from_module(torch.nn.Linear(2, 1))
     >>> {name: tuple(p.shape) for name, p in params.items()}
@@ -94,9 +92,10 @@ def from_module(
 def to_module(
     params: Mapping[str, Tensor], module: Module, *, buffers: Mapping[str, Tensor] | None = None
 ) -> None:
-    """Writes params, and buffers, into the module's tensors of the same names; others stay.
+    """Writes params, and buffers, into the module's tensors of the same names.
 
-    A module whose buffers training writes, as those of BatchNorm, needs ``buffers=``.
+    Other tensors of the module stay as they are. A module that writes to its buffers in training,
+    such as BatchNorm, needs ``buffers=``.
 
     >>> module = torch.nn.Linear(1, 1)
     >>> to_module({"bias": torch.tensor([3.0])}, module)

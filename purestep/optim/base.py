@@ -34,11 +34,11 @@ class Init(Protocol):
 
 
 class Transform(NamedTuple):
-    """Pure functions from gradients to updates, which point the way of the gradients: uphill.
+    """Pure functions from gradients to updates, which have the sign of the gradients.
 
-    ``update_(grads, state, params, applied)`` is the same in place, as that of an ``Optimizer``.
-    Its updates may lie in the buffers of the gradients, and never in those of the state. Where
-    ``applied`` is False, the state stays, and the updates may be anything.
+    ``update_(grads, state, params, applied)`` does the same in place, as in an ``Optimizer``. Its
+    updates may use the memory of the gradients, but not that of the state. Where ``applied`` is
+    False, the state stays, and the updates may be anything.
 
     >>> import torch
     >>> halve = Transform(
@@ -55,14 +55,15 @@ class Transform(NamedTuple):
 
 
 class Optimizer(NamedTuple, Generic[StateT]):
-    """Pure functions from gradients to new parameters.
+    """Pure functions from gradients to new params.
 
-    ``update`` is plain arithmetic on tensors, for every transform and compiler.
+    ``update(grads, opt_state, params)`` is plain arithmetic on tensors, for every transform and
+    compiler.
 
-    ``update_(grads, opt_state, params, applied)`` is the same in place, and optional. It consumes
-    gradients, state and params, and returns state and params in their own buffers. Where the bool
-    scalar ``applied`` is False, both stay as they are, to the bit (None: it is True). It runs where
-    neither a transform nor a compiler nor autograd looks on, so it may use any kernel.
+    ``update_(grads, opt_state, params, applied)`` does the same in place, and is optional. It
+    consumes gradients, state and params, and returns state and params in their own buffers. Where
+    the bool scalar ``applied`` is False, both stay as they are, to the bit; None means True. It
+    runs only without a transform, compiler or autograd, so it may use any kernel.
 
     >>> import torch
     >>> descend = Optimizer(
@@ -82,7 +83,9 @@ Part = TypeVar("Part", bound=Transform | Optimizer)
 
 
 def chain(*transforms: *tuple[*tuple[Transform, ...], Part]) -> Part:
-    """One after the other; the state is the tuple of their states. An Optimizer may only come last.
+    """Applies transforms one after the other. An Optimizer may come last.
+
+    The state is the tuple of their states.
 
     >>> from purestep.optim import clip_by_global_norm, sgd
     >>> type(chain(clip_by_global_norm(1.0), sgd(0.1))).__name__

@@ -38,19 +38,19 @@ class Share(NamedTuple):
 
 
 def partition(label_fn: Callable[[Params], Tree] | Tree, optimizers: Mapping[str, Part]) -> Part:
-    """Each parameter to the optimizer that its label names. Or each gradient to a Transform.
+    """Gives each parameter to the optimizer that its label names; or each gradient to a Transform.
 
-    Each optimizer sees the tree of its parameters alone. An empty tuple stands for others, and for
-    containers of others (None is a leaf to ``torch.vmap``). So a norm there is that of these
-    gradients. The state is a dict of their states, and of Transforms a tuple.
+    Each optimizer sees only its params, so its norms are those of their gradients. An empty tuple
+    stands for the others, and for containers of others (None is a leaf to ``torch.vmap``). The
+    state is a dict of their states, or a tuple for Transforms.
 
     Args:
-        label_fn: ``label_fn(params)`` gives a tree of labels like the params, or a prefix of it: a
-            label then stands for a subtree. Or such a tree. It may look at names, shapes
-            and dtypes, not at values: it is asked once for params that agree in these. A compiler
-            of the whole step traces it, through ``tree.map`` and plain Python, not through
-            optree's own functions of paths.
-        optimizers: by label.
+        label_fn: ``label_fn(params)`` returns a tree of labels like the params, or a prefix of it,
+            where a label stands for a subtree. Or such a tree itself. It may depend on names,
+            shapes and dtypes, not on values: it is called once for params that agree in these. A
+            compiler of the whole step traces it, so use ``tree.map`` and plain Python there, not
+            optree's functions of paths.
+        optimizers: a dict of optimizers, or of transforms, by label.
 
     >>> import torch
     >>> from purestep.optim import adamw, from_torch

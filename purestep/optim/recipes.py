@@ -18,7 +18,7 @@ from purestep.types import State, Tree
 
 
 class DescentState(NamedTuple):
-    """Steps taken.
+    """The number of steps.
 
     >>> descend(0.1).init(torch.tensor(1.0))
     DescentState(step=tensor(0))
@@ -28,7 +28,7 @@ class DescentState(NamedTuple):
 
 
 def descend(learning_rate: LearningRate) -> Optimizer[State]:
-    """θ ← θ − lr · u: the Optimizer that ends a chain of transforms.
+    """Takes the step, θ ← θ − lr · u: the Optimizer that ends a chain of transforms.
 
     >>> from purestep.optim import scale_by_adam
     >>> optimizer = chain(scale_by_adam(), descend(0.1))
@@ -85,7 +85,7 @@ def sgd(
 
 
 class AdamWState(NamedTuple):
-    """Steps taken, and the decaying means of gradients and of their squares.
+    """The number of steps, and the decaying means of gradients and of their squares.
 
     >>> adamw(0.1).init(torch.tensor(1.0))
     AdamWState(step=tensor(0), mu=tensor(0.), nu=tensor(0.))
@@ -113,9 +113,9 @@ def adamw(
 
     where μ̂ = μ / (1 − b₁ᵗ) and ν̂ = ν / (1 − b₂ᵗ).
 
-    Float32 leaves go through torch's fused kernel in place. The formula, for every transform, gives
-    the same bits on the host in whole vectors of sixteen elements; the kernel rounds the rest of a
-    leaf as its scalar code does. On CUDA the kernel takes the rate of a schedule in float32.
+    In place, float32 leaves use torch's fused kernel. Under transforms, plain arithmetic gives the
+    same bits on the host, in vectors of sixteen elements. The kernel rounds the last elements of a
+    leaf as its scalar code does. On CUDA the kernel takes a schedule's rate in float32.
 
     Args:
         learning_rate: a number, a scalar tensor or a schedule.
@@ -123,7 +123,7 @@ def adamw(
         eps: added outside the root.
         weight_decay: decoupled from the gradient.
         mask: which leaves decay: a tree of bools like the params, a prefix of it, or a function
-            from params to one; None: all. With a mask it is a ``partition`` into ``"decay"`` and
+            from params to one. None: all. With a mask it is a ``partition`` into ``"decay"`` and
             ``"rest"``, and so is its state.
 
     >>> from purestep import tree
@@ -179,7 +179,7 @@ def adamw(
 
 
 class LionState(NamedTuple):
-    """Steps taken, and the decaying mean of the gradients.
+    """The number of steps, and the decaying mean of the gradients.
 
     >>> lion(0.1).init(torch.tensor(1.0))
     LionState(step=tensor(0), mu=tensor(0.))
@@ -196,18 +196,20 @@ def lion(
     weight_decay: float | Tensor = 0.0,
     mask: Mask | None = None,
 ) -> Optimizer[State]:
-    """The sign of a momentum [Chen et al., 2023]: half of Adam's state, a smaller learning rate.
+    """Lion [Chen et al., 2023]: steps by the sign of a momentum, with half of Adam's state.
 
         θ ← θ − lr · (sign(b₁ μ + (1 − b₁) g) + weight_decay · θ)
         μ ← b₂ μ + (1 − b₂) g
 
+    It needs a smaller learning rate than Adam.
+
     Args:
         learning_rate: a number, a scalar tensor or a schedule.
-        b1: how much the mean weighs against the gradient in the sign.
+        b1: the weight of the mean against the gradient, in the sign.
         b2: the decay of the mean.
         weight_decay: decoupled from the gradient.
         mask: which leaves decay: a tree of bools like the params, a prefix of it, or a function
-            from params to one; None: all. With a mask it is a ``partition`` into ``"decay"`` and
+            from params to one. None: all. With a mask it is a ``partition`` into ``"decay"`` and
             ``"rest"``, and so is its state.
 
     >>> optimizer = lion(0.1)

@@ -23,7 +23,7 @@ ELEMENTWISE = "Adadelta, Adagrad, Adam, AdamW, Adamax, ASGD, NAdam, RAdam, RMSpr
 
 
 class TorchState(NamedTuple):
-    """Steps taken, on the host, and for each parameter what ``torch.optim`` keeps in its ``state``.
+    """The number of steps, on the host, and torch's ``state`` of each parameter.
 
     >>> from_torch(torch.optim.RMSprop, lr=0.1).init({"w": torch.tensor(1.0)}).step
     tensor(0)
@@ -36,15 +36,16 @@ class TorchState(NamedTuple):
 def from_torch(
     algorithm: type[torch.optim.Optimizer], lr: LearningRate | None = None, **settings: Any
 ) -> Optimizer[State]:
-    """Any ``torch.optim`` algorithm that steps without a closure, with its bits and kernels.
+    """Makes a pure optimizer of a ``torch.optim`` algorithm, with its bits and kernels.
 
-    Each update hands torch the state, and takes it back: nothing is kept in between. The gradients
-    are cast to the parameters' dtype, as torch wants them. Under ``vmap``, ``grad``, ``jvp`` or
-    ``torch.compile`` an update is refused: torch's in-place steps give wrong derivatives there.
+    The algorithm must step without a closure. Each update passes the state to torch and takes it
+    back, so torch keeps nothing. Gradients are cast to the params' dtype, as torch needs. Under
+    ``vmap``, ``grad``, ``jvp`` or ``torch.compile`` an update is refused, because torch's in-place
+    steps have wrong derivatives there.
 
     Args:
         algorithm: the class, such as ``torch.optim.RMSprop``.
-        lr: a number, a scalar tensor or a schedule; None: the algorithm's default.
+        lr: a number, a scalar tensor or a schedule. None: the algorithm's default.
         settings: as the class takes them, ``foreach=`` and ``fused=`` included.
 
     >>> optimizer = from_torch(torch.optim.SGD, lr=0.25, momentum=0.9)

@@ -28,7 +28,9 @@ from purestep.types import OptState, Params, Tree
 
 
 def clip_by_global_norm(max_norm: float | Tensor) -> Transform:
-    """g · min(1, max_norm / ‖g‖₂), with the norm of the whole tree; of a ``Shard`` over its axis.
+    """Scales gradients down to ``max_norm``: g · min(1, max_norm / ‖g‖₂).
+
+    The norm is that of the whole tree. For a ``Shard`` it includes all ranks of its axis.
 
     >>> clip_by_global_norm(1.0).update({"w": torch.tensor([3.0, 4.0])}, (), None)
     ({'w': tensor([0.6000, 0.8000])}, ())
@@ -68,7 +70,9 @@ class MomentumState(NamedTuple):
 
 
 def momentum(decay: float | Tensor, *, nesterov: bool = False) -> Transform:
-    """t ← decay · t + g, and the update t; or g + decay · t, as ``nesterov`` looks ahead.
+    """Keeps a decaying sum of gradients: t ← decay · t + g.
+
+    The update is t, or g + decay · t with ``nesterov``.
 
     >>> transform = momentum(0.5)
     >>> state = MomentumState({"w": torch.tensor(2.0)})
@@ -104,7 +108,7 @@ def momentum(decay: float | Tensor, *, nesterov: bool = False) -> Transform:
 
 
 class AdamState(NamedTuple):
-    """Steps taken, and the decaying means of the gradients and of their squares.
+    """The number of steps, and the decaying means of the gradients and of their squares.
 
     >>> scale_by_adam().init(torch.tensor(1.0))
     AdamState(step=tensor(0), mu=tensor(0.), nu=tensor(0.))
@@ -116,7 +120,7 @@ class AdamState(NamedTuple):
 
 
 def scale_by_adam(b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8) -> Transform:
-    """Adam's direction [Kingma and Ba, 2015].
+    """Scales gradients to Adam's direction [Kingma and Ba, 2015].
 
         t ← t + 1
         μ ← b₁ μ + (1 − b₁) g
@@ -144,9 +148,9 @@ def scale_by_adam(b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8) -> Tran
 
 
 def add_decayed_weights(weight_decay: float | Tensor, mask: Mask | None = None) -> Transform:
-    """u + weight_decay · θ, where the mask says so (None: everywhere).
+    """Adds weight decay to the updates: u + weight_decay · θ, where ``mask`` is True.
 
-    With a mask, it is a ``partition``.
+    None decays all leaves. With a mask, it is a ``partition``.
 
     >>> decay = add_decayed_weights(0.1, lambda params: tree.map(lambda p: p.ndim > 1, params))
     >>> params = {"bias": torch.ones(1), "weight": torch.ones(1, 1)}

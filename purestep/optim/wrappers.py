@@ -13,7 +13,7 @@ from purestep.types import OptState, Params, State, Tree
 
 
 class MasterState(NamedTuple):
-    """The params in float32, and the state of the optimizer that moves them.
+    """The params in float32, and the state of the inner optimizer.
 
     >>> import torch
     >>> from purestep.optim import sgd
@@ -26,15 +26,14 @@ class MasterState(NamedTuple):
 
 
 def master_weights(optimizer: Optimizer) -> Optimizer[State]:
-    """The same optimizer on a float32 copy of the params, of which they are the rounded values.
+    """Runs the optimizer on a float32 copy of the params, which are its rounded values.
 
         m ← optimizer(g, m),    θ ← m rounded to the dtype of θ
 
-    bfloat16 has eight bits: a step of less than 1/256 of a parameter is lost in it, however often.
+    bfloat16 has eight bits, so it loses every step of less than 1/256 of a parameter.
 
-    The copy is what moves, and θ only what the gradient is taken at. So a derivative by the params
-    at the start goes by way of ``init``. It passes under the transforms of ``torch.func``, and is
-    cut off from params that merely require grad: differentiate ``opt_state.master`` there.
+    Gradients by the initial params flow through ``init``, under the transforms of ``torch.func``.
+    Where params only require grad, they stop there: differentiate ``opt_state.master``.
 
     >>> import torch
     >>> from purestep.optim import sgd
@@ -82,7 +81,7 @@ def wide_copy(params: Params) -> Params:
 
 
 class EmaState(NamedTuple):
-    """The mean of the params, in float32 at least, and the state of the optimizer that moves them.
+    """The mean of the params, at least in float32, and the state of the inner optimizer.
 
     >>> from purestep.optim import sgd
     >>> ema(sgd(0.1), 0.5).init(torch.tensor(1.0)).average
@@ -94,16 +93,16 @@ class EmaState(NamedTuple):
 
 
 def ema(optimizer: Optimizer, decay: float | Tensor) -> Optimizer[State]:
-    """The optimizer, with a decaying mean of the params in its state [Polyak and Juditsky, 1992].
+    """Adds a decaying mean of the params to the optimizer's state [Polyak and Juditsky, 1992].
 
         θ ← optimizer(g, θ),    a ← decay · a + (1 − decay) · θ
 
-    The mean starts at the params. It moves when they move, so never by a step that is skipped or
-    has no tokens. It shares no memory with them, also where the state is donated, and goes into a
-    checkpoint with the rest. ``opt_state.average`` is what to evaluate, cast to the params' dtype
-    where that is half precision.
+    The mean starts at the params, and moves when they move. So a skipped step, or one without
+    tokens, leaves it. It shares no memory with params, and checkpoints hold it. Evaluate
+    ``opt_state.average``, cast to the params' dtype if that is half precision.
 
-    Around ``master_weights`` it is the mean of the rounded params; inside, of the float32 ones.
+    Around ``master_weights`` it is the mean of the rounded params. Inside, it is that of the
+    float32 params.
 
     >>> from purestep.optim import sgd
     >>> optimizer = ema(sgd(1.0), 0.5)

@@ -12,10 +12,10 @@ from purestep.types import Tree
 
 
 def shard(tree_: Tree, axis: Axis, dim: int = 0) -> Tree:
-    """The tree with a ``Shard`` in the place of each leaf: this rank's piece, cut along ``dim``.
+    """Replaces each leaf by a ``Shard``: this rank's piece of it, cut along ``dim``.
 
-    Takes whole tensors, the same on every rank; a derivative by them is summed over ranks. A scalar
-    is not cut, and stays as it is.
+    Every rank passes the same full tensors; gradients by them are summed over ranks. A scalar is
+    not cut, and stays as it is.
 
     >>> from purestep import VmapAxis
     >>> axis = VmapAxis(2)
@@ -45,14 +45,15 @@ def _cut(whole: Tensor, axis: Axis, dim: int) -> Tensor | Shard:
 
 
 def unshard(tree_: Tree) -> Tree:
-    """The tree with the whole tensor in the place of each ``Shard``; other leaves as they are.
+    """Replaces each ``Shard`` by the full tensor, gathered from all ranks. Other leaves stay.
 
-    One all-gather for each dtype. The whole is each rank's own, and a derivative sums over ranks
-    what each computes of it, in one reduce-scatter: ``unshard(shard(x))`` is ``pvary(x)``. In a
-    loss with ``gather="loss"``, call it inside ``ps.remat(block)``, which gathers again in the
-    backward pass and keeps only the pieces. There, all ranks must gather the same params in the
-    same order, and the losses of each rank must depend on what it gathers: add ``0 * w.sum()``
-    where they may not. That is not compared: a collective meets whatever the other ranks call.
+    There is one all-gather for each dtype, and one reduce-scatter in the backward pass, which sums
+    the ranks' gradients. So ``unshard(shard(x))`` is ``pvary(x)``.
+
+    With ``gather="loss"``, call it inside ``ps.remat(block)``. The backward pass then gathers
+    again, and only pieces stay in memory. There, all ranks must gather the same params in the same
+    order. The losses of each rank must depend on all that it gathers: add ``0 * w.sum()`` if they
+    may not. purestep does not compare this: a wrong order mixes up tensors.
 
     >>> from purestep import VmapAxis
     >>> axis = VmapAxis(2)

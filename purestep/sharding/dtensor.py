@@ -15,9 +15,9 @@ from purestep.types import Tree
 
 
 def to_dtensor(tree_: Tree) -> Tree:
-    """The tree with a DTensor in the place of each ``Shard`` over a ``MeshAxis``, in its memory.
+    """Replaces each ``Shard`` over a ``MeshAxis`` by a DTensor that shares its memory.
 
-    Other leaves stay as they are. Autograd records nothing of it.
+    Other leaves stay as they are. Autograd does not record this.
 
     >>> from purestep import shard
     >>> from torch.distributed.device_mesh import init_device_mesh
@@ -52,11 +52,11 @@ def to_dtensor(tree_: Tree) -> Tree:
 
 
 def from_dtensor(tree_: Tree, axis: MeshAxis) -> Tree:
-    """The tree with a ``Shard`` over the axis in the place of each DTensor there, in its memory.
+    """Replaces each DTensor over the axis by a ``Shard`` that shares its memory.
 
-    A replicated DTensor becomes a tensor; other leaves stay as they are. All is detached, as state
-    is. The inverse of ``to_dtensor``, for the trees of ``distribute_tensor``, ``fully_shard`` and
-    distributed checkpoints.
+    It is the inverse of ``to_dtensor``, for trees from ``distribute_tensor``, ``fully_shard`` and
+    distributed checkpoints. A replicated DTensor becomes a tensor, and other leaves stay.
+    Everything is detached.
 
     >>> from_dtensor({"w": torch.ones(2)}, axis=None)
     {'w': tensor([1., 1.])}

@@ -30,9 +30,9 @@ def kind(leaf: Any) -> str:
 
 
 def difference(found: Tree, wanted: Tree, name: str) -> str | None:
-    """The first leaf in which ``found`` is not like ``wanted``; None where all are alike.
+    """Describes the first leaf in which ``found`` differs from ``wanted``; None if there is none.
 
-    Floating point dtypes that sums can be kept in are alike.
+    Floating-point dtypes that can hold sums count as equal.
 
     >>> difference({"w": torch.ones(2)}, {"v": torch.ones(2)}, "params")
     "params['v'] is missing"
@@ -56,7 +56,7 @@ def _form(leaf: Any) -> Any:
 
 
 def zeros_like(tree: Tree) -> Tree:
-    """Zeros in the dtype in which values of each leaf are summed (``accumulation_dtype``).
+    """Returns zeros, in the dtype in which each leaf is summed (``accumulation_dtype``).
 
     >>> zeros_like({"w": torch.ones(2, dtype=torch.bfloat16)})
     {'w': tensor([0., 0.])}
@@ -65,7 +65,7 @@ def zeros_like(tree: Tree) -> Tree:
 
 
 def select(condition: Tensor, chosen: Tree, other: Tree) -> Tree:
-    """``chosen`` where the scalar ``condition`` holds, else ``other``: fresh tensors, no product.
+    """Returns ``chosen`` if the scalar ``condition`` is True, else ``other``, in new tensors.
 
     >>> select(torch.tensor(False), {"w": torch.ones(2)}, {"w": torch.zeros(2)})
     {'w': tensor([0., 0.])}
@@ -79,9 +79,9 @@ def select(condition: Tensor, chosen: Tree, other: Tree) -> Tree:
 
 
 def overwrite(old: Tree, new: Tree, condition: Tensor | None) -> Tree:
-    """``new`` written over ``old``, in its buffers, where ``condition`` holds (None: always).
+    """Writes ``new`` over ``old``, in its buffers, if ``condition`` is True (None: always).
 
-    Where autograd records the values, or a transform follows them, fresh tensors come back.
+    If autograd or a transform follows the values, it returns new tensors instead.
 
     >>> old = {"w": torch.zeros(2)}
     >>> overwrite(old, {"w": torch.ones(2)}, None)["w"] is old["w"], old

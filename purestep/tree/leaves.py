@@ -24,7 +24,7 @@ SMALL = 4096
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which many values of ``dtype`` are summed: int64, or at least float32.
+    """Returns the dtype in which values of ``dtype`` are summed: int64, or at least float32.
 
     >>> accumulation_dtype(torch.bfloat16), accumulation_dtype(torch.bool)
     (torch.float32, torch.int64)
@@ -75,7 +75,7 @@ def below_transforms(leaf: Any) -> Any:
 
 
 def requires_grad(tree: Tree) -> bool:
-    """Whether autograd follows any of these leaves, those in mappings that are leaves included.
+    """Returns whether autograd follows any leaf, also in mappings that are leaves.
 
     >>> requires_grad([torch.ones(2), torch.ones(2, requires_grad=True)])
     True
@@ -106,7 +106,7 @@ def known_to_compilers(leaves: Sequence[Tensor]) -> Sequence[Tensor]:
 
 
 def detached(tree: Tree) -> Tree:
-    """The same tensors, detached; other leaves as they are.
+    """Detaches the tensors of a tree; other leaves stay as they are.
 
     >>> detached({"w": torch.ones(2, requires_grad=True), "name": "w"})
     {'w': tensor([1., 1.]), 'name': 'w'}
@@ -144,7 +144,9 @@ def brought(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def global_norm(tree: Tree) -> Tensor:
-    """‖tree‖₂ over all its leaves, with a zero gradient at zero; of a ``Shard`` over its axis, too.
+    """Returns ‖tree‖₂ over all leaves; for a ``Shard``, over all ranks of its axis.
+
+    Its gradient at zero is zero.
 
     >>> global_norm({"a": torch.tensor([3.0]), "b": torch.tensor([4.0])})
     tensor(5.)
@@ -201,7 +203,7 @@ def _norm(x: Tensor) -> Tensor:
 
 
 def all_finite(tree: Tree) -> Tensor:
-    """Whether no leaf holds an infinity or a NaN; of a ``Shard``, on no rank of its axis.
+    """Returns whether all leaves are finite; for a ``Shard``, on all ranks of its axis.
 
     >>> all_finite({"w": torch.tensor([1.0, float("nan")])})
     tensor(False)

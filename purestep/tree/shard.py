@@ -11,28 +11,29 @@ import torch
 from torch import Tensor
 
 NAMESPACE = "purestep"
+"""The optree namespace in which your classes become nodes of a tree."""
 
 
 @dataclass(eq=False)
 class Shard:
     """A tensor that is sharded over an axis: a node of a tree, whose leaf is this rank's piece.
 
-    Pieces are those of DTensor's ``Shard(dim)`` and of ``torch.chunk``: ⌈n / size⌉ entries each
-    along ``dim``, the last ones shorter or empty. The ranks of a ``VmapAxis`` run one program, so
-    that all pieces there are as long as the first; losses see zeros behind the last entry.
+    Pieces are those of DTensor's ``Shard(dim)`` and ``torch.chunk``: ⌈n / size⌉ entries along
+    ``dim``, where the last pieces are shorter or empty. On a ``VmapAxis``, short pieces are filled
+    up with zeros.
 
-    Elementwise arithmetic (optimizers, means, casts) works on pieces as on any leaf. The axis is
-    part of the tree's structure. Norms and ``tree.all_finite`` sum over it, and so do clipping, a
-    step's ``grad_norm`` and its skip.
+    Elementwise arithmetic, such as an optimizer's, works on pieces as on any leaf. The tree's
+    structure holds the axis. Norms, ``tree.all_finite``, clipping, ``grad_norm`` and skips
+    therefore sum over it.
 
-    In a step, the loss sees the whole tensor if the axis is the step's own. Over another axis it
-    sees the piece: tensor parallelism. ``ps.shard`` cuts whole tensors, ``ps.unshard`` gathers
+    If the axis is the step's own, the loss sees the gathered tensor. Over another axis it sees the
+    piece: tensor parallelism. ``ps.shard`` cuts tensors into pieces, and ``ps.unshard`` gathers
     them.
 
     Args:
         piece: this rank's part of the tensor.
         axis: the axis whose ranks hold the pieces.
-        shape: of the whole tensor.
+        shape: the shape of the gathered tensor.
         dim: the dimension that is cut.
 
     >>> from purestep import VmapAxis, tree

@@ -15,12 +15,13 @@ from purestep.tree.shard import NAMESPACE, Place, Shard, Spread
 from purestep.types import Tree
 
 Structure: TypeAlias = Any
+"""The containers of a tree, without its leaves."""
 
 
 def flatten(tree: Tree, is_leaf: Callable[..., bool] | None = None) -> tuple[list[Any], Structure]:
-    """The leaves from left to right (dict keys sorted), and the structure that ``unflatten`` fills.
+    """Returns the leaves from left to right, with dict keys sorted, and the structure.
 
-    ``is_leaf`` says which nodes are leaves, too.
+    ``unflatten`` fills the structure again. ``is_leaf`` makes more nodes leaves.
 
     >>> flatten({"b": 2, "a": [1]})[0]
     [1, 2]
@@ -29,7 +30,7 @@ def flatten(tree: Tree, is_leaf: Callable[..., bool] | None = None) -> tuple[lis
 
 
 def unflatten(structure: Structure, leaves: Sequence[Any]) -> Tree:
-    """The tree of this structure over these leaves: the inverse of ``flatten``.
+    """Rebuilds a tree from its structure and leaves: the inverse of ``flatten``.
 
     >>> unflatten(flatten({"b": 2, "a": [1]})[1], [3, 4])
     {'b': 4, 'a': [3]}
@@ -87,7 +88,7 @@ def _traced(structure: Structure) -> list[Place | None]:
 
 
 def leaves_of(tree: Tree) -> list[Any]:
-    """The leaves alone.
+    """Returns the leaves from left to right.
 
     >>> leaves_of({"b": 2, "a": [1]})
     [1, 2]
@@ -105,9 +106,9 @@ def is_empty(tree: Tree) -> bool:
 
 
 def map(func: Callable[..., Any], tree: Tree, *rest: Tree) -> Tree:
-    """``func`` of corresponding leaves, for trees of one and the same structure.
+    """Applies ``func`` to corresponding leaves of trees of the same structure.
 
-    Unlike ``optree.tree_map``, a deeper second tree or a ``None`` against a leaf is an error:
+    Unlike ``optree.tree_map``, it refuses a deeper second tree, and a ``None`` against a leaf:
 
     >>> map(lambda a, b: a + b, {"w": 1}, {"w": None})
     Traceback (most recent call last):
@@ -136,7 +137,7 @@ def leaves_like(structure: Structure, tree: Tree) -> list[Any]:
 
 
 def broadcast_prefix(prefix: Tree, tree: Tree) -> list[Any]:
-    """For each leaf of ``tree`` the leaf of ``prefix`` that stands for it; dicts pair by key.
+    """Returns, for each leaf of ``tree``, the leaf of ``prefix`` above it; dicts pair by key.
 
     >>> broadcast_prefix({"a": "all of it", "b": "one"}, {"a": [1, 2], "b": 3})
     ['all of it', 'all of it', 'one']
@@ -175,7 +176,7 @@ def part(structure: Structure, leaves: Sequence[Any], where: Set[int]) -> Tree:
 
 
 def plain(tree: Tree) -> Tree:
-    """The same tree, in which every mapping that optree takes for a leaf is a dict, at any depth.
+    """Returns the tree with a dict in place of each mapping that optree takes for a leaf.
 
     Such are a tokenizer's ``BatchEncoding`` and other ``UserDict``, and subclasses of dict.
 
@@ -191,7 +192,7 @@ def plain(tree: Tree) -> Tree:
 
 
 def paths(tree: Tree, name: str) -> list[str]:
-    """How Python would reach each leaf, for messages.
+    """Returns how Python reaches each leaf, for messages.
 
     >>> paths({"layers": [1, 2]}, "params")
     ["params['layers'][0]", "params['layers'][1]"]
@@ -200,7 +201,7 @@ def paths(tree: Tree, name: str) -> list[str]:
 
 
 def describe(structure: Structure) -> str:
-    """A structure as text, its leaves as stars.
+    """Returns a structure as text, with stars for its leaves.
 
     >>> describe(flatten({"a": [1, 2]})[1])
     "{'a': [*, *]}"
