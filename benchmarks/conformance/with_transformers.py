@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from benchmarks.conformance.column import Column
+from benchmarks.conformance.column import Column, labelled
 from purestep.testing.adapters import Processes
 from purestep.testing.problem import REGRESSION, Batch, Problem, Task, causal_lm
 from purestep.testing.trainer import Abilities, Group, Observation
@@ -69,13 +69,7 @@ def token_classification(model: Any) -> Task:
         logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
         return nn.functional.cross_entropy(logits.mT, batch["labels"], reduction="none")
 
-    def weights(batch: Batch) -> Tensor:
-        return batch["labels"] != -100
-
-    like = causal_lm(model)
-    return Task(
-        "classes of tokens", losses, weights, like.ignored, like.roundings, model, VOCABULARY
-    )
+    return labelled(model, "classes of tokens", losses)
 
 
 class Own(nn.Module):
