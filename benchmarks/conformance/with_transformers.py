@@ -252,6 +252,10 @@ def unlabelled(module: nn.Module) -> nn.Module:
 
 PACKAGES = ("transformers", "accelerate", "torch")
 TRAINER = "the docstring of transformers.Trainer"
+SEEDS = {
+    "T6": "“seed: Random seed that will be set at the beginning of training. To ensure reproducibility across runs, use the "
+    "[`~Trainer.model_init`] function to instantiate the model if it has some randomly initialized parameters.”"
+}
 ARGUMENTS = (
     "“gradient_accumulation_steps: Number of update steps to accumulate gradients before performing a backward/update pass. "
     "Simulates larger batch sizes without additional memory.”"
