@@ -17,7 +17,7 @@ class Column:
 
     Args:
         name: at the head of the column.
-        make: the trainer.
+        make: the trainer; one that waits for others takes ``timeout``, in seconds.
         packages: whose versions are told.
         source: where the usage is documented.
         follows: what is said there, quoted; or what differs from the column before it.
@@ -29,7 +29,7 @@ class Column:
     """
 
     name: str
-    make: Callable[[], Any]
+    make: Callable[..., Any]
     packages: tuple[str, ...]
     source: str
     follows: str
@@ -109,4 +109,4 @@ def loss_sum(problem: Problem, model: Any, batch: Batch) -> Tensor:
 def count(problem: Problem, microbatches: Sequence[Batch]) -> Tensor:
     """How much counts in all of them."""
     counts = [problem.weights(batch).sum() for batch in microbatches]
-    return torch.stack(counts).sum() if counts else torch.zeros(())
+    return sum(counts, torch.zeros((), dtype=torch.float64))

@@ -53,7 +53,7 @@ class Finder:
 def imported() -> Any:
     """Composer."""
     if not any(isinstance(finder, Finder) for finder in sys.meta_path):
-        sys.meta_path.append(Finder())  # type: ignore[arg-type]
+        sys.meta_path.append(Finder())
     import composer
 
     return composer

@@ -81,6 +81,11 @@ COLUMNS = [
 
 # Accumulate gradients for 7 batches
 trainer = Trainer(accumulate_grad_batches=7)""",
+        gives="mean of means",
+        promises=dict.fromkeys(
+            ("T1", "T4", "T14"),
+            "“Accumulated gradients run K small batches of size N before doing a backward pass.”",
+        ),
     ),
     Column(
         "Lightning, sums",

@@ -22,9 +22,7 @@ def completion(batch: Batch) -> Tensor:
 def next_losses(model: Any, batch: Batch) -> Tensor:
     """Of each token, from the one before."""
     logits = model(input_ids=batch["input_ids"])[:, :-1]
-    each = torch.nn.functional.cross_entropy(
-        logits.mT, batch["input_ids"][:, 1:], reduction="none"
-    )
+    each = torch.nn.functional.cross_entropy(logits.mT, batch["input_ids"][:, 1:], reduction="none")
     return torch.nn.functional.pad(each, (1, 0))
 
 

@@ -73,7 +73,7 @@ def token_classification(model: Any) -> Task:
 
 
 class Own(nn.Module):
-    """A module of a user's own: its forward takes labels, and returns a loss, the mean over what counts."""
+    """A module of a user's own: its forward takes labels, and returns a loss, torch's mean over what counts."""
 
     def __init__(self, linear: nn.Module) -> None:
         super().__init__()
@@ -83,7 +83,7 @@ class Own(nn.Module):
         """-100 is what does not count."""
         logits = self.linear(x)
         counts = labels != -100
-        loss = ((logits - labels).square() * counts).sum() / counts.sum()
+        loss = nn.functional.mse_loss(logits[counts], labels[counts])
         return {"loss": loss, "logits": logits}
 
 
@@ -267,6 +267,7 @@ COLUMNS = [
         PACKAGES,
         "the docstring of transformers.TrainingArguments",
         ARGUMENTS,
+        promises=SEEDS,
     ),
     Column(
         "Trainer, Llama",
@@ -274,6 +275,7 @@ COLUMNS = [
         PACKAGES,
         "the docstring of transformers.TrainingArguments",
         ARGUMENTS,
+        promises=SEEDS,
     ),
     Column(
         "Trainer, Llama, gloo",
@@ -282,6 +284,7 @@ COLUMNS = [
         "the docstring of transformers.TrainingArguments",
         "“average_tokens_across_devices: Whether or not to average tokens across devices. If enabled, will use all_reduce to synchronize "
         "num_tokens_in_batch for precise loss calculation.” It is, unless told otherwise. Trainer deals out the items itself.",
+        promises=SEEDS,
     ),
     Column(
         "Trainer, Llama, padding-free",
@@ -289,6 +292,7 @@ COLUMNS = [
         PACKAGES,
         "the docstring of transformers.DataCollatorWithFlattening",
         "“Data collator used for padding free approach. [...] concatenates the entire mini batch into single long sequence”",
+        promises=SEEDS,
     ),
     Column(
         "Trainer, GPT-2 classes",
@@ -299,6 +303,8 @@ COLUMNS = [
         PACKAGES,
         "the docstring of transformers.TrainingArguments",
         ARGUMENTS,
+        gives="sum of means",
+        promises=SEEDS,
     ),
     Column(
         "Trainer, GPT-2 classes, accepts_loss_kwargs=False",
@@ -311,6 +317,8 @@ COLUMNS = [
         TRAINER,
         "`model.accepts_loss_kwargs = False`, which Trainer asks for, and which other classes of transformers set.",
         documented=False,
+        gives="mean of means",
+        promises=SEEDS,
     ),
     Column(
         "Trainer, GPT-2 classes, compute_loss_func",
@@ -324,6 +332,7 @@ COLUMNS = [
         "`compute_loss_func`: “A function that accepts the raw model outputs, labels, and the number of items in the entire accumulated "
         "batch (batch_size * gradient_accumulation_steps) and returns the loss.” It divides the sum by that number.",
         documented=False,
+        promises=SEEDS,
     ),
     Column(
         "Trainer, GPT-2 token classes",
@@ -339,6 +348,8 @@ COLUMNS = [
         PACKAGES,
         "the docstring of transformers.TrainingArguments",
         ARGUMENTS,
+        gives="sum of means",
+        promises=SEEDS,
     ),
     Column(
         "Trainer, own module",
@@ -347,6 +358,8 @@ COLUMNS = [
         TRAINER,
         "“You can still use your own models defined as `torch.nn.Module` as long as they work the same way as the 🤗 Transformers "
         "models.” Its forward takes labels and returns the mean of its losses, and has no **kwargs.",
+        gives="mean of means",
+        promises=SEEDS,
     ),
     Column(
         "Trainer, own module, compute_loss_func",
@@ -357,6 +370,7 @@ COLUMNS = [
         TRAINER,
         "`compute_loss_func` divides the sum by the number of items in the accumulated batch.",
         documented=False,
+        promises=SEEDS,
     ),
     Column(
         "Trainer.evaluate, GPT-2",
@@ -364,5 +378,7 @@ COLUMNS = [
         PACKAGES,
         "the docstring of transformers.Trainer.evaluate",
         "“Run evaluation and returns metrics.” Each microbatch is one batch of the evaluation.",
+        gives="evaluation",
+        promises=SEEDS,
     ),
 ]
