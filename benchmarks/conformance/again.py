@@ -199,11 +199,17 @@ FORMULAS: Mapping[str, Callable[[Sequence[Part]], Any]] = {
 
 
 def after(
-    case: Mapping[str, Any], run: Mapping[str, Any], model: Any, gives: str
+    case: Mapping[str, Any],
+    run: Mapping[str, Any],
+    model: Any,
+    gives: str,
+    *,
+    filtered: bool = False,
 ) -> tuple[dict[str, Tensor], float | None]:
     """Parameters and the last loss after a run, in float64: SGD by the gradient of a formula.
 
-    An update in which nothing counts is left out by the equation; the others step by a gradient of zero.
+    An update in which nothing counts is left out by the equation; the others step by a gradient of zero. ``filtered``: where a loss is no
+    number, transformers' Trainer adds the sum so far instead (logging_nan_inf_filter).
     """
     formula, task = FORMULAS[gives], case["task"]
     params = dict(model) if isinstance(model, dict) else dict(model.named_parameters())
@@ -234,7 +240,12 @@ def after(
             total = sum(formula(share) for share in parts if share) / len(parts)
         if not everything or (gives in ("equation", "first call") and not counted):
             continue
-        value = float(total)
+        value = float(total.detach()) if isinstance(total, Tensor) else total
+        if filtered:
+            value, over = 0.0, len(everything) if gives == "mean of means" else 1
+            for each in everything:
+                loss = float(each.loss.detach()) / over
+                value += loss / each.counted if each.counted else value
         grads = torch.autograd.grad(total, [*leaves.values()], allow_unused=True)
         for (name, p), grad in zip([*leaves.items()], grads, strict=True):
             grad = (torch.zeros_like(p) if grad is None else grad) + case["weight_decay"] * p
@@ -285,7 +296,8 @@ def cell(column: Mapping[str, Any], verdict: Mapping[str, Any], model: Any) -> d
         if run is None:
             continue
         right, right_loss = after(case, run, model, "equation")
-        formula, loss = after(case, run, model, gives)
+        filtered = "transformers" in column["packages"] and gives.endswith("of means")
+        formula, loss = after(case, run, model, gives, filtered=filtered)
         if gives == "row means" and run["setting"] == "microbatch_size=None":
             formula, loss = after(
                 case, {**run, "acts": _joined(run["acts"])}, model, "mean of means"

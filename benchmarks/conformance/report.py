@@ -22,6 +22,7 @@ def text(report: dict[str, Any]) -> str:
     parts = [
         _first_screen(report),
         _table(report),
+        _coverage(report),
         _how_far(report),
         _promises(report),
         *(NOTES[law](report) for law in NOTES),
@@ -96,7 +97,7 @@ has a choice. What is wrong was found by running each trainer, on cases that are
 - {len(cut)} give another update where microbatches have different numbers of labels (T1). {len(designed)} of them say so, or promise equal
   microbatches only. {len(kept)} hold: {_names(kept)}.
 - {len(empty)} move the parameters in an update without a single label, by momentum and by weight decay (T7).
-- Where ranks have different numbers of microbatches, {", ".join(hanging)} can hang; the means of DDP, FSDP2 and Accelerate are means of means.
+- A rank without any microbatch, beside one that has some, makes these hang: {", ".join(hanging)}.
 - No trainer gives other bits the second time. Those that seed global generators say so.
 
 **What to change.** Count the labels of the whole group, on all ranks, before the first backward pass. Let each microbatch contribute the
@@ -126,6 +127,33 @@ def _table(report: dict[str, Any]) -> str:
         lines.append(f"| {name} | {' | '.join(_cell(column, law) for law in laws)} |")
     lines.append("\n*In italics*: not the documented usage, but a way to make more laws hold.")
     return "\n".join(lines)
+
+
+def _coverage(report: dict[str, Any]) -> str:
+    """Which kinds of cases each law was asked with, of all columns."""
+    lines = []
+    for law, about in report["laws"].items():
+        found: dict[str, set[str]] = {}
+        cases = 0
+        for column in report["columns"]:
+            verdict = column["verdicts"][law]
+            cases += verdict.get("asked", 0)
+            for what, numbers in verdict.get("coverage", {}).items():
+                found.setdefault(what, set()).update(numbers)
+        spans = [
+            f"{what} {' to '.join(dict.fromkeys([min(them, key=_size), max(them, key=_size)]))}"
+            if what != "weights"
+            else f"weights {', '.join(sorted(them))}"
+            for what, them in found.items()
+        ]
+        lines.append(f"| {law} {about['title']} | {cases} | {'; '.join(spans)} |")
+    return "\n".join(
+        ["## The cases\n", "| law | cases, of all trainers | with |", "| --- | --- | --- |", *lines]
+    )
+
+
+def _size(number: str) -> float:
+    return float(number) if number.replace(".", "").isdigit() else 0.0
 
 
 def _cell(column: Mapping[str, Any], law: str) -> str:

@@ -182,7 +182,7 @@ with ddp.no_sync():
         ddp(input).backward()  # no synchronization, accumulate grads
 ddp(another_input).backward()  # synchronize grads""",
         gives="mean of means",
-        promises=dict.fromkeys(("T1", "T2", "T4", "T14"), AVERAGED),
+        promises={**dict.fromkeys(("T1", "T4", "T14"), EFFECTIVE), "T2": AVERAGED},
     ),
     Column(
         "DDP, sums",
@@ -202,6 +202,7 @@ ddp(another_input).backward()  # synchronize grads""",
         "“Sets if the module should sync gradients. This can be used to implement gradient accumulation *without communication*. "
         "[...] This is the equivalence of `no_sync` in FSDP1.”",
         gives="mean of means",
+        promises=dict.fromkeys(("T1", "T4", "T14"), EFFECTIVE),
     ),
     Column(
         "FSDP2, sums",

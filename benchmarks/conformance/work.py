@@ -97,6 +97,13 @@ def _verdict(column: Column, trainer: Any, law: str, cases: int, shrink: int) ->
         "why": verdict.why,
         "size": verdict.size,
     }
+    # Of a kit that tells them: how far a law holds, and which kinds of cases were drawn.
+    parts, coverage = (getattr(verdict, name, {}) for name in ("parts", "coverage"))
+    found["parts"] = {part: each.finding for part, each in parts.items()}
+    found["coverage"] = {
+        what: {str(number): times for number, times in sorted(numbers.items())}
+        for what, numbers in coverage.items()
+    }
     if verdict.case is not None:
         found |= {
             "words": verdict.case.words(),
