@@ -31,6 +31,9 @@ CASES: dict[str, tuple[list[list[Rows]], float, float]] = {
 """Updates, each of microbatches; the first bias after them by the equation, and by a mean of means: the report works them out.
 In the last case momentum is ½, and an update without labels follows one with a label."""
 
+CUTS = ("equal", "unequal rows", "unequal tokens")
+"""Those of T1."""
+
 UNEVEN: dict[str, tuple[list[list[Rows]], float]] = {
     "3 + 1": ([[[[0]], [[0]], [[1]]], [[[1]]]], 0.0),
     "1 + 0": ([[[[0]]], []], 0.5),
