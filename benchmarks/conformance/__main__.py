@@ -9,12 +9,15 @@ import sys
 import time
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import fields
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import purestep as ps
 from benchmarks import timing
 from benchmarks.conformance import again, picture, report
+from benchmarks.conformance.column import Column
 from benchmarks.conformance.columns import COLUMNS
 
 HERE = Path(__file__).parent.parent
@@ -63,6 +66,12 @@ def where(what: str) -> Path:
     return folder / f"{''.join(c if c.isalnum() else '_' for c in what)}.json"
 
 
+def about_column(column: Column) -> dict[str, Any]:
+    """What is known without running it."""
+    about = {field.name: getattr(column, field.name) for field in fields(column)}
+    return {name: value for name, value in about.items() if name not in ("make", "vacuous")}
+
+
 def main() -> None:
     """Everything; or a part of it, and the page of all parts that are there."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -82,7 +91,11 @@ def main() -> None:
     with ThreadPoolExecutor(2) as pool:
         failed = [what for what in pool.map(lambda what: ask(what, options), tasks) if what]
     print(*failed, sep="\n", file=sys.stderr)
-    columns = [json.loads(where(name).read_text()) for name in names if where(name).exists()]
+    columns = [
+        about_column(column) | json.loads(where(column.name).read_text())
+        for column in COLUMNS
+        if where(column.name).exists()
+    ]
     about = {
         "limit": options.seconds,
         "seconds": sum(column["seconds"] for column in columns),

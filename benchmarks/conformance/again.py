@@ -220,6 +220,7 @@ def after(
     for act in run["acts"]:
         if act == "restart":
             first_call = True
+        if isinstance(act, str):
             continue
         ranks = [[_tensors(each) for each in share] for share in act]
         if not isinstance(model, dict):
@@ -246,7 +247,7 @@ def after(
             for each in everything:
                 loss = float(each.loss.detach()) / over
                 value += loss / each.counted if each.counted else value
-        if math.isnan(float(total)):
+        if math.isnan(value):
             # 0 / 0 spreads from here to all that the loss or the scale reaches.
             return {name: torch.full_like(p, math.nan) for name, p in leaves.items()}, math.nan
         grads = torch.autograd.grad(total, [*leaves.values()], allow_unused=True)
@@ -260,14 +261,14 @@ def after(
 
 
 def evaluated(case: Mapping[str, Any], run: Mapping[str, Any], model: Any, params: Any) -> float:
-    """transformers' mean over the rows of the means of their batches."""
+    """transformers' mean over the means of batches, each of which it repeats as often as a full batch has rows."""
     module = copy.deepcopy(model).double().eval()
 
     def at(**more: Any) -> Any:
         return torch.func.functional_call(module, params, (), more)
 
     parts = [part(case["task"], at, _tensors(each)) for each in run["acts"][-1][0]]
-    return float(by_rows(parts))
+    return float(mean_of_means(parts))
 
 
 def _tensors(lists: Mapping[str, Any]) -> Data:
@@ -282,7 +283,7 @@ def apart(one: Mapping[str, Any], other: Mapping[str, Any]) -> float:
         a, b = (torch.as_tensor(x, dtype=torch.float64).flatten() for x in (p, other[name]))
         if not torch.equal(a.isnan(), b.isnan()):
             return math.inf
-        worst = max(worst, float((a - b).nan_to_num().abs().max()))
+        worst = max(worst, float((a - b).detach().nan_to_num().abs().max()))
     return worst
 
 
@@ -306,9 +307,9 @@ def cell(column: Mapping[str, Any], verdict: Mapping[str, Any], model: Any) -> d
         if run is None:
             continue
         right, right_loss = after(case, run, model, "equation")
-        filtered = "transformers" in column["packages"] and gives.endswith("of means")
+        filtered = column["packages"][0] == "transformers" and gives.endswith("of means")
         formula, loss = after(case, run, model, gives, filtered=filtered)
-        if gives == "row means" and run["setting"] == "microbatch_size=None":
+        if gives == "row means" and run["setting"] != "microbatch_size=1":
             formula, loss = after(
                 case, {**run, "acts": _joined(run["acts"])}, model, "mean of means"
             )

@@ -278,11 +278,11 @@ first label of each row is ignored (a masked prompt), both counts are the same, 
 **mlx-lm** counts one place behind each row's end, where its collator has put a 0: `steps <= lengths[:, 1:]`. So T0 is wrong as well. It is
 known upstream: ml-explore/mlx-lm#1697.
 
-**Evaluation.** `Trainer.evaluate` repeats each batch's mean loss once for each row, and takes the mean over rows. A batch with one row of
+**Evaluation.** `Trainer.evaluate` repeats each batch's mean loss as often as a full batch has rows, and takes the mean. A batch with one row of
 1 token, of loss {first:.6f}, and one with one row of 3 tokens, of mean loss {second:.6f}:
 
     the equation        (1 · {first:.6f} + 3 · {second:.6f}) / 4 = {(first + 3 * second) / 4:.6f}      one batch of both: {e["of both as one batch"]:.6f}
-    the mean over rows  ({first:.6f} + {second:.6f}) / 2 = {(first + second) / 2:.6f}              two batches: {e["of both"]:.6f}
+    the mean of means   ({first:.6f} + {second:.6f}) / 2 = {(first + second) / 2:.6f}              two batches: {e["of both"]:.6f}
 
 What to change: sum the losses and count the tokens in `compute_metrics` or in a loop of your own, and divide once.
 """

@@ -233,7 +233,9 @@ def class_loss(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> 
 
 def regression_loss(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
     """The sum over the number of items."""
-    return ((outputs["logits"] - labels).square() * (labels != -100)).sum() / num_items_in_batch
+    counts = labels != -100
+    total = nn.functional.mse_loss(outputs["logits"][counts], labels[counts], reduction="sum")
+    return total / num_items_in_batch
 
 
 def unlabelled(module: nn.Module) -> nn.Module:

@@ -15,7 +15,6 @@ from torch.utils.data import DataLoader
 from benchmarks.conformance.column import Column
 from benchmarks.conformance.with_transformers import SEEDS, HuggingFace, llama, of_tokens
 from purestep.testing.problem import Batch, Task, causal_lm
-from purestep.testing.strategies import taken
 
 
 def tokenizer() -> Any:
@@ -189,7 +188,7 @@ class Trl(HuggingFace):
             ]
         if self.kind == "DPO":
             pairs = [
-                taken(batch, pair_weights(batch).nonzero().flatten().tolist())
+                {key: value[pair_weights(batch)] for key, value in batch.items()}
                 for batch in microbatches
             ]
             return [
