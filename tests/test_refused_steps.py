@@ -7,6 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 import purestep as ps
 from tests.line import MICROBATCH, PARAMS, SGD, loss_fn, step_with, weight_fn
@@ -138,3 +140,50 @@ def test_parameters_that_require_grad(donate: bool) -> None:
         step(params, SGD.init(params), [MICROBATCH])
     frozen = {"w": params["w"].detach()}
     assert not step(frozen, SGD.init(frozen), [MICROBATCH])[0]["w"].requires_grad
+
+
+def test_what_is_refused_is_refused_again() -> None:
+    """An update that fails, or has no microbatch, leaves the checks of the first one to the next."""
+
+    def loss_fn(w: Tensor, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            w.mul_(0.5)
+        return w * x
+
+    sgd, w = ps.optim.sgd(0.1), torch.tensor(8.0)
+    update_step = ps.make_update_step(loss_fn, sgd, weight_fn=torch.ones_like)
+    update_step(w, sgd.init(w), [])
+    for _ in range(2):
+        with pytest.raises(ValueError, match="loss_fn wrote to params"):
+            update_step(w, sgd.init(w), [torch.ones(2)])
+
+
+def test_a_reentrant_checkpoint_behind_data() -> None:
+    """Autograd passes over one to which no param leads, so that nothing there would train."""
+
+    def loss_fn(w: Tensor, x: Tensor) -> Tensor:
+        again = checkpoint(lambda y: y * w, x.requires_grad_(), use_reentrant=True)
+        return again + w
+
+    sgd, w = ps.optim.sgd(0.1), torch.tensor(8.0)
+    update_step = ps.make_update_step(loss_fn, sgd, weight_fn=torch.ones_like)
+    with pytest.raises(ValueError, match=r"reentrant checkpoint.*use_reentrant=False"):
+        update_step(w, sgd.init(w), [torch.ones(2)])
+
+
+@pytest.mark.parametrize("weight", [1e-50, 1e39])
+def test_a_count_that_losses_cannot_be_divided_by(weight: float) -> None:
+    """Sums of losses in float32 are not divided by 0 or inf."""
+    sgd, w = ps.optim.sgd(0.1), torch.tensor(8.0)
+
+    def run(normalize: Any) -> Tensor:
+        def weight_fn(x: Tensor) -> Tensor:
+            return torch.full_like(x, weight, dtype=torch.float64)
+
+        update_step = ps.make_update_step(torch.mul, sgd, weight_fn=weight_fn, normalize=normalize)
+        new: Tensor = update_step(w, sgd.init(w), [torch.ones(2)])[0]
+        return new
+
+    assert run("loss") == w - 0.1
+    with pytest.raises(ValueError, match=r"num_tokens.*cannot be divided: scale the weights"):
+        run("grads")

@@ -149,9 +149,9 @@ def hear(
     """
     failure, flags, word, square = map(int, numbers[:4])
     total, base = numbers[4], axis.size + 1
-    who, failed = divmod(failure, base)
     digits = [flags // base**place % base for place in range(3)]
-    answer = Answer(failed, who, *digits, word > 0)
+    fields: list[Any] = [failure % base, failure // base, *digits, word > 0]
+    answer = Answer(*fields)
     if answer.failed:
         texts = {r: text for r, text in enumerate(axis.gather_object(None)) if text} if ask else {}
         who = _ranks([*texts] or [answer.who]) if ask or answer.failed == 1 else "several ranks"
