@@ -176,13 +176,12 @@ def test_a_count_that_losses_cannot_be_divided_by(weight: float) -> None:
     """Sums of losses in float32 are not divided by 0 or inf."""
     sgd, w = ps.optim.sgd(0.1), torch.tensor(8.0)
 
-    def run(normalize: Any) -> Tensor:
+    def run(normalize: Any) -> Any:
         def weight_fn(x: Tensor) -> Tensor:
             return torch.full_like(x, weight, dtype=torch.float64)
 
         update_step = ps.make_update_step(torch.mul, sgd, weight_fn=weight_fn, normalize=normalize)
-        new: Tensor = update_step(w, sgd.init(w), [torch.ones(2)])[0]
-        return new
+        return update_step(w, sgd.init(w), [torch.ones(2)])[0]
 
     assert run("loss") == w - 0.1
     with pytest.raises(ValueError, match=r"num_tokens.*cannot be divided: scale the weights"):
