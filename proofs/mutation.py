@@ -214,7 +214,7 @@ def record(file: Path, tests: list[str]) -> None:
     file.write_text(json.dumps(written))
 
 
-def tests_of(mutant: Mutant, recorded: Any) -> list[str]:
+def claims_of(mutant: Mutant, recorded: Any) -> list[str]:
     """The tests that run the changed statement, behind the file's own examples.
 
     Of one that no test of this process runs, those that run any line of the file, or other processes.
@@ -297,7 +297,7 @@ def main() -> None:
     recorded, reasons = json.loads(given.recorded.read_text()), reasons_in(given.table)
     survivors = []
     with ThreadPoolExecutor(given.workers) as pool:
-        runs = {pool.submit(rejected_by, one, tests_of(one, recorded)): one for one in drawn}
+        runs = {pool.submit(rejected_by, one, claims_of(one, recorded)): one for one in drawn}
         for done, run in enumerate(as_completed(runs), 1):
             mutant, test = runs[run], run.result()
             verdict = "rejected" if test else "SURVIVES"

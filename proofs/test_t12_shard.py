@@ -27,7 +27,7 @@ from proofs.strategies import (
     step_case,
     steps,
 )
-from proofs.theorem import System, tests_of, theorem
+from proofs.theorem import System, claims_of, theorem
 from proofs.worlds import Grid, Ranks, on_threads
 from purestep import tree
 
@@ -155,4 +155,4 @@ def filled_up(system: System, drawn: tuple[tuple[Tensor, int, int], float]) -> N
     assert_same(seen, (norm, torch.tensor(True), whole, whole.sum()))
 
 
-globals().update(tests_of(globals()))
+globals().update(claims_of(globals()))

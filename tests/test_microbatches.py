@@ -121,7 +121,7 @@ REFUSED: list[tuple[Callable[[], Any], str]] = [
     (lambda: ps.split({"x": 3}, 2), COMMON),
     (lambda: ps.split({}, 2), COMMON),
     (lambda: ps.merge([]), "no microbatches"),
-    (lambda: ps.merge([{"x": torch.ones(1)}, {"x": torch.ones(2)}]), r"same length, but these have \[1, 2\]"),
+    (lambda: ps.merge([{"x": torch.ones(1)}, {"x": torch.ones(2)}]), r"one length, these have \[1, 2\]"),
     (lambda: ps.plan(), "given neither"),
     (lambda: ps.plan(global_batch_size=4), r"given \['global_batch_size'\]"),
     (lambda: ps.plan(global_batch_size=4, local_tokens=2), "given"),
