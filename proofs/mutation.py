@@ -276,9 +276,7 @@ def reasons_in(table: Path | None) -> dict[str, str]:
 def main() -> None:
     """Draws mutants, and tells which of them survive."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument(
-        "--record", type=Path, help="run all tests, and write which run which lines"
-    )
+    parser.add_argument("--record", type=Path, help="run tests, and write which run which lines")
     parser.add_argument("--tests", nargs="*", default=[], help="what --record runs; nothing: all")
     parser.add_argument("--recorded", type=Path, help="what --record wrote")
     parser.add_argument("--sample", type=int, default=300)
