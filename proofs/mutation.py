@@ -214,7 +214,7 @@ def record(file: Path, tests: list[str]) -> None:
     file.write_text(json.dumps(written))
 
 
-def claims_of(mutant: Mutant, recorded: Any) -> list[str]:
+def tests_of(mutant: Mutant, recorded: Any) -> list[str]:
     """The tests that run the changed statement, behind the file's own examples.
 
     Of one that no test of this process runs, those that run any line of the file, or other processes.
@@ -276,9 +276,7 @@ def reasons_in(table: Path | None) -> dict[str, str]:
 def main() -> None:
     """Draws mutants, and tells which of them survive."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument(
-        "--record", type=Path, help="run all tests, and write which run which lines"
-    )
+    parser.add_argument("--record", type=Path, help="run tests, and write which run which lines")
     parser.add_argument("--tests", nargs="*", default=[], help="what --record runs; nothing: all")
     parser.add_argument("--recorded", type=Path, help="what --record wrote")
     parser.add_argument("--sample", type=int, default=300)
@@ -297,7 +295,7 @@ def main() -> None:
     recorded, reasons = json.loads(given.recorded.read_text()), reasons_in(given.table)
     survivors = []
     with ThreadPoolExecutor(given.workers) as pool:
-        runs = {pool.submit(rejected_by, one, claims_of(one, recorded)): one for one in drawn}
+        runs = {pool.submit(rejected_by, one, tests_of(one, recorded)): one for one in drawn}
         for done, run in enumerate(as_completed(runs), 1):
             mutant, test = runs[run], run.result()
             verdict = "rejected" if test else "SURVIVES"

@@ -32,7 +32,7 @@ from proofs.strategies import (
     steps,
     weights_of,
 )
-from proofs.theorem import System, claims_of, theorem
+from proofs.theorem import System, as_tests, theorem
 from purestep import tree
 from purestep.testing.bounds import gamma
 from purestep.testing.specification import spec
@@ -174,6 +174,6 @@ def many_microbatches(system: System, drawn: tuple[How, torch.dtype]) -> None:
     assert ((grad - exact).abs() <= bound).all(), f"{grad} is not {exact} within {bound}"
 
 
-globals().update(claims_of(globals()))
+globals().update(as_tests(globals()))
 # torch warns of it once, where a sparse gradient meets a leaf that lies in columns.
 test_programs = pytest.mark.filterwarnings("ignore:grad and param do not obey")(programs.test())

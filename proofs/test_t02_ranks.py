@@ -28,7 +28,7 @@ from proofs.strategies import (
     steps,
     weights_of,
 )
-from proofs.theorem import System, claims_of, theorem
+from proofs.theorem import System, as_tests, theorem
 from proofs.worlds import on_threads
 from purestep import tree
 
@@ -109,4 +109,4 @@ def context_parallel(system: System, drawn: Drawn) -> None:
     check_context_parallel(on_threads, drawn)
 
 
-globals().update(claims_of(globals()))
+globals().update(as_tests(globals()))

@@ -2,7 +2,7 @@
 
 from proofs.ranks import check_step, step_of
 from proofs.strategies import Chooser, Drawn, Groups, assert_same, drawn, groups_of, step_case
-from proofs.theorem import System, claims_of, theorem
+from proofs.theorem import System, as_tests, theorem
 
 
 def order_case(choose: Chooser) -> tuple[Drawn, Groups]:
@@ -23,4 +23,4 @@ def order_invariance(system: System, drawn: tuple[Drawn, Groups]) -> None:
     assert_same(held, metrics, "metrics")
 
 
-globals().update(claims_of(globals()))
+globals().update(as_tests(globals()))

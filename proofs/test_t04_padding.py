@@ -9,7 +9,7 @@ import torch
 
 from proofs.ranks import check_metrics, check_step
 from proofs.strategies import Batch, Drawn, steps
-from proofs.theorem import System, claims_of, theorem
+from proofs.theorem import System, as_tests, theorem
 
 
 @theorem("T4", steps())
@@ -29,4 +29,4 @@ def nan_at_weight_zero(system: System, drawn: Drawn) -> None:
     check_step(system, how, case, groups, loss_fn, case.loss_fn)
 
 
-globals().update(claims_of(globals()))
+globals().update(as_tests(globals()))

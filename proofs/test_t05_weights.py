@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 import purestep as ps
 from proofs.ranks import check_step, step_of
 from proofs.strategies import Batch, Drawn, assert_same, steps
-from proofs.theorem import System, claims_of, theorem
+from proofs.theorem import System, as_tests, theorem
 from purestep import tree
 
 # Integer weights.
@@ -85,4 +85,4 @@ def counted_once(system: System, drawn: Drawn) -> None:
     assert len(asked) == number, "more than once in evaluation"
 
 
-globals().update(claims_of(globals()))
+globals().update(as_tests(globals()))

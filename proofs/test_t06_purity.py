@@ -21,7 +21,7 @@ from proofs.strategies import (
     steps,
     weights_of,
 )
-from proofs.theorem import System, claims_of, theorem
+from proofs.theorem import System, as_tests, theorem
 from purestep import tree
 
 ONE: dict[str, Any] = {"axes": ["one"], "ranks": [1], "donate": False}
@@ -102,4 +102,4 @@ def grad_untouched(system: System, drawn: Drawn) -> None:
     assert all((leaf.grad == 7).all() for leaf in tree.leaves_of(params)), ".grad was written"
 
 
-globals().update(claims_of(globals()))
+globals().update(as_tests(globals()))

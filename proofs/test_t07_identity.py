@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from proofs.ranks import check_step, step_of
 from proofs.strategies import Drawn, Groups, assert_same, stack, steps, weights_of
-from proofs.theorem import System, claims_of, theorem
+from proofs.theorem import System, as_tests, theorem
 from purestep import tree
 
 
@@ -102,4 +102,4 @@ def ensembles(system: System, drawn: tuple[Drawn, float]) -> None:
     assert metrics.applied.tolist() == [bool(metrics_alone.applied), False]
 
 
-globals().update(claims_of(globals()))
+globals().update(as_tests(globals()))

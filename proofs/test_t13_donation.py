@@ -19,7 +19,7 @@ from proofs.strategies import (
     weights_of,
 )
 from proofs.test_t06_purity import storages
-from proofs.theorem import System, claims_of, theorem
+from proofs.theorem import System, as_tests, theorem
 from purestep import tree
 
 KINDS = ["as it is", "without update_", "with a plain update_", "handing on"]
@@ -128,4 +128,4 @@ def overlaps(system: System, drawn: Overlap) -> None:
     assert_same(data, case.batch, "the data")
 
 
-globals().update(claims_of(globals()))
+globals().update(as_tests(globals()))

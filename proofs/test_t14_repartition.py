@@ -33,7 +33,7 @@ from proofs.strategies import (
     real_case,
     weights_of,
 )
-from proofs.theorem import System, claims_of, theorem
+from proofs.theorem import System, as_tests, theorem
 from purestep import tree
 
 FLOATS = [torch.float64, torch.float32]
@@ -278,4 +278,4 @@ def packed_within_bound(system: System, drawn: tuple[RealCase, int]) -> None:
         case.assert_loss_within_bound(metrics.loss)
 
 
-globals().update(claims_of(globals()))
+globals().update(as_tests(globals()))

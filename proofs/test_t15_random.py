@@ -29,7 +29,7 @@ from proofs.strategies import (
     real_steps,
     step_case,
 )
-from proofs.theorem import System, claims_of, theorem
+from proofs.theorem import System, as_tests, theorem
 
 Loss = Callable[[Any, Batch], Tensor]
 random = ps.random
@@ -201,4 +201,4 @@ def encoder_within_bound(system: System, drawn: RealDrawn) -> None:
     check_within_bound(system, drawn, encoder_loss, extra_roundings=more)
 
 
-globals().update(claims_of(globals()))
+globals().update(as_tests(globals()))

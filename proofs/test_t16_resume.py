@@ -33,7 +33,7 @@ from proofs.strategies import (
     settings_of,
     weights_of,
 )
-from proofs.theorem import System, claims_of, theorem
+from proofs.theorem import System, as_tests, theorem
 from purestep import tree
 from purestep.testing.processes import World, values
 
@@ -142,7 +142,7 @@ def resumes(system: System, run: Training) -> None:
 
 resume = theorem("T16", drawn(training))(resumes)
 resume_real = theorem("T16", drawn(real_training))(resumes)
-globals().update(claims_of(globals()))
+globals().update(as_tests(globals()))
 
 
 # On ranks. A loss that is linear in the params has gradients that do not depend on them: integers over a power of two, whose sums

@@ -27,7 +27,7 @@ from proofs.strategies import (
     steps,
     weights_of,
 )
-from proofs.theorem import System, claims_of, theorem
+from proofs.theorem import System, as_tests, theorem
 from purestep import tree
 from purestep.testing.bounds import gamma
 from purestep.testing.specification import spec
@@ -107,4 +107,4 @@ def any_denominator(system: System, drawn: Drawn) -> None:
             assert (error <= roundings * scale).all(), f"{path}: off by {error}"
 
 
-globals().update(claims_of(globals()))
+globals().update(as_tests(globals()))

@@ -36,6 +36,6 @@ def theorem(
     return lambda claim: Theorem(name, cases, claim)
 
 
-def claims_of(module: dict[str, Any]) -> dict[str, Callable[[], None]]:
+def as_tests(module: dict[str, Any]) -> dict[str, Callable[[], None]]:
     """The test of each theorem of a module, under its name."""
     return {f"test_{name}": one.test() for name, one in module.items() if isinstance(one, Theorem)}
