@@ -16,16 +16,17 @@ from tests.squares import x_ones
 W, GROUP = torch.tensor([3.0]), [{"x": torch.ones(1)}] * 3
 
 
-@pytest.mark.parametrize("ready", [None, lambda index, total: total])
-def test_a_reentrant_checkpoint_is_refused(ready: Any) -> None:
-    """It runs a backward pass of its own."""
+@pytest.mark.parametrize("behind_data", [False, True])
+def test_a_reentrant_checkpoint_is_refused(behind_data: bool) -> None:
+    """It runs a backward pass of its own, which autograd passes over where no param leads to it."""
 
     def loss_fn(w: Tensor, m: dict[str, Tensor]) -> Tensor:
-        x: Tensor = checkpoint(lambda y: y * w, m["x"] + 0 * w, use_reentrant=True)
-        return x
+        x = m["x"].requires_grad_() if behind_data else m["x"] + 0 * w
+        again: Tensor = checkpoint(lambda y: y * w, x, use_reentrant=True)
+        return again + w
 
-    with pytest.raises(RuntimeError, match="use_reentrant=False"):
-        ps.accumulate(loss_fn, W, GROUP, weight_fn=x_ones, ready=ready)
+    with pytest.raises(ValueError, match="use_reentrant=False"):
+        ps.accumulate(loss_fn, W, GROUP, weight_fn=x_ones)
 
 
 class Reversible(torch.autograd.Function):

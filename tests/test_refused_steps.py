@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 import purestep as ps
 from tests.line import MICROBATCH, PARAMS, SGD, loss_fn, step_with, weight_fn
@@ -156,19 +155,6 @@ def test_what_is_refused_is_refused_again() -> None:
     for _ in range(2):
         with pytest.raises(ValueError, match="loss_fn wrote to params"):
             update_step(w, sgd.init(w), [torch.ones(2)])
-
-
-def test_a_reentrant_checkpoint_behind_data() -> None:
-    """Autograd passes over one to which no param leads, so that nothing there would train."""
-
-    def loss_fn(w: Tensor, x: Tensor) -> Tensor:
-        again = checkpoint(lambda y: y * w, x.requires_grad_(), use_reentrant=True)
-        return again + w
-
-    sgd, w = ps.optim.sgd(0.1), torch.tensor(8.0)
-    update_step = ps.make_update_step(loss_fn, sgd, weight_fn=torch.ones_like)
-    with pytest.raises(ValueError, match=r"reentrant checkpoint.*use_reentrant=False"):
-        update_step(w, sgd.init(w), [torch.ones(2)])
 
 
 @pytest.mark.parametrize("weight", [1e-50, 1e39])
