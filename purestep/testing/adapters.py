@@ -60,10 +60,10 @@ class PureTrainer:
 
     def observe(self) -> Sequence[Observation]:
         """The parameters, and the metrics."""
-        told: Any = ("loss", "grad_norm", "num_tokens")
+        names = ("loss", "grad_norm", "num_tokens")
         return [
-            Observation(params, *(getattr(metrics, name, None) for name in told))
-            for params, _, metrics in self._states
+            Observation(params)._replace(**{name: getattr(told, name, None) for name in names})
+            for params, _, told in self._states
         ]
 
     def save(self) -> Any:
@@ -113,8 +113,9 @@ class Loop:
         """A new module and a new optimizer."""
         module, self._problem = problem.module(), problem
         self._reported: dict[str, Any] = {}
-        made = self._prepare(module, problem) if self._prepare else None
-        self._model, self._optimizer = made or (module, problem.optimizer(module))
+        prepare = self._prepare or (lambda module, problem: (module, problem.optimizer(module)))
+        made: tuple[Any, Any] = prepare(module, problem)
+        self._model, self._optimizer = made
 
     def update(self, microbatches: Sequence[Batch]) -> None:
         """One update in place."""

@@ -122,11 +122,10 @@ def _written_twice(
     joined = [[[batch for share in group for batch in share]] for group in before]
 
     def run(layout: Layout) -> Run:
-        how = "; ".join(
-            f"{' | '.join(map(str, share)) or 'nothing'} on rank {rank}"
-            for rank, share in enumerate(layout)
-        )
+        on = [f" on rank {rank}" if len(layout) > 1 else "" for rank in range(len(layout))]
+        words = [f"rows {' | '.join(map(str, share))}" if share else "nothing" for share in layout]
         earlier = before if len(layout) == size else joined
+        how = "; ".join(map("".join, zip(words, on, strict=True)))
         return Run([*earlier, written(batch, task, layout)], how, len(layout))
 
     one, other = run(first), run(second)
@@ -233,7 +232,7 @@ def _interrupted(draw: Draw, trainer: Any, act: Act | None = None, how: str = ""
     elif act is None:
         numbers = [draw.one(range(3)) for _ in range(size if abilities.uneven else 1)]
         counts = numbers if abilities.uneven else numbers * size
-        act = written(batch, abilities.task, [[Part([])] * count for count in counts])
+        act = written(batch, abilities.task, [[Part([-1])] * count for count in counts])
         how = f"with {counts} microbatches without tokens on the ranks"
     places = sorted({each.one(range(len(updates), -1, -1)) for each in draw.many(range(1, 3))})
     acts: list[Act] = [*updates]

@@ -1,8 +1,8 @@
 """How the same data can be written: in which microbatches, on which ranks, in which order, padded."""
 
 import itertools
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from collections.abc import Sequence
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -11,6 +11,7 @@ from purestep.testing.draws import Draw
 from purestep.testing.problem import Batch, Linear, Problem, Task
 from purestep.testing.trainer import Abilities, Group
 
+T = TypeVar("T")
 Cut: TypeAlias = list[list[int]]
 """Which rows each microbatch holds."""
 
@@ -25,74 +26,55 @@ VALUES = sorted(itertools.product(range(-2, 3), repeat=3), key=lambda v: (sum(ma
 
 
 class Part(NamedTuple):
-    """A microbatch: rows of a batch, in this order; without any, nothing in it counts.
-
-    What counts for nothing stands before some rows, ``above``, and columns, ``before``.
-    """
+    """A microbatch: rows and columns of a batch, by number. What counts for nothing has -1."""
 
     rows: Sequence[int]
-    above: Sequence[int] = ()
-    before: Sequence[int] = ()
+    columns: Sequence[int] = ()
 
     def __str__(self) -> str:
-        above = f", ignored rows before {self.above}" if self.above else ""
-        before = f", ignored columns before {self.before}" if self.before else ""
-        return f"rows {[*self.rows]}{above}{before}" if self.rows else "nothing that counts"
+        said = f"{[*self.rows]}{f' with columns {[*self.columns]}' if self.columns else ''}"
+        return said.replace("-1", "ignored")
 
 
 Layout: TypeAlias = Sequence[Sequence[Part]]
 """The microbatches of each rank."""
 
 
-def padded(
-    draw: Draw, layout: Layout, length: int, *, inside: bool, added: bool
-) -> list[list[Part]]:
+def padded(draw: Draw, layout: Layout, length: int, *, inside: bool, added: bool) -> Layout:
     """Padding of microbatches on ranks: rows and columns, ``inside`` or at the end alone.
 
     With ``added`` there are also microbatches in which nothing counts. Something is always padded.
     """
 
-    def places(size: int, least: int = 0) -> list[int]:
-        return [each.one(range(size, least - 1, -1)) for each in draw.many(range(3))]
+    def longer(numbers: Sequence[T], more: T, inside: bool = True) -> list[T]:
+        new = list(numbers)
+        for each in draw.many(range(3)):
+            new.insert(each.one(range(len(new), -1 if inside else len(new) - 1, -1)), more)
+        return new
 
-    start = 0 if inside else length
-    more = [
-        [Part(rows, places(len(rows)), places(length, start)) for rows, *_ in share]
-        for share in layout
-    ]
-    for share in more if added else []:
-        for place in places(len(share)):
-            share.insert(place, Part([]))
-    if not any(above or before or not rows for share in more for rows, above, before in share):
-        share = next(share for share in more if share)
-        share[0] = share[0]._replace(before=[length])
-    return more
+    columns = range(length)
+    new = [[Part(longer(p.rows, -1), longer(columns, -1, inside)) for p in s] for s in layout]
+    new = [longer(share, Part([-1])) for share in new] if added else new
+    if not any(-1 in (*part.rows, *part.columns) for share in new for part in share):
+        share = next(share for share in new if share)
+        share[0] = share[0]._replace(columns=[*columns, -1])
+    return new
 
 
 def written(batch: Batch, task: Task, layout: Layout) -> Group:
     """The microbatches of each rank."""
-    nothing = {key: torch.full_like(x[:1], task.ignored[key]) for key, x in batch.items()}
-    return [
-        [_part(batch, part, task.ignored) if part.rows else nothing for part in share]
-        for share in layout
-    ]
 
+    def chosen(key: str, x: Tensor, dim: int, numbers: Sequence[int]) -> Tensor:
+        if not numbers or dim >= x.ndim:
+            return x
+        at = torch.tensor(numbers)
+        nothing = (at < 0).nonzero().flatten()
+        return x.index_select(dim, at.clamp(min=0)).index_fill_(dim, nothing, task.ignored[key])
 
-def _part(batch: Batch, part: Part, ignored: Mapping[str, float]) -> Batch:
-    def filled(x: Tensor, dim: int, places: Sequence[int], value: float) -> Tensor:
-        old = list(range(x.shape[dim]))
-        for place in sorted(places, reverse=True):
-            old.insert(place, -1)
-        at = torch.tensor(old)
-        wide = x.index_select(dim, at.clamp(min=0))
-        return wide.index_fill_(dim, (at < 0).nonzero().flatten(), value)
+    def part(rows: Sequence[int], columns: Sequence[int]) -> Batch:
+        return {key: chosen(key, chosen(key, x, 0, rows), 1, columns) for key, x in batch.items()}
 
-    tall = {
-        key: filled(x[list(part.rows)], 0, part.above, ignored[key]) for key, x in batch.items()
-    }
-    return {
-        key: filled(x, 1, part.before, ignored[key]) if x.ndim > 1 else x for key, x in tall.items()
-    }
+    return [[part(*each) for each in share] for share in layout]
 
 
 def _total(rows: Sequence[Row]) -> int:
