@@ -63,12 +63,8 @@ class Case:
         words += [f"{name.replace('_', ' ')} {n}" for name, n in _numbers(self.problem).items()]
         longer = max(first, self.second, key=lambda run: len(run.groups))
         for at, group in enumerate(longer.groups, 1):
-            parts = [
-                ", ".join(f"{key} {_said(x)}" for key, x in batch.items())
-                for share in group
-                for batch in share
-            ]
-            words.append(f"update {at}: {' | '.join(parts) or 'nothing'}")
+            batches = [[f"{k} {_said(x)}" for k, x in b.items()] for share in group for b in share]
+            words.append(f"update {at}: {' | '.join(map(', '.join, batches)) or 'nothing'}")
         return "; ".join(words)
 
     def code(self) -> str:
@@ -76,12 +72,8 @@ class Case:
         model = self.problem.model
         known = f"ps.testing.REGRESSION, {model!r}" if isinstance(model, Linear) else "task, model"
         numbers = ", ".join(f"{name}={n}" for name, n in _numbers(self.problem).items())
-        lines = [
-            "import torch",
-            "import purestep as ps",
-            "",
-            f"problem = ps.testing.Problem({known}, {numbers})",
-        ]
+        lines = ["import torch", "import purestep as ps", ""]
+        lines.append(f"problem = ps.testing.Problem({known}, {numbers})")
         one = "trainer" if self.first else "ps.testing.Specification()"
         for trainer, run in ((one, self.first or self.second), ("trainer", self.second)):
             start = f"it.start(problem, ranks={run.ranks})"
@@ -101,15 +93,12 @@ class Case:
     def coverage(self) -> dict[str, Any]:
         """What kind of case it is, in a few numbers."""
         *_, last = self.second.groups
-        parts = [batch for share in (self.first or self.second).groups[-1] for batch in share]
-        weights = {w for batch in parts for w in self.problem.weights(batch).flatten().tolist()}
-        whole = "whole" if all(w == int(w) for w in weights) else "fractions"
-        return {
-            "microbatches": sum(map(len, last)),
-            "ranks": self.second.ranks,
-            "updates": len(self.second.groups),
-            "weights": "0 and 1" if weights <= {0, 1} else whole,
-        }
+        batch = _whole((self.first or self.second).groups[-1])
+        weights = {*self.problem.weights(batch).flatten().tolist()} if batch else set()
+        kind = "whole" if all(w == int(w) for w in weights) else "fractions"
+        kind = "0 and 1" if weights <= {0, 1} else kind
+        numbers = sum(map(len, last)), self.second.ranks, len(self.second.groups), kind
+        return dict(zip(("microbatches", "ranks", "updates", "weights"), numbers, strict=True))
 
 
 def _numbers(problem: Problem) -> dict[str, float]:
@@ -123,12 +112,8 @@ def _said(x: Tensor) -> str:
 
 
 def _code(batch: Batch) -> str:
-    items = []
-    for key, value in batch.items():
-        numbers = re.sub(r"\b(nan|inf)\b", r'float("\1")', str(value.tolist()))
-        shape = "" if value.numel() else f".view{tuple(value.shape)}"
-        items.append(f"{key!r}: torch.tensor({numbers}, dtype={value.dtype}){shape}")
-    return f"{{{', '.join(items)}}}"
+    items = [f"{k!r}: torch.tensor({x.tolist()}, dtype={x.dtype})" for k, x in batch.items()]
+    return re.sub(r"\b(nan|inf)\b", r'float("\1")', f"{{{', '.join(items)}}}")
 
 
 class RefusalError(Exception):
@@ -170,8 +155,7 @@ def outcome(trainer: Trainer, problem: Problem, run: Run) -> Sequence[Observatio
     for each in seen:
         if {*each.params} != {*known}:
             raise ValueError(
-                f"observe() of {type(trainer).__name__} names the parameters {[*each.params]}, but "
-                f"the problem's module has {known}: give them the names of the problem's"
+                f"observe() names the parameters {[*each.params]}, the problem {known}"
             )
         if other := [p.dtype for p in each.params.values() if p.dtype != dtype]:
             raise RefusalError(
@@ -239,11 +223,8 @@ def agree(trainer: Trainer, case: Case) -> bool:
                 if have is not None and want is not None:
                     factor = scale if name == "num_tokens" else 1.0
                     _close(case, name + on, have, factor * want, allowed.reports[name])
-    return all(
-        bool(_same(each.params[name], expected.params[name]).all())
-        for each in second
-        for name in expected.params
-    )
+    params = expected.params.items()
+    return all(bool(_same(each.params[name], p).all()) for each in second for name, p in params)
 
 
 def _whole(group: Group) -> Batch | None:

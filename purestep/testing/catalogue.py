@@ -6,6 +6,7 @@ They are the theorems that purestep's own proofs are about, put to a trainer tha
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -64,9 +65,7 @@ def _updates(
 ) -> list[Group]:
     """Small updates on so many ranks; of a model that is no polynomial, as few as possible."""
 
-    def small(draw: Draw) -> Batch:
-        return _batch(draw, abilities, most_rows=2, most_length=3, keyed=keyed)
-
+    small = partial(_batch, abilities=abilities, most_rows=2, most_length=3, keyed=keyed)
     return [
         [[small(each) for _ in range(number)] for _ in range(size)]
         for each in draw.many(numbers if abilities.task.model is None else numbers[:1])
@@ -89,15 +88,12 @@ def _written_twice(
     size = draw.one(fitting[len(parts)])
     problem = problem_of(draw, abilities, dropout=dropout)
     batch, cut = microbatches(draw, abilities, parts, part, keyed=keyed)
-    owners = [at * size // len(parts) for at in range(len(parts))]
-    if abilities.uneven:
-        owners = [each.one(range(size)) for each in parts]
-    parts_of = [
-        [Part(rows) for rows, owner in zip(cut, owners, strict=True) if owner == rank]
-        for rank in range(size)
-    ]
-    first: Layout = parts_of
-    second: Layout = parts_of
+    shares: list[list[Part]] = [[] for _ in range(size)]
+    for at, rows in enumerate(cut):
+        owner = parts[at].one(range(size)) if abilities.uneven else at * size // len(cut)
+        shares[owner].append(Part(rows))
+    first: Layout = shares
+    second: Layout = shares
     every = [row for rows in cut for row in rows]
     if change == "order":
         second = [
@@ -177,9 +173,11 @@ def _padding(draw: Draw, trainer: Any, part: str) -> Case:
     return _written_twice(draw, trainer, "padding")
 
 
-@TrainerLaw(
-    "T5", "weights", lambda it: it.abilities.weights != "mask", "its tokens have no weights"
-)
+def _weighs(trainer: Any) -> bool:
+    return trainer.abilities.weights != "mask" and not trainer.abilities.task.vocabulary
+
+
+@TrainerLaw("T5", "weights", _weighs, "its tokens have no weights")
 def _weights(draw: Draw, trainer: Any, part: str) -> Case:
     """Scaling all weights changes nothing; a token of weight k counts as the token k times."""
     abilities, scale = trainer.abilities, 1.0

@@ -52,8 +52,12 @@ def padded(draw: Draw, layout: Layout, length: int, *, inside: bool, added: bool
             new.insert(each.one(range(len(new), -1 if inside else len(new) - 1, -1)), more)
         return new
 
-    columns = range(length)
-    new = [[Part(longer(p.rows, -1), longer(columns, -1, inside)) for p in s] for s in layout]
+    columns = [*range(length)]
+
+    def wide() -> list[int]:
+        return [] if (new := longer(columns, -1, inside)) == columns else new
+
+    new = [[Part(longer(part.rows, -1), wide()) for part in share] for share in layout]
     new = [longer(share, Part([-1])) for share in new] if added else new
     if not any(-1 in (*part.rows, *part.columns) for share in new for part in share):
         share = next(share for share in new if share)
@@ -107,7 +111,8 @@ def microbatches(
     weights' sum is a power of two, so that nothing rounds; such sums hide in which dtype a trainer
     divides.
     """
-    task, weights = abilities.task, abilities.weights
+    task = abilities.task
+    weights = "mask" if task.vocabulary else abilities.weights
     numbers = [1, 0] if weights == "mask" else [1, 0, 2, 3]
     values: Sequence[Any] = draw.one([VALUES, VALUES[:7]])  # Of few values, some are alike.
     values = range(task.vocabulary) if task.vocabulary else values
@@ -140,10 +145,9 @@ def microbatches(
     if kind == "unequal tokens" and len({*map(_total, groups)}) == 1:
         _raise(every[-1], weights)
     batch = _batch(every, abilities, draw.one([1, 4, 16]))
-    if keyed:
-        batch["key"] = torch.arange(len(every))
+    keys = {"key": torch.arange(len(every))} if keyed else {}
     row_numbers = itertools.count()
-    return batch, [[next(row_numbers) for _ in rows] for rows in groups]
+    return batch | keys, [[next(row_numbers) for _ in rows] for rows in groups]
 
 
 def _like(pattern: Row, row: Row) -> Row:
