@@ -140,7 +140,6 @@ class OneRank:
 
     def start(self, problem: Problem, ranks: int) -> None:
         """Begins anew."""
-        assert ranks == 1, f"{ranks} ranks, where there is one"
         self.program.start(problem)
 
     def update(self, group: Group) -> None:
@@ -188,7 +187,7 @@ class Processes:
     ) -> None:
         self.make, self.abilities, self._timeout = make, abilities, timeout
         self._worlds: dict[int, World] = {}
-        weakref.finalize(self, lambda worlds: [w.stop() for w in worlds.values()], self._worlds)
+        weakref.finalize(self, lambda worlds: [*map(World.stop, worlds.values())], self._worlds)
 
     def start(self, problem: Problem, ranks: int) -> None:
         """Begins anew, in processes that may have been there before."""

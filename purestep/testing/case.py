@@ -154,36 +154,28 @@ def outcome(trainer: Trainer, problem: Problem, run: Run) -> Sequence[Observatio
     known, dtype = [*problem.params()], trainer.abilities.dtype
     for each in seen:
         if {*each.params} != {*known}:
-            raise ValueError(
-                f"observe() names the parameters {[*each.params]}, the problem {known}"
-            )
+            raise ValueError(f"observe() has the names {[*each.params]}, the problem {known}")
         if other := [p.dtype for p in each.params.values() if p.dtype != dtype]:
-            raise RefusalError(
-                f"its parameters are {other[0]}, but its abilities say {dtype}: declare "
-                f"ps.testing.Abilities(dtype={other[0]}), or compute in {dtype}"
-            )
+            how = f"declare Abilities(dtype={other[0]}), or compute in {dtype}"
+            raise RefusalError(f"its parameters are {other[0]}, its abilities say {dtype}: {how}")
     return [each._replace(changed=[*each.changed, *changed]) for each in seen]
 
 
 def _after(trainer: Any, problem: Problem, run: Run, watch: Watch) -> list[Observation]:
-    def start() -> None:
-        trainer.start(problem, run.ranks)
-
     def look(group: Group) -> list[Observation]:
-        first, *others = trainer.observe()
-        batch = _whole(group)
+        (first, *others), batch = trainer.observe(), _whole(group)
         if isinstance(trainer, Evaluating) and batch and problem.weights(batch).any():
             first = first._replace(evaluation=watch.call(trainer.evaluate, group))
         return [first, *others]
 
     if run.setting is not None:
         trainer.use(run.setting)
-    start()
+    trainer.start(problem, run.ranks)
     group: Group = []
     for act in run.acts:
         if act == "restart":
             saved = trainer.save()
-            start()
+            trainer.start(problem, run.ranks)
             trainer.load(saved)
         elif act == "look":
             look(group)
@@ -198,11 +190,11 @@ def agree(trainer: Trainer, case: Case) -> bool:
 
     They agree in their last states and in what they report.
     """
-    problem, able = case.problem, trainer.abilities
+    problem = case.problem
     # The first run has no more in it than has to be computed.
     wholes = [_whole(group) for group in (case.first or case.second).groups]
     tokens = sum(problem.weights(b).numel() for g in case.second.groups for s in g for b in s)
-    allowed = bound(problem, wholes, tokens, able)
+    allowed = bound(problem, wholes, tokens, trainer.abilities)
     first = outcome(trainer if case.first else Specification(), problem, case.first or case.second)
     expected, last = first[0], wholes[-1]
     if expected.evaluation is not None and last and "key" in last:
@@ -239,15 +231,10 @@ def _close(
     error = float(torch.where(_same(have, want), 0, have - want).norm())
     if not error <= 2 * allowed:
         moved = float((want - start).norm())
-        shown, other = (
-            x.tolist() if x.numel() <= 8 else f"{x.flatten()[:4].tolist()}..." for x in (have, want)
-        )
-        raise DisagreementError(
-            case,
-            f"{what}: {shown} is not {other}; they are {error:.3g} apart, and rounding explains "
-            f"{2 * allowed:.1g}",
-            error / moved if moved else inf,
-        )
+        shown, other = (f"{x.tolist()}"[:200] for x in (have, want))
+        apart = f"they are {error:.3g} apart, and rounding explains {2 * allowed:.1g}"
+        what = f"{what}: {shown} is not {other}; {apart}"
+        raise DisagreementError(case, what, error / moved if moved else inf)
 
 
 def _same(have: Tensor, want: Tensor) -> Tensor:

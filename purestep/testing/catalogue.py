@@ -17,10 +17,6 @@ from purestep.testing.problem import Batch
 from purestep.testing.trainer import Abilities, Group, Resumable, Switchable
 from purestep.testing.writing import KINDS, Layout, Part, microbatches, padded, problem_of, written
 
-MOST = 9
-"""How many microbatches an update has, of all ranks."""
-
-
 LAWS: dict[str, "TrainerLaw"] = {}
 """The laws, by their names."""
 
@@ -82,7 +78,7 @@ def _written_twice(
     sizes = range(min(most, 1 + (change == "ranks")), most + 1)
     fitting = {
         count: [size for size in sizes if abilities.uneven or count % size == 0]
-        for count in range(1 if change == "padding" else 2, MOST + 1)
+        for count in range(1 if change == "padding" else 2, 10)
     }
     parts = draw.many([count for count, some in fitting.items() if some])
     size = draw.one(fitting[len(parts)])
@@ -94,7 +90,7 @@ def _written_twice(
         shares[owner].append(Part(rows))
     first: Layout = shares
     second: Layout = shares
-    every = [row for rows in cut for row in rows]
+    every = [*range(len(task.weights(batch)))]
     if change == "order":
         second = [
             [Part(draw.order(part.rows)) for part in draw.order(share)]
@@ -185,7 +181,8 @@ def _weights(draw: Draw, trainer: Any, part: str) -> Case:
         batch, scale = _batch(draw, abilities), draw.one([2.0, 0.5, 4.0, 0.25, 16.0, 0.0625])
         other, how = {**batch, "w": batch["w"] * scale}, f"the weights times {scale}"
     else:
-        batch, how = _batch(draw, abilities._replace(weights="whole")), "each token weight times"
+        whole = abilities._replace(weights="whole")
+        batch, how = _batch(draw, whole, most_rows=2, most_length=2), "each token weight times"
         times = batch["w"]
         times[0, 0] += 1 + (times[0, 0] == 0)  # Once is no change.
         other = {
@@ -228,8 +225,8 @@ def _interrupted(draw: Draw, trainer: Any, act: Act | None = None, how: str = ""
         act = [[spoilt if rank == at else batch] for rank in range(size)]
         how = f"with a target that is not finite on rank {at} of {size}"
     elif act is None:
-        numbers = [draw.one(range(3)) for _ in range(size if abilities.uneven else 1)]
-        counts = numbers if abilities.uneven else numbers * size
+        counts = [draw.one(range(3)) for _ in range(size)]
+        counts = counts if abilities.uneven else counts[:1] * size
         act = written(batch, abilities.task, [[Part([-1])] * count for count in counts])
         how = f"with {counts} microbatches without tokens on the ranks"
     places = sorted({each.one(range(len(updates), -1, -1)) for each in draw.many(range(1, 3))})

@@ -11,8 +11,7 @@ from purestep.testing.trainer import Abilities, Evaluating, Observation
 from purestep.testing.trainer import Resumable, Switchable, Trainer
 
 __all__ = [
-    "Problem", "Task", "REGRESSION", "Linear", "causal_lm",
-    "Abilities", "Observation", "Trainer", "Evaluating", "Resumable", "Switchable",
-    "Specification", "PureTrainer", "Loop", "loop", "Processes",
-    "LAWS", "Case", "Verdict", "judge", "check", "laws",
+    "Problem", "Task", "REGRESSION", "Linear", "causal_lm", "Abilities", "Observation", "Trainer",
+    "Evaluating", "Resumable", "Switchable", "Specification", "PureTrainer", "Loop", "loop",
+    "Processes", "LAWS", "Case", "Verdict", "judge", "check", "laws",
 ]  # fmt: skip

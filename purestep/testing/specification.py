@@ -66,8 +66,7 @@ class Specification:
 
     def evaluate(self, group: Group) -> float:
         """Σ wᵢ ℓᵢ / Σ wᵢ."""
-        batch = together([part for share in group for part in share])
-        assert batch is not None
+        batch: Any = together([part for share in group for part in share])
         weights = self.problem.weights(batch).to(torch.float64)
         return float((weights * self._losses(self.params, batch)).sum() / weights.sum())
 
