@@ -1,14 +1,18 @@
-"""Mistakes put into the loop by hand that show in few cases alone: the kit has to find them.
+"""Mistakes put into the loop by hand that show in few cases alone, and loops that are right.
 
-``python -m proofs.rare_mutants`` judges each by all laws, with the cases that everybody gets, and prints a table. ``python -m
-proofs.rare_mutants right 120`` looks for false alarms in loops that are right, for so many seconds.
+python -m proofs.rare_mutants                   which laws find each, with the cases of default
+python -m proofs.rare_mutants right 120 [SEED]  false alarms about right loops, in so many seconds
 """
 
 import sys
 import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy
 import torch
+from torch import Tensor, nn
 
 import purestep as ps
 from proofs.plain_loop import PlainLoop
@@ -23,6 +27,9 @@ from proofs.plain_mutants import (
     build,
     objective,
 )
+from purestep.testing import Abilities, Observation, Problem
+
+Batch = dict[str, Tensor]
 
 COUNTED = "self.problem.weights(batch).sum()"
 STEP = "                optimizer.step()\n"
@@ -69,7 +76,7 @@ def of_batch(expression: str) -> list[tuple[str, str]]:
 
 KEYS = "{key: x%s if x.ndim > 1 else x for key, x in batch.items()}"
 
-LOOPS = [
+LOOPS: list[tuple[str, list[tuple[str, str]]]] = [
     ("the fourth of four microbatches counts twice",
         scaled("2 if (len(share), at) == (4, 3) else 1")),
     ("of seven microbatches or more the last is left out",
@@ -169,19 +176,31 @@ LOOPS = [
     ("noise follows the number of the update and the microbatch's rows",
         [("manual_seed(1000 * key + column)", "manual_seed(1000 * key + column + 77 * (rows > 3))")]),
 ]  # fmt: skip
+"""What each does, and its words for those of the loop."""
 
 
-def plain(model, optimizer, microbatches, problem):
-    """The loop that divides first."""
+def divided_first(
+    model: Any, optimizer: Any, microbatches: Sequence[Batch], problem: Problem
+) -> None:
+    """Σ wᵢ ℓᵢ / N of each microbatch; on several processes N and the gradients are summed."""
     optimizer.zero_grad()
-    count = sum([problem.weights(batch).sum() for batch in microbatches], torch.zeros(()))
+    counts = [problem.weights(batch).sum().double() for batch in microbatches]
+    count = torch.stack([torch.zeros((), dtype=torch.float64), *counts]).sum()
+    parallel = torch.distributed.is_initialized()
+    if parallel:
+        torch.distributed.all_reduce(count)
     for batch in microbatches:
         ((problem.losses(model, batch) * problem.weights(batch)).sum() / count).backward()
+    for p in model.parameters() if parallel else []:
+        p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+        torch.distributed.all_reduce(p.grad)
     if count > 0:
         optimizer.step()
 
 
-def divided_last(model, optimizer, microbatches, problem):
+def divided_last(
+    model: Any, optimizer: Any, microbatches: Sequence[Batch], problem: Problem
+) -> None:
     """Gradients of sums, divided once."""
     optimizer.zero_grad()
     for batch in microbatches:
@@ -192,43 +211,34 @@ def divided_last(model, optimizer, microbatches, problem):
         optimizer.step()
 
 
-def clipped(model, optimizer, microbatches, problem):
-    """With gradients of norm 1 at most."""
-    optimizer.zero_grad()
-    count = sum([problem.weights(batch).sum() for batch in microbatches], torch.zeros(()))
-    for batch in microbatches:
-        ((problem.losses(model, batch) * problem.weights(batch)).sum() / count).backward()
-    if count > 0:
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
+class Clipped(torch.optim.SGD):
+    """SGD of gradients whose norm is 1 at most."""
+
+    def step(self, closure: Any = None) -> Any:
+        """Clips first."""
+        torch.nn.utils.clip_grad_norm_(self.param_groups[0]["params"], 1.0)
+        return super().step(closure)
 
 
-def adamw(model, problem):
-    """AdamW at the problem's rate."""
-    return model, torch.optim.AdamW(model.parameters(), problem.learning_rate, weight_decay=0.5)
+def clipped(module: nn.Module, problem: Problem) -> tuple[Any, Any]:
+    """With the problem's rate and momentum."""
+    return module, Clipped(module.parameters(), problem.learning_rate, problem.momentum)
 
 
-def on_ranks(model, optimizer, microbatches, problem):
-    """The count and the gradients are summed over the processes."""
-    optimizer.zero_grad()
-    count = sum([problem.weights(b).sum() for b in microbatches], torch.zeros(())).double()
-    torch.distributed.all_reduce(count)
-    for batch in microbatches:
-        ((problem.losses(model, batch) * problem.weights(batch)).sum() / count).backward()
-    for p in model.parameters():
-        p.grad = torch.zeros_like(p) if p.grad is None else p.grad
-        torch.distributed.all_reduce(p.grad)
-    if count > 0:
-        optimizer.step()
+def adamw(module: nn.Module, problem: Problem) -> tuple[Any, Any]:
+    """At the problem's rate."""
+    params, rate = module.parameters(), problem.learning_rate
+    return module, torch.optim.AdamW(params, rate, weight_decay=0.5)
 
 
-def pure(problem, axis):
+def pure(problem: Problem, axis: ps.Axis) -> tuple[Any, Any, Any]:
     """purestep's own step."""
     params, apply = ps.from_module(problem.module())
-    numbers = {"momentum": problem.momentum, "weight_decay": problem.weight_decay}
-    optimizer = ps.optim.sgd(problem.learning_rate, **numbers)
+    optimizer = ps.optim.sgd(
+        problem.learning_rate, momentum=problem.momentum, weight_decay=problem.weight_decay
+    )
 
-    def loss_fn(params, batch):
+    def loss_fn(params: Any, batch: Batch) -> Tensor:
         return problem.losses(lambda x: apply(params, x), batch)
 
     step = ps.make_update_step(loss_fn, optimizer, weight_fn=problem.weights, axis=axis)
@@ -236,15 +246,18 @@ def pure(problem, axis):
 
 
 class ByHand:
-    """NumPy."""
+    """In NumPy."""
 
-    abilities = ps.testing.Abilities()
+    abilities = Abilities()
 
-    def start(self, problem, ranks):
-        self.problem, self.p = problem, {k: v.numpy() for k, v in problem.params().items()}
+    def start(self, problem: Problem, ranks: int) -> None:
+        """Arrays."""
+        self.problem = problem
+        self.p: dict[str, Any] = {k: v.numpy() for k, v in problem.params().items()}
         self.m = {name: 0 * value for name, value in self.p.items()}
 
-    def update(self, group):
+    def update(self, group: Sequence[Sequence[Batch]]) -> None:
+        """The derivative is written out."""
         (microbatches,) = group
         count = sum(batch["w"].numpy().sum() for batch in microbatches)
         if count == 0:
@@ -259,62 +272,64 @@ class ByHand:
             self.m[name] = self.problem.momentum * self.m[name] + grads[name]
             self.p[name] = self.p[name] - self.problem.learning_rate * self.m[name]
 
-    def observe(self):
-        return [ps.testing.Observation({k: torch.as_tensor(v) for k, v in self.p.items()})]
+    def observe(self) -> list[Observation]:
+        """Tensors."""
+        return [Observation({name: torch.as_tensor(p) for name, p in self.p.items()})]
 
 
-A = ps.testing.Abilities
-RIGHT = {
+RIGHT: dict[str, Callable[[], Any]] = {
     "the loop of the proofs": PlainLoop,
-    "the loop that divides first": lambda: ps.testing.loop(plain),
+    "divided first": lambda: ps.testing.loop(divided_first),
     "divided last": lambda: ps.testing.loop(divided_last),
-    "float32": lambda: ps.testing.loop(plain, abilities=A(dtype=torch.float32)),
-    "AdamW": lambda: ps.testing.loop(plain, adamw, A(sgd=False)),
-    "clipped": lambda: ps.testing.loop(clipped, abilities=A(sgd=False)),
+    "float32": lambda: ps.testing.loop(divided_first, None, Abilities(dtype=torch.float32)),
+    "AdamW": lambda: ps.testing.loop(divided_first, adamw, Abilities(sgd=False)),
+    "clipped": lambda: ps.testing.loop(divided_last, clipped, Abilities(sgd=False)),
     "NumPy": ByHand,
-    "a pure step on threads": lambda: ps.testing.PureTrainer(pure, A(ranks=3)),
-    "two processes": lambda: ps.testing.loop(on_ranks, abilities=A(ranks=2)),
+    "a pure step on threads": lambda: ps.testing.PureTrainer(pure, Abilities(ranks=3)),
+    "two processes": lambda: ps.testing.loop(divided_first, None, Abilities(ranks=2)),
 }
+"""Loops that are right."""
 
 
-def main() -> None:
-    """The table, or the false alarms."""
-    torch.set_num_threads(1)
-    if sys.argv[1:2] == ["right"]:
-        until = time.monotonic() + float(sys.argv[2])
-        seed = int(sys.argv[3]) if len(sys.argv) > 3 else 0
-        total = {}
-        trainers = {
-            name: make() for name, make in RIGHT.items() if not sys.argv[4:] or name in sys.argv[4:]
-        }
-        while time.monotonic() < until:
-            seed += 1
-            for name, trainer in trainers.items():
-                for v in ps.testing.judge(trainer, cases=30, seed=seed):
-                    total[name] = total.get(name, 0) + v.cases
-                    if v.finding in ("wrong", "refuses"):
-                        print("FALSE ALARM", name, seed, v, v.case.words(), flush=True)
-        print(seed, sum(total.values()), total)
-        return
-    found = 0
-    for number, (name, patches) in enumerate(LOOPS):
-        if sys.argv[1:] and str(number) not in sys.argv[1:]:
-            continue
-        start, by = time.process_time(), []
-        trainer = build(Bug(str(number), "", name, patches))
-        cases = 0
+def of(number: int) -> Any:
+    """The loop with the mistake of this number."""
+    name, patches = LOOPS[number]
+    return build(Bug(f"rare {number}", "", name, patches))
+
+
+def findings() -> None:
+    """Prints which laws find each mistake, after how many seconds the first does."""
+    for number, (name, _) in enumerate(LOOPS):
+        start, found, seconds = time.process_time(), [], 0.0
         for law in ps.testing.LAWS:
-            (v,) = ps.testing.judge(trainer, [law], shrink=0)
-            cases += v.cases
-            if v.finding in ("wrong", "refuses"):
-                by.append(law if v.finding == "wrong" else f"({law} refuses: {v.why})")
-        found += bool(by)
+            (verdict,) = ps.testing.judge(of(number), [law], shrink=0)
+            if verdict.finding in ("wrong", "refuses"):
+                found.append(law if verdict.finding == "wrong" else f"({law})")
+                seconds = seconds or time.process_time() - start
         print(
-            f"{number:2} {name:70} {' '.join(by) or 'NOT FOUND'}  {time.process_time() - start:.0f} s",
-            flush=True,
+            f"{number:2} {name:68} {seconds:4.1f} s  {' '.join(found) or 'NOT FOUND'}", flush=True
         )
-    print(found, len(LOOPS))
+
+
+def alarms(seconds: float, seed: int) -> Counter[str]:
+    """False alarms about right loops are printed; returns the cases asked of each."""
+    cases: Counter[str] = Counter()
+    trainers = {name: make() for name, make in RIGHT.items()}
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        for name, trainer in trainers.items():
+            for verdict in ps.testing.judge(trainer, cases=30, seed=seed):
+                cases[name] += verdict.cases
+                if verdict.case is not None:
+                    print(f"{name}, seed {seed}: {verdict}; {verdict.case.words()}", flush=True)
+        seed += 1
+    print(f"{cases.total()} cases, the next seed is {seed}: {dict(cases)}")
+    return cases
 
 
 if __name__ == "__main__":
-    main()
+    torch.set_num_threads(1)
+    if sys.argv[1:2] == ["right"]:
+        alarms(float(sys.argv[2]), int((sys.argv[3:] or ["0"])[0]))
+    else:
+        findings()
