@@ -53,7 +53,7 @@ class Observation(NamedTuple):
     grad_norm: Tensor | float | None = None
     num_tokens: Tensor | float | None = None
     evaluation: Tensor | float | None = None
-    changed: Sequence[tuple[str, str]] = ()
+    changed: Any = None
 
 
 class Trainer(Protocol):
