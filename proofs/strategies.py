@@ -25,7 +25,6 @@ import purestep as ps
 from proofs import models
 from purestep import optim, tree
 from purestep.testing.bounds import gamma
-from purestep.testing.strategies import Cut, taken
 
 settings.register_profile(
     "default", derandomize=True, deadline=None, max_examples=30, database=None
@@ -34,6 +33,8 @@ settings.register_profile("explore", deadline=None, max_examples=500)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 
 Batch = dict[str, Tensor]
+Cut = list[list[int]]
+"""Which rows each microbatch holds, in order."""
 Groups = list[list[Batch]]
 """The microbatches of each rank."""
 T = TypeVar("T")
@@ -250,6 +251,11 @@ def integer_batch(weights: Tensor, generator: torch.Generator) -> Batch:
         "y": models.integers((rows, length), generator),
         "w": weights,
     }
+
+
+def taken(batch: Batch, rows: Sequence[int]) -> Batch:
+    """These rows of it."""
+    return {key: value[list(rows)] for key, value in batch.items()}
 
 
 def cut(batch: Batch, microbatches: Cut) -> list[Batch]:
