@@ -16,6 +16,7 @@ from proofs.strategies import (
     OPTIMIZERS,
     Batch,
     Case,
+    Cut,
     assert_same,
     cases,
     cut,
@@ -29,7 +30,6 @@ from proofs.theorem import System
 from proofs.worlds import Grid, Ranks
 from purestep import tree
 from purestep.testing.specification import spec
-from purestep.testing.strategies import Cut
 
 Run = Callable[..., list[Any]]
 """``run(ranks, program, *args)``, on threads or on processes."""

@@ -18,11 +18,11 @@ from hypothesis import settings, strategies as st
 from torch import Tensor
 
 import purestep as ps
-from proofs import models
-from purestep import testing, tree
+from proofs import models, writings
+from proofs.writings import Cut, cuts, taken
+from purestep import tree
 from purestep.testing.bounds import gamma
 from purestep.testing.specification import spec
-from purestep.testing.strategies import Cut, cuts, taken
 
 settings.register_profile(
     "default", derandomize=True, deadline=None, max_examples=60, database=None
@@ -124,7 +124,7 @@ def cases(
     rows, length = draw(st.integers(1, 6)), draw(st.integers(1, 4))
     kinds = [kind for kind in WEIGHTS if fractional or not kind.is_floating_point]
     kind, dtype = draw(st.sampled_from(kinds)), draw(st.sampled_from(dtypes))
-    drawn = testing.weights(rows, length, "mask" if kind == torch.bool else "whole")
+    drawn = writings.weights(rows, length, mask=kind == torch.bool)
     weights = torch.tensor(draw(drawn)).to(kind)
     if kind == torch.float64:
         weights = weights / draw(st.sampled_from([1, 16, 256]))
@@ -205,7 +205,7 @@ def cut(batch: Batch, microbatches: Cut) -> list[Batch]:
 @st.composite
 def assignments(draw: st.DrawFn, rows: int) -> list[Cut]:
     """Any assignment of rows to ranks, and any cut on each: uneven ranks, and ranks without data."""
-    shares = draw(testing.ranks(range(rows)))
+    shares = draw(writings.ranks(range(rows)))
     return [[[own[i] for i in part] for part in draw(cuts(len(own), 3))] for own in shares]
 
 
@@ -227,7 +227,7 @@ def groups_of(
     order = draw(st.permutations(range(case.rows))) if shuffled else range(case.rows)
     scalars, kept = draw(st.booleans()), draw(st.booleans())
     groups: Groups = []
-    for own in draw(testing.ranks(order, ranks)):
+    for own in draw(writings.ranks(order, ranks)):
         groups.append([])
         for part in draw(cuts(len(own))):
             microbatch = taken(case.batch, [own[i] for i in part])

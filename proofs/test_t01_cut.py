@@ -26,18 +26,19 @@ from proofs.strategies import (
     capture,
     check_step,
     cut,
+    cuts,
     outcome,
     real_cases,
     settings_of_steps,
     step_of,
     steps,
+    taken,
     weights_of,
 )
 from proofs.theorem import System, theorem
 from purestep import tree
 from purestep.testing.bounds import gamma
 from purestep.testing.specification import spec
-from purestep.testing.strategies import cuts, taken
 
 ONE_RANK: dict[str, Any] = {"ranks": 1, "shuffled": False, "padded": False}
 EXACT: dict[str, Any] = {**ONE_RANK, "dtypes": [torch.float64]}

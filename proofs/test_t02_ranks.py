@@ -37,12 +37,12 @@ from proofs.strategies import (
     real_cases,
     shares,
     step_of,
+    taken,
     weights_of,
 )
 from proofs.theorem import System, theorem
 from proofs.worlds import on_threads
 from purestep import tree
-from purestep.testing.strategies import taken
 
 Groups = list[list[Batch]]
 RANKS: Any = {"axes": ("simulated", "threads")}

@@ -28,12 +28,12 @@ from proofs.strategies import (
     cases,
     check_step,
     cut,
+    cuts,
     real_cases,
     weights_of,
 )
 from proofs.theorem import System, theorem
 from purestep import tree
-from purestep.testing.strategies import cuts
 
 FLOATS = [torch.float64, torch.float32]
 SIGNED = [*FLOATS, torch.int64, torch.int32, torch.int8]

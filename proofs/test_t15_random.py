@@ -29,6 +29,7 @@ from proofs.strategies import (
     capture,
     cases,
     cut,
+    cuts,
     integer_batch,
     real_cases,
     step_of,
@@ -38,7 +39,6 @@ from proofs.theorem import System, theorem
 from proofs.worlds import on_threads
 from purestep import tree
 from purestep.testing.specification import spec
-from purestep.testing.strategies import cuts
 
 Loss = Callable[[Any, Batch], Tensor]
 Arrangement = tuple[Case, list[list[int]], list[tuple[int, int]]]

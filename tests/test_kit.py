@@ -16,14 +16,14 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import find, given, strategies as st
 from torch import Tensor, nn
 
 import purestep as ps
 from proofs.plain_loop import PlainLoop
 from purestep.testing import Abilities, Linear, Problem, Specification
 from purestep.testing.bounds import bound
-from purestep.testing.strategies import exact_batches, problems, ranks, weights
+from purestep.testing.draws import Draw, counterexample
+from purestep.testing.writing import KINDS, microbatches, problem_of
 
 Batch = dict[str, Tensor]
 
@@ -82,25 +82,77 @@ def mean_of_means(
     optimizer.step()
 
 
-@given(ranks([[0], [1], [2], [3]], 3, uneven=False))
-def test_even_ranks_hold_equally_many(shares: list[list[list[int]]]) -> None:
-    assert len({len(share) for share in shares}) == 1
-    assert [part for share in shares for part in share] == [[0], [1], [2], [3]]
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("weights", ["mask", "whole", "any"])
+def test_microbatches_differ_as_their_kind_says(kind: str, weights: Any) -> None:
+    sums = set()
+    for seed in range(60):
+        draw = Draw({}, random.Random(seed))
+        parts = draw.many(range(2, 10))
+        batch, cut = microbatches(draw, Abilities(weights=weights), parts, kind)
+        rows = batch["w"].double().sum(1)
+        totals, sizes = {float(rows[part].sum()) for part in cut}, {len(part) for part in cut}
+        assert len(cut) == len(parts)
+        assert (0.0 in totals) == (kind == "empty ones")
+        assert len(totals) == 1 or kind != "equal tokens"
+        assert len(totals) > 1 or kind == "equal tokens"
+        if kind in ("equal tokens", "unequal rows"):
+            assert len({*rows.tolist()}) == 1
+            assert (len(sizes) == 1) == (kind == "equal tokens")
+        total = Fraction(float(rows.sum()))
+        sums.add(total.numerator & (total.numerator - 1) == 0)
+    assert sums == {True, False} or kind in KINDS[:2], "sums are powers of two, and others"
 
 
-KINDS: Any = st.sampled_from(["mask", "whole", "any"])
+def listed(run: Any) -> list[Any]:
+    """Its acts, as they compare."""
+    return [
+        act
+        if isinstance(act, str)
+        else [[{key: x.tolist() for key, x in b.items()} for b in share] for share in act]
+        for act in run.acts
+    ]
 
 
-@given(KINDS.flatmap(lambda kind: weights(2, 3, kind)))
-def test_exact_weights_sum_to_a_power_of_two(drawn: list[list[float]]) -> None:
-    total = Fraction(sum(map(sum, drawn)))
-    assert total > 0
-    assert all(n & (n - 1) == 0 for n in (total.numerator, total.denominator))
+def test_two_runs_are_never_the_same() -> None:
+    """What a law draws differs in what the law is about."""
+    for name in ("T1", "T2", "T3", "T4", "T5", "T7", "T14", "T16"):
+        law = ps.testing.LAWS[name]
+        for able in (PlainLoop.abilities, PlainLoop.abilities._replace(uneven=False)):
+            trainer: Any = PlainLoop()
+            trainer.abilities = able
+            for part, seed in itertools.product(law.parts, range(20)):
+                case = law.cases(Draw({(0,): seed}, random.Random(seed)), trainer, part)
+                assert case.first is not None
+                assert listed(case.first) != listed(case.second), case.words()
+                if name == "T2":
+                    assert case.second.ranks > 1
+                if not able.uneven:
+                    assert all(len({*map(len, group)}) == 1 for group in case.second.groups)
 
 
-@pytest.mark.parametrize("kind", ["mask", "whole", "any"])
-def test_other_sums_are_drawn_too(kind: Any) -> None:
-    assert find(weights(1, 3, kind, exact=False), lambda w: sum(map(sum, w)) == 3)
+def test_every_number_of_microbatches_is_drawn() -> None:
+    (verdict,) = ps.testing.judge(Specification(), ["T1"])
+    assert {*verdict.coverage["microbatches"]} == {*range(2, 10)}
+    assert min(verdict.coverage["microbatches"].values()) >= 8
+    assert {*verdict.coverage["updates"]} == {*range(1, 7)}
+    assert {*verdict.coverage["weights"]} == {"0 and 1", "whole", "fractions"}
+    assert [part.cases for part in verdict.parts.values()] == [25] * 4
+
+
+def test_choices_become_simpler() -> None:
+    def claim(numbers: list[int]) -> None:
+        if sum(numbers) >= 12:
+            raise AssertionError(sum(numbers))
+
+    def case(draw: Draw) -> list[int]:
+        return [each.one(range(9)) for each in draw.many(range(9))]
+
+    smallest = counterexample(case, claim, most=20, shrink=200)
+    assert smallest is not None
+    assert smallest.args == (12,)
+    assert counterexample(case, claim, most=20, shrink=0) is not None
+    assert counterexample(case, lambda numbers: None, most=20) is None
 
 
 def test_failures_shrink_to_what_a_person_can_read() -> None:
@@ -174,7 +226,10 @@ def test_a_refusal_is_no_wrong_number() -> None:
                 raise ValueError("one microbatch, please")
             super().update(group)
 
-    assert judged(Refusing(), "T1") == ["refuses: ValueError: one microbatch, please"]
+    (found,) = judged(Refusing(), "T1")
+    assert re.match(
+        r"refuses: ValueError: one microbatch, please \(test_kit.py:\d+, in update\)", found
+    )
     with pytest.raises(AssertionError, match=r"T1 .cut. is refused"):
         ps.testing.check(Refusing(), ["T1"], cases=20)
 
@@ -287,22 +342,12 @@ def test_pytest_has_one_test_for_each_law(tmp_path: Any) -> None:
     assert "it has one way" in ran.stdout
 
 
-def test_without_hypothesis_the_rest_is_there() -> None:
-    program = (
-        "import sys; sys.modules['hypothesis'] = None\n"
-        "import purestep as ps; ps.testing.ThreadAxis(2)\n"
-        "try: ps.testing.judge\n"
-        "except ImportError as error: print(error)\n"
-    )
-    ran = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True
-    )
-    assert 'pip install "purestep[testing]"' in ran.stdout
-
-
-@given(problems(Abilities()), st.lists(exact_batches(), min_size=1, max_size=3))
-def test_the_specification_is_the_step_of_torch(problem: Problem, batches: list[Batch]) -> None:
+@pytest.mark.parametrize("seed", range(40))
+def test_the_specification_is_the_step_of_torch(seed: int) -> None:
     """``torch.optim.SGD`` on the mean over all tokens."""
+    draw = Draw({}, random.Random(seed))
+    problem = problem_of(draw, Abilities())
+    batches = [microbatches(each, Abilities(), [each])[0] for each in draw.many(range(1, 4))]
     specification, module = Specification(), problem.module()
     specification.start(problem, 1)
     optimizer = problem.optimizer(module)
@@ -314,7 +359,7 @@ def test_the_specification_is_the_step_of_torch(problem: Problem, batches: list[
         optimizer.step()
     (seen,) = specification.observe()
     tokens = sum(batch["w"].numel() for batch in batches)
-    allowed = bound(problem, [*batches], tokens, torch.float64)
+    allowed = bound(problem, [*batches], tokens, Abilities())
     for name, p in module.named_parameters():
         assert (p - seen.params[name]).norm() <= 2 * allowed.params[name]
 

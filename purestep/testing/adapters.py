@@ -15,6 +15,7 @@ from purestep.testing.problem import Batch, Problem
 from purestep.testing.processes import World, values
 from purestep.testing.threads import ThreadAxis
 from purestep.testing.trainer import Abilities, Group, Observation
+from purestep.testing.watch import Watch
 
 Step: TypeAlias = Callable[..., Any]
 MakeStep: TypeAlias = Callable[[Problem, Axis], tuple[Any, Any, Step]]
@@ -59,9 +60,10 @@ class PureTrainer:
 
     def observe(self) -> Sequence[Observation]:
         """The parameters, and the metrics."""
+        names = ("loss", "grad_norm", "num_tokens")
         return [
-            Observation(params, *[getattr(metrics, name, None) for name in Observation._fields[1:]])
-            for params, _, metrics in self._states
+            Observation(params)._replace(**{name: getattr(told, name, None) for name in names})
+            for params, _, told in self._states
         ]
 
     def save(self) -> Any:
@@ -109,13 +111,11 @@ class Loop:
 
     def start(self, problem: Problem) -> None:
         """A new module and a new optimizer."""
-        module = problem.module()
-        self._problem = problem
+        module, self._problem = problem.module(), problem
         self._reported: dict[str, Any] = {}
-        if self._prepare is None:
-            self._model, self._optimizer = module, problem.optimizer(module)
-        else:
-            self._model, self._optimizer = self._prepare(module, problem)
+        prepare = self._prepare or (lambda module, problem: (module, problem.optimizer(module)))
+        made: tuple[Any, Any] = prepare(module, problem)
+        self._model, self._optimizer = made
 
     def update(self, microbatches: Sequence[Batch]) -> None:
         """One update in place."""
@@ -206,11 +206,11 @@ class Processes:
 
     def update(self, group: Group) -> None:
         """One update in all processes."""
-        self._run(_call, ["update"] * len(group), [list(share) for share in group])
+        self._run(_update, [list(share) for share in group])
 
     def observe(self) -> Sequence[Observation]:
-        """What each process sees."""
-        return self._run(_call, ["observe"] * self._world.size)
+        """What each process sees, and what is no longer as it was there."""
+        return self._run(_observe)
 
     def _run(self, function: Callable[..., Any], *args: Sequence[Any]) -> list[Any]:
         return values(self._world.run(function, *args))
@@ -221,13 +221,19 @@ def _leave(worlds: dict[int, World]) -> None:
         world.stop()
 
 
-_running: dict[str, RankProgram] = {}
+_running: dict[str, Any] = {}
 
 
 def _start(rank: int, make: Callable[[], RankProgram], problem: Problem) -> None:
-    _running["program"] = make()
+    _running.update(watch=Watch(), program=make())
     _running["program"].start(problem)
 
 
-def _call(rank: int, name: str, *args: Any) -> Any:
-    return getattr(_running["program"], name)(*args)
+def _update(rank: int, share: list[Batch]) -> None:
+    update = _running["program"].update
+    _running["watch"].call(lambda group: update(group[0]), [share])
+
+
+def _observe(rank: int) -> Observation:
+    seen: Observation = _running["program"].observe()
+    return seen._replace(changed=_running["watch"].changed())
