@@ -1,7 +1,7 @@
 """What the laws say of a trainer: as an error, as tests, and as a table."""
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from datetime import date
 from typing import Any, Literal, NamedTuple, TypeAlias
 
