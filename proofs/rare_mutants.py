@@ -278,6 +278,7 @@ RIGHT = {
 
 
 def main() -> None:
+    """The table, or the false alarms."""
     torch.set_num_threads(1)
     if sys.argv[1:2] == ["right"]:
         until = time.monotonic() + float(sys.argv[2])

@@ -36,20 +36,19 @@ def main() -> int:
     told: list[str] = []
     for law in given.laws.split(","):
         (whole,) = judge(trainer, [law], cases=given.cases, seed=seed)
-        for part, verdict in (whole.parts or {"": whole}).items():
+        for part, verdict in (whole.parts or dict.fromkeys(LAWS[law].parts, whole)).items():
             key, now = f"{law} {part}".strip(), verdict.finding
             was = accepted.get(key)
             about = verdict.why or f"in {verdict.cases} cases, {verdict.to_the_bit} to the bit"
-            note = f" (accepted: {was})" if was else ""
-            print(f"{key:18} {verdict.law.title:12} {now}{note}: {about}", flush=True)
+            note = f"{now} (accepted: {was})" if was else now
+            print(f"{key:18} {verdict.law.title:12} {note}: {about}", flush=True)
             if now in ("wrong", "refuses"):
                 told += [] if now == was else [report(verdict)]
             elif was:
                 told.append(f"{key} is accepted as {was!r}, and {now!r} now: take it off the list.")
-            row = verdict._asdict() | {"law": law, "part": part, "accepted": was, "seed": seed}
-            if verdict.case is not None:
-                row |= {"case": verdict.case.words(), "code": verdict.case.code()}
-            rows.append({name: x for name, x in row.items() if name != "parts"})
+            row = verdict._asdict() | {"law": law, "parts": part, "accepted": was, "seed": seed}
+            case = verdict.case
+            rows.append(row | {"case": case and case.words(), "code": case and case.code()})
     if given.json:
         given.json.write_text(json.dumps(rows, indent=1))
     print("", *told, sep="\n")
@@ -59,15 +58,12 @@ def main() -> int:
 def _accepted(text: str) -> dict[str, str]:
     """Lines such as ``T1 unequal tokens: wrong  # why``."""
     known = {f"{name} {part}".strip() for name, law in LAWS.items() for part in law.parts}
-    accepted = {}
-    for line in text.splitlines():
-        if line := line.partition("#")[0].strip():
-            key, _, finding = line.partition(": ")
-            if key not in known or finding not in ("wrong", "refuses"):
-                raise ValueError(
-                    f"{line!r}: a line of --accept names a part and what it is, such as 'T1 unequal tokens: wrong'; parts are {sorted(known)}"
-                )
-            accepted[key] = finding
+    lines = [line.partition("#")[0].strip() for line in text.splitlines()]
+    accepted = dict(line.split(": ", 1) for line in lines if line)
+    if wrong := ({*accepted} - known) | ({*accepted.values()} - {"wrong", "refuses"}):
+        raise ValueError(
+            f"--accept: {wrong}; a line is one of {sorted(known)}, ': wrong' or ': refuses'"
+        )
     return accepted
 
 

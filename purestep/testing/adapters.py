@@ -41,7 +41,7 @@ class PureTrainer:
 
     def start(self, problem: Problem, ranks: int) -> None:
         """Makes the step."""
-        self._axis = ThreadAxis(ranks) if ranks > 1 else LocalAxis()
+        self._axis: Any = ThreadAxis(ranks) if ranks > 1 else LocalAxis()
         made = [self.make(problem, self._axis) for _ in range(ranks)]
         self._steps = [step for _, _, step in made]
         self._states: list[Any] = [(params, opt_state, None) for params, opt_state, _ in made]
@@ -50,20 +50,18 @@ class PureTrainer:
         """One step on every rank."""
 
         def one(step: Step, state: Any, microbatches: Sequence[Batch]) -> Any:
-            params, opt_state, _ = state
-            return step(params, opt_state, microbatches)
+            return step(*state[:2], microbatches)
 
-        if isinstance(self._axis, ThreadAxis):
-            self._states = self._axis.map(one)(self._steps, self._states, group)
-        else:
-            self._states = [one(self._steps[0], self._states[0], group[0])]
+        columns = self._steps, self._states, group
+        threads = isinstance(self._axis, ThreadAxis)
+        self._states = self._axis.map(one)(*columns) if threads else [*map(one, *columns)]
 
     def observe(self) -> Sequence[Observation]:
         """The parameters, and the metrics."""
         names = ("loss", "grad_norm", "num_tokens")
+        told: list[Any] = [[getattr(it, name, None) for name in names] for *_, it in self._states]
         return [
-            Observation(params)._replace(**{name: getattr(told, name, None) for name in names})
-            for params, _, told in self._states
+            Observation(state[0], *said) for state, said in zip(self._states, told, strict=True)
         ]
 
     def save(self) -> Any:
@@ -88,6 +86,7 @@ class RankProgram(Protocol):
         """What this rank sees."""
 
 
+Prepare: TypeAlias = Callable[[nn.Module, Problem], tuple[Any, Any]] | None
 UpdateFn: TypeAlias = Callable[[Any, Any, Sequence[Batch], Problem], Mapping[str, Any] | None]
 """``update(model, optimizer, microbatches, problem)`` makes one update in place.
 
@@ -102,20 +101,17 @@ class Loop:
         prepare: makes the model and the optimizer for ``update``; None: the problem's own.
     """
 
-    def __init__(
-        self,
-        update: UpdateFn,
-        prepare: Callable[[nn.Module, Problem], tuple[Any, Any]] | None = None,
-    ) -> None:
+    def __init__(self, update: UpdateFn, prepare: Prepare = None) -> None:
         self._update, self._prepare = update, prepare
 
     def start(self, problem: Problem) -> None:
         """A new module and a new optimizer."""
         module, self._problem = problem.module(), problem
         self._reported: dict[str, Any] = {}
-        prepare = self._prepare or (lambda module, problem: (module, problem.optimizer(module)))
-        made: tuple[Any, Any] = prepare(module, problem)
-        self._model, self._optimizer = made
+        made = self._prepare(module, problem) if self._prepare else None
+        self._model: Any
+        self._optimizer: Any
+        self._model, self._optimizer = made or (module, problem.optimizer(module))
 
     def update(self, microbatches: Sequence[Batch]) -> None:
         """One update in place."""
@@ -144,7 +140,6 @@ class OneRank:
 
     def start(self, problem: Problem, ranks: int) -> None:
         """Begins anew."""
-        assert ranks == 1, f"{ranks} ranks, where there is one"
         self.program.start(problem)
 
     def update(self, group: Group) -> None:
@@ -157,9 +152,7 @@ class OneRank:
 
 
 def loop(
-    update: UpdateFn,
-    prepare: Callable[[nn.Module, Problem], tuple[Any, Any]] | None = None,
-    abilities: Abilities = Abilities(),
+    update: UpdateFn, prepare: Prepare = None, abilities: Abilities = Abilities()
 ) -> OneRank | Processes:
     """A trainer of a loop: ``update(model, optimizer, microbatches, problem)`` updates in place.
 
@@ -194,7 +187,7 @@ class Processes:
     ) -> None:
         self.make, self.abilities, self._timeout = make, abilities, timeout
         self._worlds: dict[int, World] = {}
-        weakref.finalize(self, _leave, self._worlds)
+        weakref.finalize(self, lambda worlds: [*map(World.stop, worlds.values())], self._worlds)
 
     def start(self, problem: Problem, ranks: int) -> None:
         """Begins anew, in processes that may have been there before."""
@@ -214,11 +207,6 @@ class Processes:
 
     def _run(self, function: Callable[..., Any], *args: Sequence[Any]) -> list[Any]:
         return values(self._world.run(function, *args))
-
-
-def _leave(worlds: dict[int, World]) -> None:
-    for world in worlds.values():
-        world.stop()
 
 
 _running: dict[str, Any] = {}

@@ -63,12 +63,8 @@ class Case:
         words += [f"{name.replace('_', ' ')} {n}" for name, n in _numbers(self.problem).items()]
         longer = max(first, self.second, key=lambda run: len(run.groups))
         for at, group in enumerate(longer.groups, 1):
-            parts = [
-                ", ".join(f"{key} {_said(x)}" for key, x in batch.items())
-                for share in group
-                for batch in share
-            ]
-            words.append(f"update {at}: {' | '.join(parts) or 'nothing'}")
+            batches = [[f"{k} {_said(x)}" for k, x in b.items()] for share in group for b in share]
+            words.append(f"update {at}: {' | '.join(map(', '.join, batches)) or 'nothing'}")
         return "; ".join(words)
 
     def code(self) -> str:
@@ -76,12 +72,8 @@ class Case:
         model = self.problem.model
         known = f"ps.testing.REGRESSION, {model!r}" if isinstance(model, Linear) else "task, model"
         numbers = ", ".join(f"{name}={n}" for name, n in _numbers(self.problem).items())
-        lines = [
-            "import torch",
-            "import purestep as ps",
-            "",
-            f"problem = ps.testing.Problem({known}, {numbers})",
-        ]
+        lines = ["import torch", "import purestep as ps", ""]
+        lines.append(f"problem = ps.testing.Problem({known}, {numbers})")
         one = "trainer" if self.first else "ps.testing.Specification()"
         for trainer, run in ((one, self.first or self.second), ("trainer", self.second)):
             start = f"it.start(problem, ranks={run.ranks})"
@@ -101,15 +93,12 @@ class Case:
     def coverage(self) -> dict[str, Any]:
         """What kind of case it is, in a few numbers."""
         *_, last = self.second.groups
-        parts = [batch for share in (self.first or self.second).groups[-1] for batch in share]
-        weights = {w for batch in parts for w in self.problem.weights(batch).flatten().tolist()}
-        whole = "whole" if all(w == int(w) for w in weights) else "fractions"
-        return {
-            "microbatches": sum(map(len, last)),
-            "ranks": self.second.ranks,
-            "updates": len(self.second.groups),
-            "weights": "0 and 1" if weights <= {0, 1} else whole,
-        }
+        batch = _whole((self.first or self.second).groups[-1])
+        weights = {*self.problem.weights(batch).flatten().tolist()} if batch else set()
+        kind = "whole" if all(w == int(w) for w in weights) else "fractions"
+        kind = "0 and 1" if weights <= {0, 1} else kind
+        numbers = sum(map(len, last)), self.second.ranks, len(self.second.groups), kind
+        return dict(zip(("microbatches", "ranks", "updates", "weights"), numbers, strict=True))
 
 
 def _numbers(problem: Problem) -> dict[str, float]:
@@ -123,12 +112,8 @@ def _said(x: Tensor) -> str:
 
 
 def _code(batch: Batch) -> str:
-    items = []
-    for key, value in batch.items():
-        numbers = re.sub(r"\b(nan|inf)\b", r'float("\1")', str(value.tolist()))
-        shape = "" if value.numel() else f".view{tuple(value.shape)}"
-        items.append(f"{key!r}: torch.tensor({numbers}, dtype={value.dtype}){shape}")
-    return f"{{{', '.join(items)}}}"
+    items = [f"{k!r}: torch.tensor({x.tolist()}, dtype={x.dtype})" for k, x in batch.items()]
+    return re.sub(r"\b(nan|inf)\b", r'float("\1")', f"{{{', '.join(items)}}}")
 
 
 class RefusalError(Exception):
@@ -169,37 +154,28 @@ def outcome(trainer: Trainer, problem: Problem, run: Run) -> Sequence[Observatio
     known, dtype = [*problem.params()], trainer.abilities.dtype
     for each in seen:
         if {*each.params} != {*known}:
-            raise ValueError(
-                f"observe() of {type(trainer).__name__} names the parameters {[*each.params]}, but "
-                f"the problem's module has {known}: give them the names of the problem's"
-            )
+            raise ValueError(f"observe() has the names {[*each.params]}, the problem {known}")
         if other := [p.dtype for p in each.params.values() if p.dtype != dtype]:
-            raise RefusalError(
-                f"its parameters are {other[0]}, but its abilities say {dtype}: declare "
-                f"ps.testing.Abilities(dtype={other[0]}), or compute in {dtype}"
-            )
+            how = f"declare Abilities(dtype={other[0]}), or compute in {dtype}"
+            raise RefusalError(f"its parameters are {other[0]}, its abilities say {dtype}: {how}")
     return [each._replace(changed=[*each.changed, *changed]) for each in seen]
 
 
 def _after(trainer: Any, problem: Problem, run: Run, watch: Watch) -> list[Observation]:
-    def start() -> None:
-        trainer.start(problem, run.ranks)
-
     def look(group: Group) -> list[Observation]:
-        first, *others = trainer.observe()
-        batch = _whole(group)
+        (first, *others), batch = trainer.observe(), _whole(group)
         if isinstance(trainer, Evaluating) and batch and problem.weights(batch).any():
             first = first._replace(evaluation=watch.call(trainer.evaluate, group))
         return [first, *others]
 
     if run.setting is not None:
         trainer.use(run.setting)
-    start()
+    trainer.start(problem, run.ranks)
     group: Group = []
     for act in run.acts:
         if act == "restart":
             saved = trainer.save()
-            start()
+            trainer.start(problem, run.ranks)
             trainer.load(saved)
         elif act == "look":
             look(group)
@@ -214,11 +190,11 @@ def agree(trainer: Trainer, case: Case) -> bool:
 
     They agree in their last states and in what they report.
     """
-    problem, able = case.problem, trainer.abilities
+    problem = case.problem
     # The first run has no more in it than has to be computed.
     wholes = [_whole(group) for group in (case.first or case.second).groups]
     tokens = sum(problem.weights(b).numel() for g in case.second.groups for s in g for b in s)
-    allowed = bound(problem, wholes, tokens, able)
+    allowed = bound(problem, wholes, tokens, trainer.abilities)
     first = outcome(trainer if case.first else Specification(), problem, case.first or case.second)
     expected, last = first[0], wholes[-1]
     if expected.evaluation is not None and last and "key" in last:
@@ -239,11 +215,8 @@ def agree(trainer: Trainer, case: Case) -> bool:
                 if have is not None and want is not None:
                     factor = scale if name == "num_tokens" else 1.0
                     _close(case, name + on, have, factor * want, allowed.reports[name])
-    return all(
-        bool(_same(each.params[name], expected.params[name]).all())
-        for each in second
-        for name in expected.params
-    )
+    params = expected.params.items()
+    return all(bool(_same(each.params[name], p).all()) for each in second for name, p in params)
 
 
 def _whole(group: Group) -> Batch | None:
@@ -258,15 +231,10 @@ def _close(
     error = float(torch.where(_same(have, want), 0, have - want).norm())
     if not error <= 2 * allowed:
         moved = float((want - start).norm())
-        shown, other = (
-            x.tolist() if x.numel() <= 8 else f"{x.flatten()[:4].tolist()}..." for x in (have, want)
-        )
-        raise DisagreementError(
-            case,
-            f"{what}: {shown} is not {other}; they are {error:.3g} apart, and rounding explains "
-            f"{2 * allowed:.1g}",
-            error / moved if moved else inf,
-        )
+        shown, other = (f"{x.tolist()}"[:200] for x in (have, want))
+        apart = f"they are {error:.3g} apart, and rounding explains {2 * allowed:.1g}"
+        what = f"{what}: {shown} is not {other}; {apart}"
+        raise DisagreementError(case, what, error / moved if moved else inf)
 
 
 def _same(have: Tensor, want: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ They are the theorems that purestep's own proofs are about, put to a trainer tha
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,10 +16,6 @@ from purestep.testing.draws import Draw
 from purestep.testing.problem import Batch
 from purestep.testing.trainer import Abilities, Group, Resumable, Switchable
 from purestep.testing.writing import KINDS, Layout, Part, microbatches, padded, problem_of, written
-
-MOST = 9
-"""How many microbatches an update has, of all ranks."""
-
 
 LAWS: dict[str, "TrainerLaw"] = {}
 """The laws, by their names."""
@@ -64,9 +61,7 @@ def _updates(
 ) -> list[Group]:
     """Small updates on so many ranks; of a model that is no polynomial, as few as possible."""
 
-    def small(draw: Draw) -> Batch:
-        return _batch(draw, abilities, most_rows=2, most_length=3, keyed=keyed)
-
+    small = partial(_batch, abilities=abilities, most_rows=2, most_length=3, keyed=keyed)
     return [
         [[small(each) for _ in range(number)] for _ in range(size)]
         for each in draw.many(numbers if abilities.task.model is None else numbers[:1])
@@ -83,22 +78,19 @@ def _written_twice(
     sizes = range(min(most, 1 + (change == "ranks")), most + 1)
     fitting = {
         count: [size for size in sizes if abilities.uneven or count % size == 0]
-        for count in range(1 if change == "padding" else 2, MOST + 1)
+        for count in range(1 if change == "padding" else 2, 10)
     }
     parts = draw.many([count for count, some in fitting.items() if some])
     size = draw.one(fitting[len(parts)])
     problem = problem_of(draw, abilities, dropout=dropout)
     batch, cut = microbatches(draw, abilities, parts, part, keyed=keyed)
-    owners = [at * size // len(parts) for at in range(len(parts))]
-    if abilities.uneven:
-        owners = [each.one(range(size)) for each in parts]
-    parts_of = [
-        [Part(rows) for rows, owner in zip(cut, owners, strict=True) if owner == rank]
-        for rank in range(size)
-    ]
-    first: Layout = parts_of
-    second: Layout = parts_of
-    every = [row for rows in cut for row in rows]
+    shares: list[list[Part]] = [[] for _ in range(size)]
+    for at, rows in enumerate(cut):
+        owner = parts[at].one(range(size)) if abilities.uneven else at * size // len(cut)
+        shares[owner].append(Part(rows))
+    first: Layout = shares
+    second: Layout = shares
+    every = [*range(len(task.weights(batch)))]
     if change == "order":
         second = [
             [Part(draw.order(part.rows)) for part in draw.order(share)]
@@ -177,9 +169,11 @@ def _padding(draw: Draw, trainer: Any, part: str) -> Case:
     return _written_twice(draw, trainer, "padding")
 
 
-@TrainerLaw(
-    "T5", "weights", lambda it: it.abilities.weights != "mask", "its tokens have no weights"
-)
+def _weighs(trainer: Any) -> bool:
+    return trainer.abilities.weights != "mask" and not trainer.abilities.task.vocabulary
+
+
+@TrainerLaw("T5", "weights", _weighs, "its tokens have no weights")
 def _weights(draw: Draw, trainer: Any, part: str) -> Case:
     """Scaling all weights changes nothing; a token of weight k counts as the token k times."""
     abilities, scale = trainer.abilities, 1.0
@@ -187,7 +181,8 @@ def _weights(draw: Draw, trainer: Any, part: str) -> Case:
         batch, scale = _batch(draw, abilities), draw.one([2.0, 0.5, 4.0, 0.25, 16.0, 0.0625])
         other, how = {**batch, "w": batch["w"] * scale}, f"the weights times {scale}"
     else:
-        batch, how = _batch(draw, abilities._replace(weights="whole")), "each token weight times"
+        whole = abilities._replace(weights="whole")
+        batch, how = _batch(draw, whole, most_rows=2, most_length=2), "each token weight times"
         times = batch["w"]
         times[0, 0] += 1 + (times[0, 0] == 0)  # Once is no change.
         other = {
@@ -230,8 +225,8 @@ def _interrupted(draw: Draw, trainer: Any, act: Act | None = None, how: str = ""
         act = [[spoilt if rank == at else batch] for rank in range(size)]
         how = f"with a target that is not finite on rank {at} of {size}"
     elif act is None:
-        numbers = [draw.one(range(3)) for _ in range(size if abilities.uneven else 1)]
-        counts = numbers if abilities.uneven else numbers * size
+        counts = [draw.one(range(3)) for _ in range(size)]
+        counts = counts if abilities.uneven else counts[:1] * size
         act = written(batch, abilities.task, [[Part([-1])] * count for count in counts])
         how = f"with {counts} microbatches without tokens on the ranks"
     places = sorted({each.one(range(len(updates), -1, -1)) for each in draw.many(range(1, 3))})

@@ -115,26 +115,20 @@ def laws(make: Callable[[], Trainer], laws: Names = LAWS, **how: Any) -> Callabl
 def _verdict(trainer: Trainer, law: TrainerLaw, cases: int, shrink: int, seed: int) -> Verdict:
     if isinstance(trainer, type) or not hasattr(trainer, "abilities"):
         raise TypeError(
-            f"{trainer!r} is no trainer, which has abilities, start, update and observe: of a loop "
-            "make one by ps.testing.loop(update), of a pure step by ps.testing.PureTrainer(make, "
-            "abilities), of a class by calling it"
+            f"{trainer!r} is no trainer: make one by ps.testing.loop(update) of a loop, by "
+            "ps.testing.PureTrainer(make, abilities) of a pure step, or by calling the class"
         )
-    dtype, sgd = trainer.abilities.dtype, trainer.abilities.sgd
-    if dtype != torch.float64 and (dtype != torch.float32 or not sgd):
-        raise ValueError(
-            f"{dtype} rounds so much that a wrong number could hide in it: judge the trainer in "
-            f"{'torch.float32 or ' if sgd else ''}torch.float64"
-        )
+    dtypes = [torch.float64, torch.float32] if trainer.abilities.sgd else [torch.float64]
+    if (dtype := trainer.abilities.dtype) not in dtypes:
+        raise ValueError(f"{dtype} rounds so much that errors could hide in it: judge in {dtypes}")
     if missing := law.missing(trainer):
         return Verdict(law, "not asked", why=missing)
     most = -(-cases // len(law.parts))
     found = {part: _of_part(trainer, law, part, most, shrink, seed) for part in law.parts}
     worst = max(found.values(), key=lambda verdict: SEVERITY.index(verdict.finding))
-    coverage: dict[str, Counter[Any]] = defaultdict(Counter)
-    for verdict in found.values():
-        for what, numbers in verdict.coverage.items():
-            coverage[what] += numbers
-    cases, bits = (sum(v[at] for v in found.values()) for at in (2, 3))
+    counts = [verdict.coverage for verdict in found.values()]
+    coverage = {at: sum((count[at] for count in counts), Counter()) for at in worst.coverage}
+    cases, bits = (sum(getattr(v, at) for v in found.values()) for at in ("cases", "to_the_bit"))
     parts = found if len(found) > 1 else {}
     return worst._replace(cases=cases, to_the_bit=bits, parts=parts, coverage=coverage)
 
@@ -142,15 +136,13 @@ def _verdict(trainer: Trainer, law: TrainerLaw, cases: int, shrink: int, seed: i
 def _of_part(
     trainer: Trainer, law: TrainerLaw, part: str, cases: int, shrink: int, seed: int
 ) -> Verdict:
-    coverage: dict[str, Counter[Any]] = defaultdict(Counter)
+    tried: list[dict[str, Any]] = []
     held: list[bool] = []
     refused: list[tuple[Case, str]] = []
     wrong: list[Any] = []
 
     def claim(case: Case) -> None:
-        if not wrong:
-            for what, number in case.coverage().items():
-                coverage[what][number] += 1
+        tried.extend([] if wrong else [case.coverage()])
         try:
             held.append(law.claim(trainer, case))
         except RefusalError as refusal:
@@ -162,14 +154,13 @@ def _of_part(
     broken: Any = counterexample(
         lambda draw: law.cases(draw, trainer, part), claim, cases, shrink, (law.name, part, seed)
     )
-    verdict = Verdict(law, "holds", len(held), sum(held), coverage=coverage)
+    counts = {at: Counter(each[at] for each in tried) for at in (tried or [{}])[0]}
+    verdict = Verdict(law, "holds", len(held), sum(held), coverage=counts)
     if broken:
         about = {"case": broken.case, "why": broken.what, "size": broken.size}
         return verdict._replace(finding="wrong", **about)
-    if refused:
-        case, why = min(refused, key=lambda each: len(each[0].code()))
-        return verdict._replace(finding="refuses", case=case, why=why)
-    return verdict
+    case, why = min(refused, key=lambda each: len(each[0].code()), default=(None, ""))
+    return verdict._replace(finding="refuses", case=case, why=why) if case else verdict
 
 
 def _law(name: str) -> TrainerLaw:
@@ -182,8 +173,9 @@ def report(verdict: Verdict) -> str:
     """The smallest case in which a law does not hold, in words and as code."""
     assert verdict.case is not None
     how = "does not hold" if verdict.finding == "wrong" else "is refused"
+    title = ", ".join(filter(None, (verdict.law.title, verdict.case.part)))
     return (
-        f"{verdict.law.name} ({verdict.law.title}) {how}. {verdict.law.statement}\n\n"
+        f"{verdict.law.name} ({title}) {how}. {verdict.law.statement}\n\n"
         f"  {verdict.why}\n\n  The smallest case found: {verdict.case.words()}.\n\n"
         f"  To see it with a trainer of yours:\n\n{verdict.case.code()}\n"
     )

@@ -43,9 +43,8 @@ class Specification:
             self._reported = {"loss": 0.0, "num_tokens": 0.0}
             return
         weighted = {**batch, "w": self.problem.weights(batch)}
-        (self.params, self._moments), grads, loss = spec(
-            self._losses, self._sgd, self.params, self._moments, weighted
-        )
+        after = spec(self._losses, self._sgd, self.params, self._moments, weighted)
+        (self.params, self._moments), grads, loss = after
         norm = torch.stack([grad.square().sum() for grad in grads.values()]).sum().sqrt()
         self._reported = {"loss": loss, "grad_norm": norm, "num_tokens": weighted["w"].sum()}
 
@@ -56,13 +55,10 @@ class Specification:
         return self.problem.losses(model, batch)
 
     def _sgd(self, grads: Params, moments: Params, params: Params) -> tuple[Params, Params]:
-        problem = self.problem
-        moments = {
-            name: problem.momentum * moments[name] + grads[name] + problem.weight_decay * p
-            for name, p in params.items()
-        }
-        after = {name: p - problem.learning_rate * moments[name] for name, p in params.items()}
-        return after, moments
+        rate, momentum = self.problem.learning_rate, self.problem.momentum
+        grads = {name: grads[name] + self.problem.weight_decay * p for name, p in params.items()}
+        moments = {name: momentum * moments[name] + grad for name, grad in grads.items()}
+        return {name: p - rate * moments[name] for name, p in params.items()}, moments
 
     def observe(self) -> Sequence[Observation]:
         """The parameters, and the true loss, norm and count."""
@@ -70,8 +66,7 @@ class Specification:
 
     def evaluate(self, group: Group) -> float:
         """Σ wᵢ ℓᵢ / Σ wᵢ."""
-        batch = together([part for share in group for part in share])
-        assert batch is not None
+        batch: Any = together([part for share in group for part in share])
         weights = self.problem.weights(batch).to(torch.float64)
         return float((weights * self._losses(self.params, batch)).sum() / weights.sum())
 

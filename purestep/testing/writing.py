@@ -12,9 +12,6 @@ from purestep.testing.problem import Batch, Linear, Problem, Task
 from purestep.testing.trainer import Abilities, Group
 
 T = TypeVar("T")
-Cut: TypeAlias = list[list[int]]
-"""Which rows each microbatch holds."""
-
 Row: TypeAlias = list[tuple[int, Any]]
 """The weight of each token, and its number in a vocabulary, or its x and y."""
 
@@ -32,8 +29,8 @@ class Part(NamedTuple):
     columns: Sequence[int] = ()
 
     def __str__(self) -> str:
-        said = f"{[*self.rows]}{f' with columns {[*self.columns]}' if self.columns else ''}"
-        return said.replace("-1", "ignored")
+        columns = f" with columns {[*self.columns]}" if -1 in self.columns else ""
+        return f"{[*self.rows]}{columns}".replace("-1", "ignored")
 
 
 Layout: TypeAlias = Sequence[Sequence[Part]]
@@ -52,7 +49,8 @@ def padded(draw: Draw, layout: Layout, length: int, *, inside: bool, added: bool
             new.insert(each.one(range(len(new), -1 if inside else len(new) - 1, -1)), more)
         return new
 
-    columns = range(length)
+    columns = [*range(length)]
+
     new = [[Part(longer(p.rows, -1), longer(columns, -1, inside)) for p in s] for s in layout]
     new = [longer(share, Part([-1])) for share in new] if added else new
     if not any(-1 in (*part.rows, *part.columns) for share in new for part in share):
@@ -100,15 +98,16 @@ def microbatches(
     most_rows: int = 3,
     most_length: int = 12,
     keyed: bool = False,
-) -> tuple[Batch, Cut]:
+) -> tuple[Batch, list[list[int]]]:
     """A batch of small integers, and the rows of each of its microbatches, which all count.
 
     ``kind`` says how they differ, one of ``KINDS``; empty: in any way. In half of the batches the
     weights' sum is a power of two, so that nothing rounds; such sums hide in which dtype a trainer
     divides.
     """
-    task, weights = abilities.task, abilities.weights
-    numbers = [1, 0] if weights == "mask" else [1, 0, 2, 3]
+    task = abilities.task
+    weights = "mask" if task.vocabulary else abilities.weights
+    numbers = [1, 0] if weights == "mask" else draw.one([[1, 0, 2, 3], [1, 0, 3, 259]])
     values: Sequence[Any] = draw.one([VALUES, VALUES[:7]])  # Of few values, some are alike.
     values = range(task.vocabulary) if task.vocabulary else values
     lengths = range(1, min(most_length, draw.one([2, 1, 3, 12])) + 1)
@@ -140,10 +139,9 @@ def microbatches(
     if kind == "unequal tokens" and len({*map(_total, groups)}) == 1:
         _raise(every[-1], weights)
     batch = _batch(every, abilities, draw.one([1, 4, 16]))
-    if keyed:
-        batch["key"] = torch.arange(len(every))
+    keys = {"key": torch.arange(len(every))} if keyed else {}
     row_numbers = itertools.count()
-    return batch, [[next(row_numbers) for _ in rows] for rows in groups]
+    return batch | keys, [[next(row_numbers) for _ in rows] for rows in groups]
 
 
 def _like(pattern: Row, row: Row) -> Row:
