@@ -62,4 +62,5 @@ def test_tables_elsewhere_say_the_same(page: str) -> None:
         names, *cells = (cell.strip() for cell in row.split("|")[1:-1])
         for name in names.split("; "):
             said = [report.finding(PUBLISHED[name], law) for law in asked]
-            assert [cell.strip("*") for cell in cells] == said, name
+            told = [cell.strip("*").replace("·", "not asked") for cell in cells]
+            assert told == said, name

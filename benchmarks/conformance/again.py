@@ -296,7 +296,7 @@ def _from_formula(told: Mapping[str, Any], formula: Mapping[str, Any]) -> float:
 
 def cell(column: Mapping[str, Any], verdict: Mapping[str, Any], model: Any) -> dict[str, Any]:
     """One cell: how far the trainer is from its formula and from itself, and the two of the equation from each other."""
-    case, seen = verdict["case"], verdict["seen"]
+    case, seen = json.loads(verdict["case"]), json.loads(verdict["seen"])
     if "generator" in verdict["why"]:
         return _generators(*seen)
     near = 1e-4 if case["dtype"] == "torch.float32" else 1e-9
@@ -367,8 +367,8 @@ def _generators(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, A
     random.seed(42)
     as_seeded = marked(random.getstate())
     random.setstate(state)
-    by_chance = one["python"] != other["python"]
-    return {"confirmed": other["python"] == as_seeded or by_chance}
+    by_chance = one["generator"] != other["generator"]
+    return {"confirmed": other["generator"] == as_seeded or by_chance}
 
 
 def biases(column: Mapping[str, Any]) -> bool:
@@ -422,7 +422,7 @@ def checked(columns: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
                 confirmed = half if law == "T7" else biases(column)
                 found.setdefault(column["name"], {})[law] = {"confirmed": confirmed}
                 continue
-            drawn = verdict["case"]["params"]
+            drawn = json.loads(verdict["case"])["params"]
             model: Any = (
                 {name: torch.tensor(p).double() for name, p in drawn.items()}
                 if drawn

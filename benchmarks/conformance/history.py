@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 
 class Line(NamedTuple):
-    """Code that does not install or run here: its lines, and what they make of the case "unequal tokens".
+    """Code that does not install or run here: its lines, and what they make of two microbatches.
 
     ``gives(sums, counts)`` is the gradient, of microbatches whose gradients have these sums, and which have so many labels.
     """
@@ -19,8 +19,8 @@ class Line(NamedTuple):
     gives: Callable[[Sequence[float], Sequence[int]], float]
 
 
-SUMS, COUNTS = (-0.5, 1.5), (1, 3)
-"""Of the case "unequal tokens": one label 0, and three labels 1. The equation's gradient is (-½ + 1½) / 4 = ¼."""
+SUMS, COUNTS = (-0.5, -1.0), (1, 4)
+"""Of one label 0, and of the labels 0 0 0 1. The equation's gradient is (-½ - 1) / 5 = -0.3."""
 
 
 def means(sums: Sequence[float], counts: Sequence[int]) -> list[float]:

@@ -42,7 +42,7 @@ def draw(report: dict[str, Any], path: Path) -> None:
                 axes.add_patch(
                     Rectangle((x, y), 1, 1, fill=False, hatch="////", edgecolor="#b0b0b0", lw=0)
                 )
-            sign = SIGNS.get(found, str(verdict.get("asked", "✓")) if found == "holds" else "")
+            sign = SIGNS.get(found, str(verdict.get("cases", "✓")) if found == "holds" else "")
             colour = "#7a3a10" if found == "by design" else "white"
             axes.text(
                 x + 0.5, y + 0.52, sign, ha="center", va="center", color=colour,

@@ -175,7 +175,7 @@ class Microbatch(Jax):
     settings = ("microbatch_size=1", "microbatch_size=None")
 
     def __init__(self, function: Any, accumulator: str, divide: bool) -> None:
-        super().__init__(self._one, ANY if divide else MASK)
+        super().__init__(self._one, (ANY if divide else MASK)._replace(joins=True))
         self._function, self._accumulator, self._divide = function, accumulator, divide
         self._setting = self.settings[1]
 
@@ -220,9 +220,6 @@ def _same_length(batches: list[Any]) -> list[Any]:
 
 
 PACKAGES = ("optax", "jax")
-WHOLE = dict.fromkeys(
-    ("T1", "T14"), "it is given the group as one batch, and cuts it itself: that is T17"
-)
 MEANS = (
     "“use_grad_mean: if ``True`` (the default), gradients accumulated over multiple mini-steps are averaged. Otherwise, they "
     "are summed.”"
@@ -257,7 +254,6 @@ COLUMNS = [
         f"{COMBINED}: MEAN of the gradients of mean losses, in microbatches of one row.",
         gives="row means",
         promises={"T17": COMBINED},
-        vacuous=WHOLE,
     ),
     Column(
         "optax.microbatch, SUM",
@@ -266,6 +262,5 @@ COLUMNS = [
         "the docstring of optax.microbatching.microbatch",
         "SUM of the gradients of sums, divided once by the count; no step where nothing counts.",
         documented=False,
-        vacuous=WHOLE,
     ),
 ]
