@@ -400,7 +400,7 @@ def step_case(
     """A case, how a step of it is taken, and the microbatches of each rank."""
     case = case_of(choose, dtypes=dtypes, fractional=fractional, trees=trees, keyed=keyed)
     # Nor are these gradients numbers of float32.
-    made = how_of(choose, **({"accum_dtype": None} if keyed else {}), **how)
+    made = how_of(choose, **(how | {"accum_dtype": None} if keyed else how))
     split: Any = {"ranks": ranks, "shuffled": shuffled, "padded": padded, "scalars": scalars}
     return case, made, groups_of(choose, case, **split)
 
