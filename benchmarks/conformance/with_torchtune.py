@@ -87,7 +87,6 @@ running_loss += current_loss
 current_loss.backward()
 [...]
 training.scale_grads(self._model, 1 / num_tokens)""",
-        gives="labels",
     ),
     Column(
         "torchtune's recipe, first labels ignored",
@@ -96,6 +95,5 @@ training.scale_grads(self._model, 1 / num_tokens)""",
         "",
         "The first label of each row is -100, as where a prompt is masked: what is counted is what is predicted.",
         documented=False,
-        gives="labels",
     ),
 ]

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from benchmarks.conformance.column import Column, labelled
+from benchmarks.conformance.column import Column
 from purestep.testing.adapters import Processes
 from purestep.testing.problem import REGRESSION, Batch, Problem, Task, causal_lm
 from purestep.testing.trainer import Abilities, Group, Observation
@@ -69,11 +69,17 @@ def token_classification(model: Any) -> Task:
         logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
         return nn.functional.cross_entropy(logits.mT, batch["labels"], reduction="none")
 
-    return labelled(model, "classes of tokens", losses)
+    def weights(batch: Batch) -> Tensor:
+        return batch["labels"] != -100
+
+    like = causal_lm(model)
+    return Task(
+        "classes of tokens", losses, weights, like.ignored, like.roundings, model, VOCABULARY
+    )
 
 
 class Own(nn.Module):
-    """A module of a user's own: its forward takes labels, and returns a loss, torch's mean over what counts."""
+    """A module of a user's own: its forward takes labels, and returns a loss, the mean over what counts."""
 
     def __init__(self, linear: nn.Module) -> None:
         super().__init__()
@@ -83,7 +89,7 @@ class Own(nn.Module):
         """-100 is what does not count."""
         logits = self.linear(x)
         counts = labels != -100
-        loss = nn.functional.mse_loss(logits[counts], labels[counts])
+        loss = ((logits - labels).square() * counts).sum() / counts.sum()
         return {"loss": loss, "logits": logits}
 
 
@@ -233,9 +239,7 @@ def class_loss(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> 
 
 def regression_loss(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
     """The sum over the number of items."""
-    counts = labels != -100
-    total = nn.functional.mse_loss(outputs["logits"][counts], labels[counts], reduction="sum")
-    return total / num_items_in_batch
+    return ((outputs["logits"] - labels).square() * (labels != -100)).sum() / num_items_in_batch
 
 
 def unlabelled(module: nn.Module) -> nn.Module:
@@ -254,10 +258,6 @@ def unlabelled(module: nn.Module) -> nn.Module:
 
 PACKAGES = ("transformers", "accelerate", "torch")
 TRAINER = "the docstring of transformers.Trainer"
-SEEDS = {
-    "T6": "“seed: Random seed that will be set at the beginning of training. To ensure reproducibility across runs, use the "
-    "[`~Trainer.model_init`] function to instantiate the model if it has some randomly initialized parameters.”"
-}
 ARGUMENTS = (
     "“gradient_accumulation_steps: Number of update steps to accumulate gradients before performing a backward/update pass. "
     "Simulates larger batch sizes without additional memory.”"
@@ -269,7 +269,6 @@ COLUMNS = [
         PACKAGES,
         "the docstring of transformers.TrainingArguments",
         ARGUMENTS,
-        promises=SEEDS,
     ),
     Column(
         "Trainer, Llama",
@@ -277,7 +276,6 @@ COLUMNS = [
         PACKAGES,
         "the docstring of transformers.TrainingArguments",
         ARGUMENTS,
-        promises=SEEDS,
     ),
     Column(
         "Trainer, Llama, gloo",
@@ -286,7 +284,6 @@ COLUMNS = [
         "the docstring of transformers.TrainingArguments",
         "“average_tokens_across_devices: Whether or not to average tokens across devices. If enabled, will use all_reduce to synchronize "
         "num_tokens_in_batch for precise loss calculation.” It is, unless told otherwise. Trainer deals out the items itself.",
-        promises=SEEDS,
     ),
     Column(
         "Trainer, Llama, padding-free",
@@ -294,7 +291,6 @@ COLUMNS = [
         PACKAGES,
         "the docstring of transformers.DataCollatorWithFlattening",
         "“Data collator used for padding free approach. [...] concatenates the entire mini batch into single long sequence”",
-        promises=SEEDS,
     ),
     Column(
         "Trainer, GPT-2 classes",
@@ -305,8 +301,6 @@ COLUMNS = [
         PACKAGES,
         "the docstring of transformers.TrainingArguments",
         ARGUMENTS,
-        gives="sum of means",
-        promises=SEEDS,
     ),
     Column(
         "Trainer, GPT-2 classes, accepts_loss_kwargs=False",
@@ -319,8 +313,6 @@ COLUMNS = [
         TRAINER,
         "`model.accepts_loss_kwargs = False`, which Trainer asks for, and which other classes of transformers set.",
         documented=False,
-        gives="mean of means",
-        promises=SEEDS,
     ),
     Column(
         "Trainer, GPT-2 classes, compute_loss_func",
@@ -334,7 +326,6 @@ COLUMNS = [
         "`compute_loss_func`: “A function that accepts the raw model outputs, labels, and the number of items in the entire accumulated "
         "batch (batch_size * gradient_accumulation_steps) and returns the loss.” It divides the sum by that number.",
         documented=False,
-        promises=SEEDS,
     ),
     Column(
         "Trainer, GPT-2 token classes",
@@ -350,8 +341,6 @@ COLUMNS = [
         PACKAGES,
         "the docstring of transformers.TrainingArguments",
         ARGUMENTS,
-        gives="sum of means",
-        promises=SEEDS,
     ),
     Column(
         "Trainer, own module",
@@ -360,8 +349,6 @@ COLUMNS = [
         TRAINER,
         "“You can still use your own models defined as `torch.nn.Module` as long as they work the same way as the 🤗 Transformers "
         "models.” Its forward takes labels and returns the mean of its losses, and has no **kwargs.",
-        gives="mean of means",
-        promises=SEEDS,
     ),
     Column(
         "Trainer, own module, compute_loss_func",
@@ -372,7 +359,6 @@ COLUMNS = [
         TRAINER,
         "`compute_loss_func` divides the sum by the number of items in the accumulated batch.",
         documented=False,
-        promises=SEEDS,
     ),
     Column(
         "Trainer.evaluate, GPT-2",
@@ -380,7 +366,5 @@ COLUMNS = [
         PACKAGES,
         "the docstring of transformers.Trainer.evaluate",
         "“Run evaluation and returns metrics.” Each microbatch is one batch of the evaluation.",
-        gives="evaluation",
-        promises=SEEDS,
     ),
 ]

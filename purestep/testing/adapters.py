@@ -166,7 +166,7 @@ def loop(
     ...         problem.losses(model, batch).mean().div(len(microbatches)).backward()
     ...     optimizer.step()
     >>> print(*ps.testing.judge(loop(update, abilities=Abilities(weights="mask")), ["T1"]))
-    T1 cut: wrong. ...
+    T1 cut: holds for equal tokens, wrong for unequal rows, unequal tokens, ...
     """
     if abilities.ranks == 1:
         return OneRank(Loop(update, prepare), abilities)
@@ -218,8 +218,7 @@ def _start(rank: int, make: Callable[[], RankProgram], problem: Problem) -> None
 
 
 def _update(rank: int, share: list[Batch]) -> None:
-    update = _running["program"].update
-    _running["watch"].call(lambda group: update(group[0]), [share])
+    _running["watch"].call(lambda group: _running["program"].update(group[0]), [share])
 
 
 def _observe(rank: int) -> Observation:
