@@ -23,7 +23,8 @@ class PlainLoop:
     def start(self, problem: Problem, ranks: int) -> None:
         """Begins anew."""
         self.problem = problem
-        self.models: list[Any] = [problem.module() for _ in range(ranks)]
+        # Elements are dropped here, not by the module.
+        self.models: list[Any] = [problem.module().eval() for _ in range(ranks)]
         self.optimizers = [problem.optimizer(model) for model in self.models]
         self.reports: list[dict[str, float]] = [{} for _ in range(ranks)]
         self.updates = 0
@@ -62,10 +63,10 @@ class PlainLoop:
         """The weights of a rank's tokens."""
         return float(sum(self.problem.weights(batch).sum() for batch in share))
 
-    def weighted_sum(self, model: nn.Module, batch: Batch) -> Tensor:
+    def weighted_sum(self, model: nn.Module, batch: Batch, *, training: bool = True) -> Tensor:
         """Σ wᵢ ℓᵢ."""
         weights = self.problem.weights(batch).to(torch.float64)
-        losses = self.problem.losses(model, self.dropped(batch))
+        losses = self.problem.losses(model, self.dropped(batch) if training else batch)
         return torch.where(weights > 0, weights * losses, 0).sum()
 
     def dropped(self, batch: Batch) -> Batch:
@@ -79,8 +80,6 @@ class PlainLoop:
                 key = int(batch["key"][row])
                 generator = torch.Generator().manual_seed(1000 * key + column)
                 x[row, column] *= 2 * torch.randint(0, 2, (features,), generator=generator)
-        for model in self.models:
-            model.eval()
         return {**batch, "x": x}
 
     def observe(self) -> list[Observation]:
@@ -93,8 +92,9 @@ class PlainLoop:
     def evaluate(self, group: Sequence[Sequence[Batch]]) -> float:
         """The mean loss over all tokens."""
         total = sum(self.count(share) for share in group)
+        batches = [batch for share in group for batch in share]
         with torch.no_grad():
-            sums = [float(self.weighted_sum(self.models[0], b)) for share in group for b in share]
+            sums = [float(self.weighted_sum(self.models[0], b, training=False)) for b in batches]
         return sum(sums) / total
 
     def save(self) -> Any:

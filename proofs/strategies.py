@@ -25,7 +25,6 @@ import purestep as ps
 from proofs import models
 from purestep import optim, tree
 from purestep.testing.bounds import gamma
-from purestep.testing.strategies import Cut, taken
 
 settings.register_profile(
     "default", derandomize=True, deadline=None, max_examples=30, database=None
@@ -34,6 +33,8 @@ settings.register_profile("explore", deadline=None, max_examples=500)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 
 Batch = dict[str, Tensor]
+Cut = list[list[int]]
+"""Which rows each microbatch holds, in order."""
 Groups = list[list[Batch]]
 """The microbatches of each rank."""
 T = TypeVar("T")
@@ -252,6 +253,11 @@ def integer_batch(weights: Tensor, generator: torch.Generator) -> Batch:
     }
 
 
+def taken(batch: Batch, rows: Sequence[int]) -> Batch:
+    """These rows of it."""
+    return {key: value[list(rows)] for key, value in batch.items()}
+
+
 def cut(batch: Batch, microbatches: Cut) -> list[Batch]:
     """The microbatches of a cut."""
     return [taken(batch, rows) for rows in microbatches]
@@ -394,7 +400,7 @@ def step_case(
     """A case, how a step of it is taken, and the microbatches of each rank."""
     case = case_of(choose, dtypes=dtypes, fractional=fractional, trees=trees, keyed=keyed)
     # Nor are these gradients numbers of float32.
-    made = how_of(choose, **({"accum_dtype": None} if keyed else {}), **how)
+    made = how_of(choose, **(how | {"accum_dtype": None} if keyed else how))
     split: Any = {"ranks": ranks, "shuffled": shuffled, "padded": padded, "scalars": scalars}
     return case, made, groups_of(choose, case, **split)
 

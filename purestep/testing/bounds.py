@@ -10,10 +10,13 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
 from purestep.testing.problem import Batch, Linear, Problem
-from purestep.testing.specification import together
+from purestep.testing.specification import Specification, together
+from purestep.testing.trainer import Abilities
+
+AMPLIFIED = 1e8
+"""By how much an update that is not SGD may enlarge roundings: AdamW divides by 1e-8 at most."""
 
 
 def gamma(n: int, dtype: torch.dtype) -> float:
@@ -28,63 +31,49 @@ def gamma(n: int, dtype: torch.dtype) -> float:
 
 
 class Bound(NamedTuple):
-    """How far a run may be off: the norm of each parameter's error, and the errors of the reports.
-
-    ``evaluation`` bounds the loss after the last update.
-    """
+    """How far a run may be off: the norm of each parameter's error, and the errors of reports."""
 
     params: dict[str, float]
-    loss: float
-    grad_norm: float
-    evaluation: float
+    reports: dict[str, float]
 
 
 def bound(
-    problem: Problem, batches: Sequence[Batch | None], tokens: int, dtype: torch.dtype
+    problem: Problem, batches: Sequence[Batch | None], tokens: int, abilities: Abilities
 ) -> Bound:
-    """The bound after updates on these whole batches, with so many tokens summed in this dtype."""
+    """The bound after updates on these whole batches, with so many tokens summed."""
     n = (problem.task.roundings + 8) * max(1, len(batches)) + 2 * tokens
-    factor = gamma(n, dtype)
-    model = problem.model
-    params, *numbers = (
-        _of_polynomials(problem, model, batches)
-        if isinstance(model, Linear)
-        else _of_gradients(problem, batches)
-    )
-    sizes = {name: factor * size for name, size in params.items()}
-    return Bound(sizes, *(factor * number for number in numbers))
+    factor = gamma(n, abilities.dtype)
+    of = _of_polynomials if isinstance(problem.model, Linear) else _of_gradients
+    params, loss, norm, evaluation = of(problem, batches)
+    moved = factor * (1 if abilities.sgd else AMPLIFIED)
+    sizes = {name: moved * size for name, size in params.items()}
+    reports = {"loss": factor * loss, "grad_norm": factor * norm, "num_tokens": 0.0}
+    return Bound(sizes, reports | {"evaluation": moved * evaluation})
 
 
 def _of_polynomials(
-    problem: Problem, model: Linear, batches: Sequence[Batch | None]
+    problem: Problem, batches: Sequence[Batch | None]
 ) -> tuple[dict[str, float], float, float, float]:
-    """Updates of the linear model are polynomials of the data: here, of its absolute values."""
-    weight, bias = (p.detach().to(torch.float64).abs() for p in (model.weight, model.bias))
-    moments = [torch.zeros_like(weight), torch.zeros_like(bias)]
-    loss = norm = evaluation = 0.0
-    scale = 1 / (1 - model.dropout)
+    """Updates of the linear model are polynomials of the data: here, of its absolute values.
 
-    def residuals(batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
-        x, y = (batch[key].to(torch.float64).abs() for key in ("x", "y"))
-        w, x = problem.weights(batch).to(torch.float64), scale * x
-        return x, w / w.sum(), x @ weight + bias + y
-
+    They are updates of the specification in which no two terms have different signs.
+    """
+    params = {name: p.abs() for name, p in problem.params().items()}
+    scale = 1 / (1 - getattr(problem.model, "dropout", 0.0))
+    model = Linear(params["weight"].tolist(), params["bias"].item(), torch.float64)
+    numbers = problem.momentum, problem.weight_decay
+    it = Specification()
+    it.start(Problem(problem.task, model, -problem.learning_rate, *numbers), 1)
+    sizes: Batch = {}
     for batch in batches:
-        if batch is None or not problem.weights(batch).any():
-            continue
-        x, share, residual = residuals(batch)
-        grads = [((2 * share * residual)[..., None] * x).sum((0, 1)), (2 * share * residual).sum()]
-        loss = float((share * residual.square()).sum())
-        norm = float(torch.stack([grad.square().sum() for grad in grads]).sum().sqrt())
-        for at, (grad, p) in enumerate(zip(grads, (weight, bias), strict=True)):
-            moments[at] = problem.momentum * moments[at] + grad + problem.weight_decay * p
-        weight, bias = (
-            p + problem.learning_rate * moment
-            for p, moment in zip((weight, bias), moments, strict=True)
-        )
-        _, share, residual = residuals(batch)
-        evaluation = float((share * residual.square()).sum())
-    return {"weight": float(weight.norm()), "bias": float(bias)}, loss, norm, evaluation
+        if batch is not None and problem.weights(batch).any():
+            x, y = (batch[key].to(torch.float64).abs() for key in ("x", "y"))
+            sizes = {**batch, "x": scale * x, "y": -y}
+            it.update([[sizes]])
+    (seen,) = it.observe()
+    norms = {name: float(p.norm()) for name, p in seen.params.items()}
+    evaluation = it.evaluate([[sizes]]) if sizes else 0.0
+    return norms, float(seen.loss or 0.0), float(seen.grad_norm or 0.0), evaluation
 
 
 def _of_gradients(
@@ -94,31 +83,28 @@ def _of_gradients(
 
     Of all parameters together: one whose gradient is zero gets differences of others' terms.
     """
-    params = {name: p.to(torch.float64) for name, p in problem.params().items()}
-    sizes = {name: float(p.norm()) for name, p in params.items()}
+    it = Specification()
+    it.start(problem, 1)
+    start, sizes = it.params, {name: float(p.norm()) for name, p in it.params.items()}
     batch = together([each for each in batches if each is not None])
-    if batch is None:
+    if batch is None or not problem.weights(batch).any():
         return sizes, 0.0, 0.0, 0.0
-    module = problem.module().to(torch.float64).eval()
-    share = problem.weights(batch).to(torch.float64)
-    share = share / share.sum().clamp(min=1)
-
-    def of_row(params: dict[str, Tensor], row: int) -> Tensor:
-        one = {key: value[row : row + 1] for key, value in batch.items()}
-        losses = problem.losses(
-            lambda **given: torch.func.functional_call(module, params, (), given), one
-        )
-        return (share[row] * losses).sum()
-
-    loss = total = 0.0
-    decay = problem.learning_rate * problem.weight_decay
-    after = {name: (1 - decay) * p for name, p in params.items()}
-    for row in range(len(share)):
-        grads, value = torch.func.grad_and_value(of_row)(params, row)
-        loss += float(value)
-        total += float(torch.stack([grad.norm() for grad in grads.values()]).norm())
-        after = {name: p - problem.learning_rate * grads[name] for name, p in after.items()}
+    weights = problem.weights(batch).to(torch.float64).sum(1)
+    loss = norm = 0.0
+    for row, share in enumerate((weights / weights.sum()).tolist()):
+        if share:
+            it.params = start
+            it.update([[{key: value[row : row + 1] for key, value in batch.items()}]])
+            (seen,) = it.observe()
+            loss += share * float(seen.loss or 0.0)
+            norm += share * float(seen.grad_norm or 0.0)
+    it.params = start
+    it.update([[batch]])
     # A loss near zero is a difference of larger numbers: those of the loss before stand for them.
-    evaluation = max(loss, sum(float(of_row(after, row)) for row in range(len(share))))
-    sizes = {name: size + problem.learning_rate * total for name, size in sizes.items()}
-    return sizes, loss, total, evaluation
+    evaluation = max(loss, it.evaluate([[batch]]))
+    return (
+        {n: size + problem.learning_rate * norm for n, size in sizes.items()},
+        loss,
+        norm,
+        evaluation,
+    )

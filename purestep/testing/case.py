@@ -1,22 +1,25 @@
 """Two ways to write the same training, which must end in the same state; and whether they do."""
 
-import copy
 import re
+import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import inf, isnan
+from math import inf
+from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
-from purestep.testing.bounds import Bound, bound
+from purestep.testing.bounds import bound
 from purestep.testing.problem import Batch, Linear, Problem
 from purestep.testing.specification import Specification, together
-from purestep.testing.trainer import Evaluating, Group, Observation, Resumable, Switchable, Trainer
+from purestep.testing.trainer import Evaluating, Group, Observation, Trainer
+from purestep.testing.watch import Watch
 
-Act: TypeAlias = Literal["restart"] | Group
-"""An update on a group; or "restart": the state is saved, and put back after a fresh start."""
+Act: TypeAlias = Literal["restart", "look"] | Group
+"""An update on a group; "restart": the state is saved, and put back after a fresh start; "look":
+it is observed, and evaluates the group before."""
 
 
 class Run(NamedTuple):
@@ -30,7 +33,7 @@ class Run(NamedTuple):
     @property
     def groups(self) -> list[Group]:
         """Of the updates."""
-        return [act for act in self.acts if act != "restart"]
+        return [act for act in self.acts if not isinstance(act, str)]
 
 
 @dataclass(frozen=True, repr=False)
@@ -38,40 +41,39 @@ class Case:
     """Two runs that must agree; ``first`` None: the second one and the specification.
 
     ``reports`` names what the ranks' reports of the last update must agree in, too. ``scale`` is
-    how much larger the count of tokens is in the second.
+    how much larger the count of tokens is in the second. ``part`` is the law's.
     """
 
     problem: Problem
     first: Run | None
     second: Run
-    reports: tuple[str, ...] = ("loss", "grad_norm", "num_tokens")
+    reports: tuple[str, ...] = ("loss", "grad_norm", "num_tokens", "evaluation")
     scale: float = 1.0
+    part: str = ""
 
     def __repr__(self) -> str:
         return self.code()
 
     def words(self) -> str:
-        """The case in words."""
-        first = "the equation" if self.first is None else self.first.how
-        words = [f"{name.replace('_', ' ')} {n}" for name, n in _numbers(self.problem).items()]
-        batch = together([part for share in self.second.groups[-1] for part in share])
-        if batch is not None:
-            weights = self.problem.weights(batch)
-            listed = (weights.to(torch.int64) if weights.dtype == torch.bool else weights).tolist()
-            words.append(f"weights of the last update's rows in this order {listed}")
-        return f"{first} against {self.second.how}; {', '.join(words)}"
+        """The case in words, with all its numbers."""
+        first = self.first or Run([], "the equation")
+        words = [f"{first.how} against {self.second.how}"]
+        if isinstance(self.problem.model, Linear):
+            words += [f"start {name} {_said(p)}" for name, p in self.problem.params().items()]
+        words += [f"{name.replace('_', ' ')} {n}" for name, n in _numbers(self.problem).items()]
+        longer = max(first, self.second, key=lambda run: len(run.groups))
+        for at, group in enumerate(longer.groups, 1):
+            batches = [[f"{k} {_said(x)}" for k, x in b.items()] for share in group for b in share]
+            words.append(f"update {at}: {' | '.join(map(', '.join, batches)) or 'nothing'}")
+        return "; ".join(words)
 
     def code(self) -> str:
         """The case as a program, for a ``trainer`` of yours."""
         model = self.problem.model
         known = f"ps.testing.REGRESSION, {model!r}" if isinstance(model, Linear) else "task, model"
         numbers = ", ".join(f"{name}={n}" for name, n in _numbers(self.problem).items())
-        lines = [
-            "import torch",
-            "import purestep as ps",
-            "",
-            f"problem = ps.testing.Problem({known}, {numbers})",
-        ]
+        lines = ["import torch", "import purestep as ps", ""]
+        lines.append(f"problem = ps.testing.Problem({known}, {numbers})")
         one = "trainer" if self.first else "ps.testing.Specification()"
         for trainer, run in ((one, self.first or self.second), ("trainer", self.second)):
             start = f"it.start(problem, ranks={run.ranks})"
@@ -80,11 +82,23 @@ class Case:
             for act in run.acts:
                 if act == "restart":
                     lines += ["saved = it.save()", start, "it.load(saved)"]
+                elif act == "look":
+                    lines += ["it.observe()", 'hasattr(it, "evaluate") and it.evaluate(group)']
                 else:
                     shares = ", ".join(f"[{', '.join(map(_code, share))}]" for share in act)
-                    lines.append(f"it.update([{shares}])")
+                    lines += [f"group = [{shares}]", "it.update(group)"]
             lines.append("print(it.observe())")
         return "\n".join(lines)
+
+    def coverage(self) -> dict[str, Any]:
+        """What kind of case it is, in a few numbers."""
+        *_, last = self.second.groups
+        batch = _whole((self.first or self.second).groups[-1])
+        weights = {*self.problem.weights(batch).flatten().tolist()} if batch else set()
+        kind = "whole" if all(w == int(w) for w in weights) else "fractions"
+        kind = "0 and 1" if weights <= {0, 1} else kind
+        numbers = sum(map(len, last)), self.second.ranks, len(self.second.groups), kind
+        return dict(zip(("microbatches", "ranks", "updates", "weights"), numbers, strict=True))
 
 
 def _numbers(problem: Problem) -> dict[str, float]:
@@ -93,13 +107,13 @@ def _numbers(problem: Problem) -> dict[str, float]:
     return {name: getattr(problem, name) for name in names if getattr(problem, name)}
 
 
+def _said(x: Tensor) -> str:
+    return re.sub(r"\.0\b", "", str(x.tolist()))
+
+
 def _code(batch: Batch) -> str:
-    items = []
-    for key, value in batch.items():
-        numbers = re.sub(r"\b(nan|inf)\b", r'float("\1")', str(value.tolist()))
-        shape = "" if value.numel() else f".view{tuple(value.shape)}"
-        items.append(f"{key!r}: torch.tensor({numbers}, dtype={value.dtype}){shape}")
-    return f"{{{', '.join(items)}}}"
+    items = [f"{k!r}: torch.tensor({x.tolist()}, dtype={x.dtype})" for k, x in batch.items()]
+    return re.sub(r"\b(nan|inf)\b", r'float("\1")', f"{{{', '.join(items)}}}")
 
 
 class RefusalError(Exception):
@@ -114,34 +128,61 @@ class DisagreementError(AssertionError):
         self.case, self.what, self.size = case, what, size
 
 
-def outcome(
-    trainer: Trainer, problem: Problem, run: Run, *, copied: bool = True
-) -> Sequence[Observation]:
-    """What each rank sees after a run, on copies of the data unless you say otherwise."""
+FRAME = re.compile(r'  File "([^"]+)", line (\d+), in (\S+)\n(?:    .*\n)*')
+
+
+def cause(error: BaseException) -> str:
+    """The exception behind all others, which a traceback tells first, and where it was raised."""
+    told = "".join(traceback.format_exception(error))
+    inner = re.split(r"\n\n(?:The above exception was|During handling of)", told)[0]
+    *_, frame = FRAME.finditer(inner)
+    said = " ".join(inner[frame.end() :].split())[:400]
+    then = "" if inner == told else f"; then {type(error).__name__}: {error}".split("\n")[0]
+    return f"{said} ({Path(frame[1]).name}:{frame[2]}, in {frame[3]}){then}"
+
+
+def outcome(trainer: Trainer, problem: Problem, run: Run) -> Sequence[Observation]:
+    """What each rank sees after a run, on copies of the data; the first evaluates, too."""
+    watch = Watch()
     try:
-        if run.setting is not None:
-            assert isinstance(trainer, Switchable)
-            trainer.use(run.setting)
-        trainer.start(problem, run.ranks)
-        for act in run.acts:
-            if act == "restart":
-                assert isinstance(trainer, Resumable)
-                saved = trainer.save()
-                trainer.start(problem, run.ranks)
-                trainer.load(saved)
-            else:
-                trainer.update(copy.deepcopy(act) if copied else act)
-        seen = trainer.observe()
+        seen = _after(trainer, problem, run, watch)
+        changed = watch.changed()
     except Exception as error:
-        raise RefusalError(f"{type(error).__name__}: {error}".split("\n")[0]) from error
-    known = problem.params().keys()
+        raise RefusalError(cause(error)) from error
+    finally:
+        watch.end()
+    known, dtype = [*problem.params()], trainer.abilities.dtype
     for each in seen:
         if {*each.params} != {*known}:
-            raise ValueError(
-                f"observe() of {type(trainer).__name__} names the parameters {[*each.params]}, but "
-                f"the problem's module has {[*known]}: give them the names of the problem's"
-            )
-    return seen
+            raise ValueError(f"observe() has the names {[*each.params]}, the problem {known}")
+        if other := [p.dtype for p in each.params.values() if p.dtype != dtype]:
+            how = f"declare Abilities(dtype={other[0]}), or compute in {dtype}"
+            raise RefusalError(f"its parameters are {other[0]}, its abilities say {dtype}: {how}")
+    return [each._replace(changed=[*(each.changed or ()), *changed]) for each in seen]
+
+
+def _after(trainer: Any, problem: Problem, run: Run, watch: Watch) -> list[Observation]:
+    def look(group: Group) -> list[Observation]:
+        (first, *others), batch = trainer.observe(), _whole(group)
+        if isinstance(trainer, Evaluating) and batch and problem.weights(batch).any():
+            first = first._replace(evaluation=watch.call(trainer.evaluate, group))
+        return [first, *others]
+
+    if run.setting is not None:
+        trainer.use(run.setting)
+    trainer.start(problem, run.ranks)
+    group: Group = []
+    for act in run.acts:
+        if act == "restart":
+            saved = trainer.save()
+            trainer.start(problem, run.ranks)
+            trainer.load(saved)
+        elif act == "look":
+            look(group)
+        else:
+            group = act
+            watch.call(trainer.update, group)
+    return look(group)
 
 
 def agree(trainer: Trainer, case: Case) -> bool:
@@ -149,92 +190,53 @@ def agree(trainer: Trainer, case: Case) -> bool:
 
     They agree in their last states and in what they report.
     """
+    problem = case.problem
     # The first run has no more in it than has to be computed.
-    whole = _wholes(case.first or case.second)
-    tokens = sum(case.problem.weights(b).numel() for b in _wholes(case.second) if b is not None)
-    allowed = bound(case.problem, whole, tokens, trainer.abilities.dtype)
-    if case.first is None:
-        (expected,) = outcome(Specification(), case.problem, case.second._replace(setting=None))
-    else:
-        first = outcome(trainer, case.problem, case.first)
-        expected = first[0]
-        _compare(case, first, expected, allowed)
-    second = outcome(trainer, case.problem, case.second)
-    _compare(case, second, expected, allowed, case.scale)
-    if isinstance(trainer, Evaluating) and "loss" in case.reports:
-        last = whole[-1]
-        if last is not None and case.problem.weights(last).any():
-            _compare_evaluations(trainer, case, allowed)
-    return all(
-        bool(_same(each.params[name], expected.params[name]).all())
-        for each in second
-        for name in expected.params
-    )
+    wholes = [_whole(group) for group in (case.first or case.second).groups]
+    tokens = sum(problem.weights(b).numel() for g in case.second.groups for s in g for b in s)
+    allowed = bound(problem, wholes, tokens, trainer.abilities)
+    first = outcome(trainer if case.first else Specification(), problem, case.first or case.second)
+    expected, last = first[0], wholes[-1]
+    if expected.evaluation is not None and last and "key" in last:
+        # Nothing is dropped in evaluation.
+        equation = Specification()
+        equation.start(problem, 1)
+        equation.params = {name: p.double() for name, p in expected.params.items()}
+        expected = expected._replace(evaluation=equation.evaluate([[last]]))
+    second = outcome(trainer, problem, case.second)
+    for seen, scale in ((first, 1.0), (second, case.scale)):
+        for rank, each in enumerate(seen):
+            on = f" on rank {rank}" if len(seen) > 1 else ""
+            for name, want in expected.params.items():
+                start = problem.params()[name]
+                _close(case, name + on, each.params[name], want, allowed.params[name], start)
+            for name in case.reports:
+                have, want = getattr(each, name), getattr(expected, name)
+                if have is not None and want is not None:
+                    factor = scale if name == "num_tokens" else 1.0
+                    _close(case, name + on, have, factor * want, allowed.reports[name])
+    params = expected.params.items()
+    return all(bool(_same(each.params[name], p).all()) for each in second for name, p in params)
 
 
-def _wholes(run: Run) -> list[Batch | None]:
-    return [together([part for share in group for part in share]) for group in run.groups]
+def _whole(group: Group) -> Batch | None:
+    return together([batch for share in group for batch in share])
 
 
-def _compare_evaluations(trainer: Any, case: Case, allowed: Bound) -> None:
-    """Both groups are evaluated with the parameters at hand."""
-    group = case.second.groups[-1]
-    try:
-        if case.first is None:
-            specification = Specification()
-            specification.start(case.problem, 1)
-            trainer.start(case.problem, len(group))
-            want = specification.evaluate(group)
-        else:
-            want = trainer.evaluate(case.first.groups[-1])
-        have = trainer.evaluate(group)
-    except Exception as error:
-        raise RefusalError(f"evaluation: {type(error).__name__}: {error}") from error
-    _compare_numbers(case, "the loss in evaluation", have, want, allowed.evaluation)
-
-
-def _compare(
-    case: Case,
-    seen: Sequence[Observation],
-    expected: Observation,
-    allowed: Bound,
-    scale: float = 1.0,
+def _close(
+    case: Case, what: str, have: Any, want: Any, allowed: float, start: Tensor | float = 0.0
 ) -> None:
-    for rank, each in enumerate(seen):
-        on = f" on rank {rank}" if len(seen) > 1 else ""
-        for name, want in expected.params.items():
-            have = each.params[name].detach().to(torch.float64)
-            want = want.detach().to(torch.float64)
-            error = float(torch.where(_same(have, want), 0, have - want).norm())
-            # Each of the two may be off by the bound.
-            if not error <= 2 * allowed.params[name]:
-                moved = float((want - case.problem.params()[name].to(torch.float64)).norm())
-                raise DisagreementError(
-                    case,
-                    f"{name}{on}: {_shown(have)} is not {_shown(want)}; they are {error:.3g} "
-                    f"apart, and rounding explains {2 * allowed.params[name]:.1g}",
-                    error / moved if moved else inf,
-                )
-        bounds = {"loss": allowed.loss, "grad_norm": allowed.grad_norm, "num_tokens": 0.0}
-        for name in case.reports:
-            number, other = getattr(each, name), getattr(expected, name)
-            if number is not None and other is not None:
-                other = float(other) * (scale if name == "num_tokens" else 1.0)
-                _compare_numbers(case, f"{name}{on}", float(number), other, bounds[name])
-
-
-def _compare_numbers(case: Case, what: str, have: float, want: float, allowed: float) -> None:
-    """Two that are infinite alike, or no numbers, are equal."""
-    same = have == want or (isnan(have) and isnan(want))
-    if not same and not abs(have - want) <= 2 * allowed:
-        size = abs(have - want) / abs(want) if want else inf
-        raise DisagreementError(case, f"{what}: {have} is not {want}", size)
+    """Each of the two may be off by the bound."""
+    have, want = (torch.as_tensor(x, dtype=torch.float64).detach() for x in (have, want))
+    error = float(torch.where(_same(have, want), 0, have - want).norm())
+    if not error <= 2 * allowed:
+        moved = float((want - start).norm())
+        shown, other = (f"{x.tolist()}"[:200] for x in (have, want))
+        apart = f"they are {error:.3g} apart, and rounding explains {2 * allowed:.1g}"
+        what = f"{what}: {shown} is not {other}; {apart}"
+        raise DisagreementError(case, what, error / moved if moved else inf)
 
 
 def _same(have: Tensor, want: Tensor) -> Tensor:
     """Where they are equal. What is no number in both runs is the same in both."""
     return (have == want) | (have.isnan() & want.isnan())
-
-
-def _shown(value: Tensor) -> Any:
-    return value.tolist() if value.numel() <= 8 else f"{value.flatten()[:4].tolist()}..."

@@ -1,19 +1,21 @@
 """What the laws say of a trainer: as an error, as tests, and as a table."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from datetime import date
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
 
 from purestep.testing.case import Case, RefusalError
 from purestep.testing.catalogue import LAWS, TrainerLaw
-from purestep.testing.law import Law
+from purestep.testing.draws import counterexample
 from purestep.testing.trainer import Trainer
 
-CASES, SHRINK = 100, 200
-"""How many cases are tried for each law, and how many more to find a smaller one."""
-
 Finding: TypeAlias = Literal["holds", "wrong", "refuses", "not asked"]
+Names: TypeAlias = Iterable[str]
+Seed: TypeAlias = int | Literal["today"]
+SEVERITY = ("not asked", "holds", "refuses", "wrong")
 
 
 class Verdict(NamedTuple):
@@ -22,6 +24,9 @@ class Verdict(NamedTuple):
     ``finding`` is "holds", in ``cases`` cases, of which so many ``to_the_bit``; "wrong", with the
     smallest ``case`` found, ``why`` in words, and the ``size`` of the error relative to the update;
     "refuses", with the smallest case that raised an exception; or "not asked", and ``why``.
+
+    ``parts`` has a verdict for each kind of case, where the law tells them apart. ``coverage``
+    counts the cases by their microbatches, ranks, updates and weights.
     """
 
     law: TrainerLaw
@@ -31,104 +36,131 @@ class Verdict(NamedTuple):
     case: Case | None = None
     why: str = ""
     size: float = 0.0
+    parts: Mapping[str, Any] = {}
+    coverage: Mapping[str, Counter[Any]] = {}
 
     def __str__(self) -> str:
-        law = f"{self.law.name} {self.law.title}"
-        if self.finding == "holds":
-            bits = "all" if self.to_the_bit == self.cases else f"{self.to_the_bit}"
-            return f"{law}: holds in {self.cases} cases, {bits} to the bit"
+        law, parts = f"{self.law.name} {self.law.title}", defaultdict(list)
+        for part, verdict in self.parts.items():
+            parts[verdict.finding].append(part)
         if self.finding == "not asked":
             return f"{law}: not asked, {self.why}"
-        return f"{law}: {self.finding}. {self.why}"
+        if self.finding != "holds":
+            said = [f"{finding} for {', '.join(names)}" for finding, names in parts.items()]
+            return f"{law}: {', '.join(said) or self.finding}. {self.why}"
+        spans = [
+            f"{what} {'-'.join(dict.fromkeys([str(min(numbers)), str(max(numbers))]))}"
+            for what, numbers in self.coverage.items()
+            if what != "weights"
+        ]
+        bits = "all" if self.to_the_bit == self.cases else f"{self.to_the_bit}"
+        return f"{law}: holds in {self.cases} cases, {bits} to the bit; {', '.join(spans)}"
 
 
 def judge(
-    trainer: Trainer, laws: Iterable[str] = tuple(LAWS), *, cases: int = CASES, shrink: int = SHRINK
+    trainer: Trainer, laws: Names = LAWS, *, cases: int = 100, shrink: int = 200, seed: Seed = 0
 ) -> list[Verdict]:
     """A verdict for each law. A law says "refuses" only where no number is wrong.
 
+    Args:
+        trainer: what is judged.
+        laws: their names.
+        cases: how many are tried for each law.
+        shrink: how many more to find a smaller one.
+        seed: from which cases are drawn; "today" draws others each day.
+
     >>> from purestep.testing import Specification
-    >>> for verdict in judge(Specification(), ["T1", "T16"], cases=10):
+    >>> for verdict in judge(Specification(), ["T5", "T16"], cases=10):
     ...     print(verdict)
-    T1 cut: holds in 10 cases, all to the bit
+    T5 weights: holds in 10 cases, 9 to the bit; microbatches 1, ranks 1, updates 1
     T16 resume: not asked, it cannot be saved here
     """
-    return [_verdict(trainer, name, cases, shrink) for name in laws]
+    if seed == "today":
+        seed = date.today().toordinal()
+    return [_verdict(trainer, _law(name), cases, shrink, seed) for name in laws]
 
 
-def check(
-    trainer: Trainer, laws: Iterable[str] = tuple(LAWS), *, cases: int = CASES, shrink: int = SHRINK
-) -> None:
+def check(trainer: Trainer, laws: Names = LAWS, **how: Any) -> None:
     """Raises an ``AssertionError`` for the first law that does not hold.
 
-    It tells the smallest case in words, and as code to paste.
+    It tells the smallest case in words, and as code to paste. ``how`` is the rest of ``judge``.
 
     >>> from purestep.testing import Specification
     >>> check(Specification(), ["T1", "T2", "T3"], cases=10)
     """
     for name in laws:
-        verdict = _verdict(trainer, name, cases, shrink)
-        if verdict.finding in ("wrong", "refuses"):
-            raise AssertionError(_report(verdict))
+        (verdict,) = judge(trainer, [name], **how)
+        if verdict.case is not None:
+            raise AssertionError(report(verdict))
 
 
-def laws(
-    make_trainer: Callable[[], Trainer],
-    laws: Sequence[str] = tuple(LAWS),
-    *,
-    cases: int = CASES,
-    shrink: int = SHRINK,
-) -> Callable[[str], None]:
+def laws(make: Callable[[], Trainer], laws: Names = LAWS, **how: Any) -> Callable[[str], None]:
     """A test for pytest, once for each law: ``test_my_trainer = ps.testing.laws(make_trainer)``.
 
-    A law that asks for more than the trainer's abilities is skipped, with the reason.
+    A law that asks for more than the trainer's abilities is skipped, with the reason. ``how`` is
+    the rest of ``judge``.
     """
     import pytest
 
-    names = [f"{name}_{_law(name).title}" for name in laws]
-
-    @pytest.mark.parametrize("law", laws, ids=names)
+    @pytest.mark.parametrize("law", [*laws], ids=[f"{name}_{_law(name).title}" for name in laws])
     def test(law: str) -> None:
-        trainer = make_trainer()
+        trainer = make()
         if missing := LAWS[law].missing(trainer):
             pytest.skip(f"not asked: {missing}")
-        check(trainer, [law], cases=cases, shrink=shrink)
+        check(trainer, [law], **how)
 
     return test
 
 
-def _verdict(trainer: Trainer, name: str, cases: int, shrink: int) -> Verdict:
-    law = _law(name)
+def _verdict(trainer: Trainer, law: TrainerLaw, cases: int, shrink: int, seed: int) -> Verdict:
     if isinstance(trainer, type) or not hasattr(trainer, "abilities"):
         raise TypeError(
-            f"{trainer!r} is no trainer, which has abilities, start, update and observe: of a loop "
-            "make one by ps.testing.loop(update), of a pure step by ps.testing.PureTrainer(make, "
-            "abilities), of a class by calling it"
+            f"{trainer!r} is no trainer: make one by ps.testing.loop(update) of a loop, by "
+            "ps.testing.PureTrainer(make, abilities) of a pure step, or by calling the class"
         )
-    dtype = trainer.abilities.dtype
-    if dtype not in (torch.float64, torch.float32):
-        raise ValueError(
-            f"{dtype} rounds so much that a wrong number could hide in it: judge the trainer in "
-            "torch.float32 or torch.float64"
-        )
+    dtypes = [torch.float64, torch.float32] if trainer.abilities.sgd else [torch.float64]
+    if (dtype := trainer.abilities.dtype) not in dtypes:
+        raise ValueError(f"{dtype} rounds so much that errors could hide in it: judge in {dtypes}")
     if missing := law.missing(trainer):
         return Verdict(law, "not asked", why=missing)
+    most = -(-cases // len(law.parts))
+    found = {part: _of_part(trainer, law, part, most, shrink, seed) for part in law.parts}
+    worst = max(found.values(), key=lambda verdict: SEVERITY.index(verdict.finding))
+    counts = [verdict.coverage for verdict in found.values()]
+    coverage = {at: sum((count[at] for count in counts), Counter()) for at in worst.coverage}
+    cases, bits = (sum(getattr(v, at) for v in found.values()) for at in ("cases", "to_the_bit"))
+    parts = found if len(found) > 1 else {}
+    return worst._replace(cases=cases, to_the_bit=bits, parts=parts, coverage=coverage)
+
+
+def _of_part(
+    trainer: Trainer, law: TrainerLaw, part: str, cases: int, shrink: int, seed: int
+) -> Verdict:
+    tried: list[dict[str, Any]] = []
     held: list[bool] = []
     refused: list[tuple[Case, str]] = []
+    wrong: list[Any] = []
 
-    def claim(trainer: Trainer, case: Case) -> None:
+    def claim(case: Case) -> None:
+        tried.extend([] if wrong else [case.coverage()])
         try:
             held.append(law.claim(trainer, case))
         except RefusalError as refusal:
             refused.append((case, str(refusal)))
+        except AssertionError as error:
+            wrong.append(error)
+            raise
 
-    wrong: Any = Law(law.name, law.cases(trainer), claim).broken_by(trainer, cases, shrink)
-    if wrong is not None:
-        return Verdict(law, "wrong", case=wrong.case, why=wrong.what, size=wrong.size)
-    if refused:
-        case, why = min(refused, key=lambda each: len(each[0].code()))
-        return Verdict(law, "refuses", case=case, why=why)
-    return Verdict(law, "holds", cases=len(held), to_the_bit=sum(held))
+    broken: Any = counterexample(
+        lambda draw: law.cases(draw, trainer, part), claim, cases, shrink, (law.name, part, seed)
+    )
+    counts = {at: Counter(each[at] for each in tried) for at in (tried or [{}])[0]}
+    verdict = Verdict(law, "holds", len(held), sum(held), coverage=counts)
+    if broken:
+        about = {"case": broken.case, "why": broken.what, "size": broken.size}
+        return verdict._replace(finding="wrong", **about)
+    case, why = min(refused, key=lambda each: len(each[0].code()), default=(None, ""))
+    return verdict._replace(finding="refuses", case=case, why=why) if case else verdict
 
 
 def _law(name: str) -> TrainerLaw:
@@ -137,11 +169,13 @@ def _law(name: str) -> TrainerLaw:
     return LAWS[name]
 
 
-def _report(verdict: Verdict) -> str:
+def report(verdict: Verdict) -> str:
+    """The smallest case in which a law does not hold, in words and as code."""
     assert verdict.case is not None
     how = "does not hold" if verdict.finding == "wrong" else "is refused"
+    title = ", ".join(filter(None, (verdict.law.title, verdict.case.part)))
     return (
-        f"{verdict.law.name} ({verdict.law.title}) {how}. {verdict.law.statement}\n\n"
+        f"{verdict.law.name} ({title}) {how}. {verdict.law.statement}\n\n"
         f"  {verdict.why}\n\n  The smallest case found: {verdict.case.words()}.\n\n"
         f"  To see it with a trainer of yours:\n\n{verdict.case.code()}\n"
     )

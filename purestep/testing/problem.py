@@ -64,12 +64,8 @@ class Problem:
 
     def optimizer(self, module: nn.Module) -> torch.optim.Optimizer:
         """``torch.optim.SGD`` with the problem's numbers."""
-        return torch.optim.SGD(
-            module.parameters(),
-            lr=self.learning_rate,
-            momentum=self.momentum,
-            weight_decay=self.weight_decay,
-        )
+        params, rate, decay = module.parameters(), self.learning_rate, self.weight_decay
+        return torch.optim.SGD(params, rate, self.momentum, weight_decay=decay)
 
     def losses(self, model: Callable[..., Any], batch: Batch) -> Tensor:
         """Each token's loss, as the model has it now."""
@@ -112,13 +108,8 @@ def given_weights(batch: Batch) -> Tensor:
     return batch["w"]
 
 
-REGRESSION = Task(
-    "regression",
-    squared_errors,
-    given_weights,
-    ignored={"x": 1, "y": 3, "w": 0, "key": 0},
-    roundings=32,
-)
+NOTHING = {"x": 1, "y": 3, "w": 0, "key": 0}
+REGRESSION = Task("regression", squared_errors, given_weights, NOTHING, roundings=32)
 """``Linear`` by its squared errors. A batch has ``x`` of shape (rows, length, 2), and ``y`` and
 ``w``, the weights, of shape (rows, length); for dropout, ``key``, the number of each row."""
 

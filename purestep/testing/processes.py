@@ -37,9 +37,7 @@ class World:
     """
 
     def __init__(self, size: int, timeout: float = 60.0, *, strict: bool = True) -> None:
-        self.size = size
-        self.timeout = timeout
-        self.strict = strict
+        self.size, self.timeout, self.strict = size, timeout, strict
 
     def __enter__(self) -> World:
         self.start()

@@ -32,8 +32,8 @@ class Specification:
     def start(self, problem: Problem, ranks: int) -> None:
         """Begins anew."""
         self.problem, self._module = problem, problem.module().to(torch.float64).eval()
-        self._params = {name: p.to(torch.float64) for name, p in problem.params().items()}
-        self._moments: Params = {name: torch.zeros_like(p) for name, p in self._params.items()}
+        self.params = {name: p.to(torch.float64) for name, p in problem.params().items()}
+        self._moments: Params = {name: torch.zeros_like(p) for name, p in self.params.items()}
         self._reported: dict[str, Any] = {}
 
     def update(self, group: Group) -> None:
@@ -43,9 +43,8 @@ class Specification:
             self._reported = {"loss": 0.0, "num_tokens": 0.0}
             return
         weighted = {**batch, "w": self.problem.weights(batch)}
-        (self._params, self._moments), grads, loss = spec(
-            self._losses, self._sgd, self._params, self._moments, weighted
-        )
+        after = spec(self._losses, self._sgd, self.params, self._moments, weighted)
+        (self.params, self._moments), grads, loss = after
         norm = torch.stack([grad.square().sum() for grad in grads.values()]).sum().sqrt()
         self._reported = {"loss": loss, "grad_norm": norm, "num_tokens": weighted["w"].sum()}
 
@@ -56,24 +55,20 @@ class Specification:
         return self.problem.losses(model, batch)
 
     def _sgd(self, grads: Params, moments: Params, params: Params) -> tuple[Params, Params]:
-        problem = self.problem
-        moments = {
-            name: problem.momentum * moments[name] + grads[name] + problem.weight_decay * p
-            for name, p in params.items()
-        }
-        after = {name: p - problem.learning_rate * moments[name] for name, p in params.items()}
-        return after, moments
+        rate, momentum = self.problem.learning_rate, self.problem.momentum
+        grads = {name: grads[name] + self.problem.weight_decay * p for name, p in params.items()}
+        moments = {name: momentum * moments[name] + grad for name, grad in grads.items()}
+        return {name: p - rate * moments[name] for name, p in params.items()}, moments
 
     def observe(self) -> Sequence[Observation]:
         """The parameters, and the true loss, norm and count."""
-        return [Observation(self._params, **self._reported)]
+        return [Observation(self.params, **self._reported)]
 
     def evaluate(self, group: Group) -> float:
         """Σ wᵢ ℓᵢ / Σ wᵢ."""
-        batch = together([part for share in group for part in share])
-        assert batch is not None
+        batch: Any = together([part for share in group for part in share])
         weights = self.problem.weights(batch).to(torch.float64)
-        return float((weights * self._losses(self._params, batch)).sum() / weights.sum())
+        return float((weights * self._losses(self.params, batch)).sum() / weights.sum())
 
 
 def together(parts: Sequence[Batch]) -> Batch | None:
