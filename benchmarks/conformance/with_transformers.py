@@ -26,7 +26,7 @@ def gpt2(kind: str = "GPT2LMHeadModel", **more: Any) -> Any:
     torch.manual_seed(0)
     none = {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
     ids = {"pad_token_id": PADDING, "bos_token_id": 1, "eos_token_id": 2}
-    sizes = {"n_positions": 16, "n_embd": 4, "n_layer": 1, "n_head": 2}
+    sizes = {"n_positions": 64, "n_embd": 4, "n_layer": 1, "n_head": 2}
     config = transformers.GPT2Config(vocab_size=VOCABULARY, **sizes, **none, **ids, **more)
     return getattr(transformers, kind)(config)
 
