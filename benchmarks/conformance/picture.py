@@ -53,7 +53,7 @@ def draw(report: dict[str, Any], path: Path) -> None:
     titles = [
         "T2\nuneven" if law == UNEVEN else f"{law}\n{report['laws'][law]['title']}" for law in laws
     ]
-    axes.set_xticks([x + 0.5 for x in range(len(laws))], titles, fontsize=6.3)
+    axes.set_xticks([x + 0.5 for x in range(len(laws))], titles, fontsize=5.6)
     axes.xaxis.tick_top()
     names = [f"{column['name']}  $\\it{{{_version(report, column)}}}$" for column in columns]
     axes.set_yticks([y + 0.5 for y in range(len(columns))], names, fontsize=8)
