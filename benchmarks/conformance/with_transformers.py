@@ -48,15 +48,21 @@ def classes_of(batch: Batch) -> Tensor:
     return torch.where(counts.any(1), classes, -100)
 
 
+def at_first(rows: Tensor, batch: Batch) -> Tensor:
+    """One number for each row, at its first place, with as many places as it has tokens."""
+    return nn.functional.pad(rows[:, None], (0, batch["labels"].shape[1] - 1))
+
+
 def classification(model: Any) -> Task:
     """A class for each row."""
 
     def losses(model: Callable[..., Any], batch: Batch) -> Tensor:
         logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
-        return nn.functional.cross_entropy(logits, classes_of(batch), reduction="none")
+        each = nn.functional.cross_entropy(logits, classes_of(batch), reduction="none")
+        return at_first(each, batch)
 
     def weights(batch: Batch) -> Tensor:
-        return classes_of(batch) != -100
+        return at_first(classes_of(batch) != -100, batch)
 
     like = causal_lm(model)
     return Task("classes of rows", losses, weights, like.ignored, like.roundings, model, VOCABULARY)

@@ -13,7 +13,13 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from benchmarks.conformance.column import Column
-from benchmarks.conformance.with_transformers import SEEDS, HuggingFace, llama, of_tokens
+from benchmarks.conformance.with_transformers import (
+    SEEDS,
+    HuggingFace,
+    at_first,
+    llama,
+    of_tokens,
+)
 from purestep.testing.problem import Batch, Task, causal_lm
 
 
@@ -76,12 +82,12 @@ def pair_losses(model: Callable[..., Any], batch: Batch) -> Tensor:
         return (each * mask).sum(1)
 
     margins = logs(batch["input_ids"]) - logs(rejected(batch))
-    return -nn.functional.logsigmoid(0.1 * (margins - margins.detach()))
+    return at_first(-nn.functional.logsigmoid(0.1 * (margins - margins.detach())), batch)
 
 
 def pair_weights(batch: Batch) -> Tensor:
     """A row in which no token counts is no pair."""
-    return (batch["labels"][:, 1:] != -100).any(1)
+    return at_first((batch["labels"][:, 1:] != -100).any(1), batch)
 
 
 def preferences(model: Any) -> Task:
@@ -188,7 +194,7 @@ class Trl(HuggingFace):
             ]
         if self.kind == "DPO":
             pairs = [
-                {key: value[pair_weights(batch)] for key, value in batch.items()}
+                {key: value[pair_weights(batch)[:, 0]] for key, value in batch.items()}
                 for batch in microbatches
             ]
             return [
