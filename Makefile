@@ -48,7 +48,7 @@ bench: .venv/installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.dropout
 
 conformance: .venv/installed
-	$(BIN)/python -m pip install -q -c constraints.txt -e '.[testing,conformance]'
+	$(BIN)/python -m pip install -q -c constraints.txt -e '.[conformance]'
 	for each in fastai composer; do $(BIN)/python -m pip install -q --no-deps --upgrade --target build/$$each -r benchmarks/conformance/$$each.txt; done
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.conformance
 
@@ -58,7 +58,7 @@ format: .venv/installed
 
 .venv/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install -q -c constraints.txt -e '.[testing,examples,huggingface,dev]'
+	$(BIN)/python -m pip install -q -c constraints.txt -e '.[examples,huggingface,dev]'
 	touch $@
 
 # The tools alone: they read the package's source, and import nothing of it.
@@ -69,7 +69,7 @@ format: .venv/installed
 
 .venv-%/installed: .venv-%/constraints.txt
 	$(PYTHON) -m venv .venv-$*
-	.venv-$*/bin/python -m pip install -q -c $< -e '.[testing,examples,huggingface,dev]'
+	.venv-$*/bin/python -m pip install -q -c $< -e '.[examples,huggingface,dev]'
 	touch $@
 
 # The oldest of all that pyproject.toml claims, not of torch alone.

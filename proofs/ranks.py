@@ -16,7 +16,6 @@ from proofs.strategies import (
     OPTIMIZERS,
     Batch,
     Case,
-    Cut,
     assert_same,
     cases,
     cut,
@@ -28,6 +27,7 @@ from proofs.strategies import (
 )
 from proofs.theorem import System
 from proofs.worlds import Grid, Ranks
+from proofs.writings import Cut
 from purestep import tree
 from purestep.testing.specification import spec
 

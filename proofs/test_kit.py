@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import purestep as ps
+from proofs import rare_mutants
 from proofs.plain_loop import PlainLoop
 from proofs.plain_mutants import BUGS, UNSEEN, Bug, build
 from purestep.testing import LAWS, Abilities, Observation, Problem
@@ -99,6 +100,21 @@ def test_bug_is_found(bug: Bug) -> None:
     """By the law that it breaks."""
     (verdict,) = ps.testing.judge(build(bug), [bug.law], cases=60, shrink=0)
     assert verdict.finding == ("refuses" if bug.number == "38" else "wrong"), verdict
+
+
+@pytest.mark.parametrize("number", range(len(rare_mutants.LOOPS)))
+def test_what_shows_in_few_cases_alone_is_found(number: int) -> None:
+    """With no more cases than by default."""
+    law = rare_mutants.LOOPS[number][0]
+    cases = 12 if law == "T6" else 100  # T6 goes on to its other parts.
+    (verdict,) = ps.testing.judge(rare_mutants.of(number), [law], cases=cases, shrink=0)
+    assert verdict.finding == "wrong", verdict
+
+
+@pytest.mark.parametrize("name", rare_mutants.RIGHT)
+def test_no_false_alarm(name: str) -> None:
+    """About loops of other kinds."""
+    ps.testing.check(rare_mutants.RIGHT[name](), cases=12)
 
 
 def test_catalogue_is_complete() -> None:

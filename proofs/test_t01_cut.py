@@ -26,16 +26,15 @@ from proofs.strategies import (
     capture,
     check_step,
     cut,
-    cuts,
     outcome,
     real_cases,
     settings_of_steps,
     step_of,
     steps,
-    taken,
     weights_of,
 )
 from proofs.theorem import System, theorem
+from proofs.writings import cuts, taken
 from purestep import tree
 from purestep.testing.bounds import gamma
 from purestep.testing.specification import spec

@@ -37,11 +37,11 @@ from proofs.strategies import (
     real_cases,
     shares,
     step_of,
-    taken,
     weights_of,
 )
 from proofs.theorem import System, theorem
 from proofs.worlds import on_threads
+from proofs.writings import taken
 from purestep import tree
 
 Groups = list[list[Batch]]

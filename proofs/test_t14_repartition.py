@@ -28,11 +28,11 @@ from proofs.strategies import (
     cases,
     check_step,
     cut,
-    cuts,
     real_cases,
     weights_of,
 )
 from proofs.theorem import System, theorem
+from proofs.writings import cuts
 from purestep import tree
 
 FLOATS = [torch.float64, torch.float32]

@@ -29,7 +29,6 @@ from proofs.strategies import (
     capture,
     cases,
     cut,
-    cuts,
     integer_batch,
     real_cases,
     step_of,
@@ -37,6 +36,7 @@ from proofs.strategies import (
 )
 from proofs.theorem import System, theorem
 from proofs.worlds import on_threads
+from proofs.writings import cuts
 from purestep import tree
 from purestep.testing.specification import spec
 

@@ -18,8 +18,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import purestep as ps
 from proofs import models
-from proofs.strategies import OPTIMIZERS, Batch, assert_same, cases, cut, cuts, laid_out, weights_of
+from proofs.strategies import OPTIMIZERS, Batch, assert_same, cases, cut, laid_out, weights_of
 from proofs.theorem import System, theorem
+from proofs.writings import cuts
 from purestep import tree
 from purestep.testing.processes import World, values
 

@@ -4,6 +4,7 @@ That it accepts right trainers and finds the bugs that happened is in proofs/tes
 """
 
 import itertools
+import json
 import os
 import random
 import re
@@ -157,11 +158,11 @@ def test_choices_become_simpler() -> None:
 
 def test_failures_shrink_to_what_a_person_can_read() -> None:
     trainer = ps.testing.loop(mean_of_means, abilities=Abilities(weights="mask"))
-    with pytest.raises(AssertionError, match=r"T1 .cut. does not hold") as raised:
+    with pytest.raises(AssertionError, match=r"T1 .cut, unequal \w+. does not hold") as raised:
         ps.testing.check(trainer, ["T1"])
     # Two means of equally many tokens are no mistake: the least that shows it has a row more, or
     # more tokens in one row.
-    assert re.search(r"rows \[0(, 1)?\] \| \[[12](, 2)?\];", str(raised.value))
+    assert re.search(r"rows \[0(, 1)?\] \| \[[12](, 2)?\]; start weight \[", str(raised.value))
     outcomes: list[Any] = []
     code = str(raised.value).split("To see it with a trainer of yours:")[1]
     exec(code, {"trainer": trainer, "print": outcomes.append})
@@ -230,7 +231,7 @@ def test_a_refusal_is_no_wrong_number() -> None:
     assert re.match(
         r"refuses: ValueError: one microbatch, please \(test_kit.py:\d+, in update\)", found
     )
-    with pytest.raises(AssertionError, match=r"T1 .cut. is refused"):
+    with pytest.raises(AssertionError, match=r"T1 .cut, equal tokens. is refused"):
         ps.testing.check(Refusing(), ["T1"], cases=20)
 
 
@@ -370,3 +371,169 @@ def test_a_model_is_printed_as_code() -> None:
     again = eval(repr(model), {"ps": ps, "torch": torch})
     assert torch.equal(again.weight, model.weight)
     assert torch.equal(again.bias, model.bias)
+
+
+def impure(
+    model: Any, optimizer: Any, microbatches: Sequence[Batch], problem: Problem
+) -> dict[str, Any]:
+    """Right, but for what is beside it."""
+    said = right(model, optimizer, microbatches, problem)
+    torch.manual_seed(0)
+    for batch in microbatches:
+        batch["y"].zero_()
+    return said
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_purity_is_asked_inside_of_each_rank(ranks: int) -> None:
+    (verdict,) = ps.testing.judge(
+        ps.testing.loop(impure, abilities=Abilities(ranks=ranks)), ["T6"], cases=6, shrink=0
+    )
+    findings = {part: each.finding for part, each in verdict.parts.items()}
+    assert findings == {"bits": "holds", "inputs": "wrong", "global state": "wrong"}
+    assert "microbatch's y" in verdict.parts["inputs"].why
+    assert "torch's global generator" in verdict.parts["global state"].why
+
+
+def test_verdicts_say_how_far_the_cut_may_go() -> None:
+    loop = ps.testing.loop(mean_of_means, abilities=Abilities(weights="mask"))
+    (verdict,) = ps.testing.judge(loop, ["T1"], cases=40, shrink=0)
+    assert str(verdict).startswith(
+        "T1 cut: holds for equal tokens, wrong for unequal rows, unequal tokens, empty ones. "
+    )
+
+
+def test_another_dtype_than_declared_is_a_refusal_that_says_what_to_declare() -> None:
+    def single(module: nn.Module, problem: Problem) -> tuple[Any, Any]:
+        return module.float(), problem.optimizer(module)
+
+    def update(
+        model: Any, optimizer: Any, microbatches: Sequence[Batch], problem: Problem
+    ) -> dict[str, Any]:
+        narrow = [{**batch, "x": batch["x"].float()} for batch in microbatches]
+        return right(model, optimizer, narrow, problem)
+
+    (found,) = judged(ps.testing.loop(update, single), "T0")
+    assert found.startswith("refuses: its parameters are torch.float32, its abilities say")
+    assert "declare Abilities(dtype=torch.float32)" in found
+
+
+def failing(model: Any, optimizer: Any, microbatches: Sequence[Batch], problem: Problem) -> None:
+    """Hides its cause."""
+    try:
+        raise KeyError("the cause")
+    except KeyError as error:
+        raise RuntimeError("compilation failed\n\nsee the log") from error
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_refusals_tell_their_cause(ranks: int) -> None:
+    trainer = ps.testing.loop(failing, abilities=Abilities(ranks=ranks))
+    (found,) = judged(trainer, "T3", cases=2)
+    assert re.match(r"refuses: KeyError: 'the cause' \(test_kit.py:\d+, in failing\); then", found)
+
+
+def test_an_update_that_is_not_sgd() -> None:
+    def adamw(module: nn.Module, problem: Problem) -> tuple[Any, Any]:
+        return module, torch.optim.AdamW(module.parameters(), problem.learning_rate)
+
+    able = Abilities(sgd=False)
+    laws = ["T0", "T1", "T3", "T4", "T7"]
+    equation, *others = judged(ps.testing.loop(right, adamw, able), *laws)
+    assert equation == "not asked: its update is not plain SGD"
+    assert others == ["holds"] * 4
+    assert judged(ps.testing.loop(mean_of_means, adamw, able), "T1")[0].startswith("wrong")
+    with pytest.raises(ValueError, match=r"torch.float32 rounds so much"):
+        judged(ps.testing.loop(right, adamw, Abilities(sgd=False, dtype=torch.float32)), "T1")
+
+
+def test_what_joins_its_microbatches_is_not_asked_about_the_cut() -> None:
+    trainer = ps.testing.loop(right, abilities=Abilities(joins=True))
+    cut, order, repartition = judged(trainer, "T1", "T3", "T14", cases=5)
+    assert cut == repartition == "not asked: it joins its microbatches into one"
+    assert order == "holds"
+
+
+def test_each_seed_draws_other_cases() -> None:
+    def cases(seed: Any) -> list[str]:
+        seen: list[str] = []
+
+        class Telling(PlainLoop):
+            def update(self, group: Sequence[Sequence[Batch]]) -> None:
+                seen.append(str(group))
+                super().update(group)
+
+        judged_by = ps.testing.judge(Telling(), ["T5"], cases=5, seed=seed)
+        assert judged_by[0].finding == "holds"
+        return seen
+
+    assert cases(0) == cases(0) != cases(1)
+    assert cases("today") == cases("today") != cases(0)
+
+
+def test_words_have_all_numbers() -> None:
+    (verdict,) = ps.testing.judge(ps.testing.loop(mean_of_means), ["T1"], cases=40)
+    assert verdict.case is not None
+    words = verdict.case.words()
+    assert re.search(r"start weight \[-?\d, -?\d\]; start bias -?\d; learning rate 0\.", words)
+    assert re.search(r"update 1: x \[\[\[.*\]\]\], y \[\[.*\]\], w \[\[.*\]\]$", words)
+
+
+TEN_LINES = """
+import purestep as ps
+
+def update(model, optimizer, microbatches, problem):
+    optimizer.zero_grad()
+    for batch in microbatches:
+        counts = problem.weights(batch)
+        mean = (problem.losses(model, batch) * counts).sum() / counts.sum()
+        (mean / len(microbatches)).backward()
+    optimizer.step()
+
+trainer = ps.testing.loop(update)
+"""
+
+
+def test_the_command_line_in_an_empty_folder(tmp_path: Any) -> None:
+    (tmp_path / "mine.py").write_text(TEN_LINES)
+
+    def run(*given: str) -> Any:
+        return subprocess.run(
+            [sys.executable, "-m", "purestep.testing", *given],
+            capture_output=True,
+            text=True,
+            timeout=120,
+            cwd=tmp_path,
+            env={**os.environ, "PYTHONPATH": os.getcwd()},
+        )
+
+    laws = "mine:trainer", "--laws", "T1,T3", "--cases", "40"
+    failed = run(*laws, "--json", "found.json")
+    assert failed.returncode == 1, failed.stderr
+    assert re.search(r"^T1 equal tokens +cut +holds: in 10 cases", failed.stdout, re.M)
+    assert re.search(r"^T1 unequal rows +cut +wrong: ", failed.stdout, re.M)
+    assert "The smallest case found: rows [0" in failed.stdout
+    rows = json.loads((tmp_path / "found.json").read_text())
+    known = {f"{row['law']} {row['parts']}".strip(): row["finding"] for row in rows}
+    assert known["T1 unequal tokens"] == known["T1 empty ones"] == "wrong"
+    assert known["T3"] == "holds"
+
+    wrong = [
+        f"{name}: {finding}  # a mean" for name, finding in known.items() if finding != "holds"
+    ]
+    accepted = tmp_path / "accepted.txt"
+    accepted.write_text("\n".join(["# what we know", "", *wrong]))
+    ran = run(*laws, "--accept", "accepted.txt")
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert "wrong (accepted: wrong)" in ran.stdout
+
+    accepted.write_text("\n".join([*wrong[1:], "T1 equal tokens: refuses"]))
+    ran = run(*laws, "--accept", "accepted.txt")
+    assert ran.returncode == 1
+    assert "T1 equal tokens is accepted as 'refuses', and 'holds' now" in ran.stdout
+    assert "T1 (cut, unequal rows) does not hold" in ran.stdout
+
+    for usage in (["mine:nothing"], ["nothing:trainer"], ["mine:trainer", "--laws", "T8"]):
+        assert run(*usage).returncode == 2
+    accepted.write_text("T1 equal: wrong")
+    assert "T1 equal" in run(*laws, "--accept", "accepted.txt").stderr

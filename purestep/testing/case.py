@@ -158,7 +158,7 @@ def outcome(trainer: Trainer, problem: Problem, run: Run) -> Sequence[Observatio
         if other := [p.dtype for p in each.params.values() if p.dtype != dtype]:
             how = f"declare Abilities(dtype={other[0]}), or compute in {dtype}"
             raise RefusalError(f"its parameters are {other[0]}, its abilities say {dtype}: {how}")
-    return [each._replace(changed=[*each.changed, *changed]) for each in seen]
+    return [each._replace(changed=[*(each.changed or ()), *changed]) for each in seen]
 
 
 def _after(trainer: Any, problem: Problem, run: Run, watch: Watch) -> list[Observation]:

@@ -24,7 +24,7 @@ class Abilities(NamedTuple):
         momentum: whether its SGD can have momentum and weight decay.
         dropout: whether it can train a model that drops elements.
         skips: whether it leaves everything as it was where a gradient is not finite.
-        sgd: whether an update is the problem's SGD; False: of AdamW, say, or with clipped gradients.
+        sgd: whether an update is the problem's SGD; False: that of AdamW, or with clipping.
         joins: whether it makes one batch of its microbatches before it computes.
     """
 
@@ -44,8 +44,8 @@ class Observation(NamedTuple):
     """What a rank can see after an update: its parameters by name, and what it may report.
 
     ``loss`` is the mean over the tokens of all ranks, ``grad_norm`` the norm of its gradient, and
-    ``num_tokens`` the sum of all weights. The kit fills in ``evaluation``. ``changed`` names the "inputs" and the "global state"
-    that are not as they were, where the rank is another process.
+    ``num_tokens`` the sum of all weights. The kit fills in the rest: the loss in ``evaluation``,
+    and what has ``changed`` of "inputs" and "global state".
     """
 
     params: Mapping[str, Tensor]
@@ -53,7 +53,7 @@ class Observation(NamedTuple):
     grad_norm: Tensor | float | None = None
     num_tokens: Tensor | float | None = None
     evaluation: Tensor | float | None = None
-    changed: Sequence[tuple[str, str]] = ()
+    changed: Any = None
 
 
 class Trainer(Protocol):

@@ -1,4 +1,4 @@
-"""How the same data can be written: in which microbatches, on which ranks, in which order, padded."""
+"""How the same data can be written: microbatches, ranks, order and padding, from choices."""
 
 import itertools
 from collections.abc import Sequence
