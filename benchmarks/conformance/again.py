@@ -10,6 +10,7 @@ or differ from the equation.
 
 import copy
 import hashlib
+import itertools
 import json
 import math
 import random
@@ -172,6 +173,13 @@ def by_labels(parts: Sequence[Part]) -> Any:
     return sum(p.loss * _over(p.labels / total, p.counted) for p in parts)
 
 
+def by_predictions(parts: Sequence[Part]) -> Any:
+    """Σ Sₖ / N; 0 / 0 where there is none."""
+    if not any(p.counted for p in parts):
+        return sum(p.loss for p in parts) * math.nan
+    return equation(parts)
+
+
 def means_of_rows(parts: Sequence[Part]) -> Any:
     """The mean over all rows of their means."""
     rows = [row for p in parts for row in p.each]
@@ -189,6 +197,9 @@ FORMULAS: Mapping[str, Callable[[Sequence[Part]], Any]] = {
     "equation": equation,
     "mean of means": mean_of_means,
     "sum of means": sum_of_means,
+    "mean of means that are there": lambda parts: mean_of_means([p for p in parts if p.counted]),
+    "sums": equation,
+    "predictions": by_predictions,
     "rows": by_rows,
     "labels": by_labels,
     "row means": means_of_rows,
@@ -205,17 +216,17 @@ def after(
     gives: str,
     *,
     filtered: bool = False,
-) -> tuple[dict[str, Tensor], float | None]:
-    """Parameters and the last loss after a run, in float64: SGD by the gradient of a formula.
+) -> tuple[dict[str, Tensor], list[float]]:
+    """Parameters and the last loss, or what it may be, after a run, in float64: SGD by the gradient of a formula.
 
     An update in which nothing counts is left out by the equation; the others step by a gradient of zero. ``filtered``: where a loss is no
-    number, transformers' Trainer adds the sum so far instead (logging_nan_inf_filter).
+    number, transformers' Trainer adds the sum so far instead (logging_nan_inf_filter), and it draws the order of the microbatches.
     """
     formula, task = FORMULAS[gives], case["task"]
     params = dict(model) if isinstance(model, dict) else dict(model.named_parameters())
     leaves = {name: p.detach().double().requires_grad_() for name, p in params.items()}
     moments = {name: torch.zeros_like(p) for name, p in leaves.items()}
-    value: float | None = None
+    values: list[float] = []
     first_call = True
     for act in run["acts"]:
         if act == "restart":
@@ -235,29 +246,40 @@ def after(
         parts = [[part(task, at, each, int(gives == "mlx")) for each in share] for share in ranks]
         everything = [each for share in parts for each in share]
         counted = sum(each.counted for each in everything)
-        if gives in ("equation", "evaluation", "first call"):
+        if gives in ("equation", "evaluation", "first call", "sums"):
             total = equation(everything)
         else:
             total = sum(formula(share) for share in parts if share) / len(parts)
         if not everything or (gives in ("equation", "first call") and not counted):
             continue
         value = float(total.detach()) if isinstance(total, Tensor) else total
-        if filtered:
-            value, over = 0.0, len(everything) if gives == "mean of means" else 1
-            for each in everything:
-                loss = float(each.loss.detach()) / over
-                value += loss / each.counted if each.counted else value
+        values = [value]
+        if filtered and len(everything) < 7:
+            over = len(everything) if gives == "mean of means" else 1
+            values = [_filtered(order, over) for order in itertools.permutations(everything)]
         if math.isnan(value):
             # 0 / 0 spreads from here to all that the loss or the scale reaches.
-            return {name: torch.full_like(p, math.nan) for name, p in leaves.items()}, math.nan
-        grads = torch.autograd.grad(total, [*leaves.values()], allow_unused=True)
+            return {name: torch.full_like(p, math.nan) for name, p in leaves.items()}, [math.nan]
+        grads = (
+            torch.autograd.grad(total, [*leaves.values()], allow_unused=True)
+            if isinstance(total, Tensor)
+            else [None] * len(leaves)
+        )
         for (name, p), grad in zip([*leaves.items()], grads, strict=True):
             grad = (torch.zeros_like(p) if grad is None else grad) + case["weight_decay"] * p
             fresh = gives == "first call" and first_call
             moments[name] = (1 if fresh else case["momentum"]) * moments[name] + grad
             leaves[name] = (p - case["learning_rate"] * moments[name]).detach().requires_grad_()
         first_call = False
-    return {name: p.detach() for name, p in leaves.items()}, value
+    return {name: p.detach() for name, p in leaves.items()}, values
+
+
+def _filtered(parts: Sequence[Part], over: float) -> float:
+    value = 0.0
+    for each in parts:
+        loss = float(each.loss.detach()) / over
+        value += loss / each.counted if each.counted else value
+    return value
 
 
 def evaluated(case: Mapping[str, Any], run: Mapping[str, Any], model: Any, params: Any) -> float:
@@ -315,8 +337,8 @@ def cell(column: Mapping[str, Any], verdict: Mapping[str, Any], model: Any) -> d
             )
         if gives == "evaluation":
             params = {name: torch.tensor(p).double() for name, p in each["params"].items()}
-            loss = evaluated(case, run, model, params)
-        rights.append((right, right_loss))
+            loss = [evaluated(case, run, model, params)]
+        rights.append((right, right_loss[0] if right_loss else None))
         formulas.append((formula, loss))
         theirs.append((each["params"], each["evaluation" if gives == "evaluation" else "loss"]))
     moved = apart(rights[-1][0], start) or 1.0
@@ -324,9 +346,11 @@ def cell(column: Mapping[str, Any], verdict: Mapping[str, Any], model: Any) -> d
         _from_formula(t, f) / moved if gives != "evaluation" else 0.0
         for (t, _), (f, _) in zip(theirs, formulas, strict=True)
     )
-    for (_, told), (_, loss) in zip(theirs, formulas, strict=True):
-        if told is not None and loss is not None and not (math.isnan(told) or math.isnan(loss)):
-            of_formula = max(of_formula, abs(told - loss) / max(1e-3, abs(loss)))
+    for (_, told), (_, losses) in zip(theirs, formulas, strict=True):
+        known = [loss for loss in losses if not math.isnan(loss)]
+        if known and told is not None and not math.isnan(told):
+            nearest = min(abs(told - loss) / max(1e-3, abs(loss)) for loss in known)
+            of_formula = max(of_formula, nearest)
     equal = len(rights) < 2 or apart(rights[0][0], rights[1][0]) / moved < 1e-9
     differ = (
         apart(theirs[0][0], theirs[1][0]) / moved
@@ -383,16 +407,11 @@ def biases(column: Mapping[str, Any]) -> bool:
             parts = [_by_hand(rows, column["gives"] == "mlx") for rows in update]
             total = float(FORMULAS[column["gives"]](parts))
             counted = any(each.counted for each in parts)
-            if counted or not (column["gives"] in ("equation", "first call") and _guarded(column)):
+            if counted or column["gives"] not in ("equation", "first call"):
                 moment = (0.5 if name == "momentum" else 0.0) * moment + total
                 bias -= moment
         found &= abs(bias - told) < 1e-6 or (math.isnan(bias) and math.isnan(told))
     return found
-
-
-def _guarded(column: Mapping[str, Any]) -> bool:
-    """Whether it leaves out the step where nothing counts."""
-    return column["moved_by_momentum"] == 0
 
 
 def _by_hand(rows: Sequence[Sequence[int]], pad: bool) -> Part:

@@ -115,6 +115,7 @@ for i, batch in enumerate(batch_samples):
 optimizer.step()
 scheduler.step()
 optimizer.zero_grad()""",
+        gives="sums",
     ),
     Column(
         "Accelerate, variable size, guarded",

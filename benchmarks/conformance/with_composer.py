@@ -139,6 +139,7 @@ COLUMNS = [
         "the docstring of composer.Trainer",
         "“accumulate_train_batch_on_tokens: Whether training loss is accumulated over the number of tokens in a batch, rather than the "
         "number of samples. Only works if the train data spec implements `get_num_tokens_in_batch`.” It counts the labels.",
+        gives="sums",
         promises={"T6": SEED},
         folder="composer",
     ),

@@ -96,6 +96,6 @@ training.scale_grads(self._model, 1 / num_tokens)""",
         "",
         "The first label of each row is -100, as where a prompt is masked: what is counted is what is predicted.",
         documented=False,
-        gives="labels",
+        gives="predictions",
     ),
 ]

@@ -275,6 +275,7 @@ COLUMNS = [
         PACKAGES,
         "the docstring of transformers.TrainingArguments",
         ARGUMENTS,
+        gives="sums",
         promises=SEEDS,
     ),
     Column(
@@ -283,6 +284,7 @@ COLUMNS = [
         PACKAGES,
         "the docstring of transformers.TrainingArguments",
         ARGUMENTS,
+        gives="sums",
         promises=SEEDS,
     ),
     Column(
@@ -292,6 +294,7 @@ COLUMNS = [
         "the docstring of transformers.TrainingArguments",
         "“average_tokens_across_devices: Whether or not to average tokens across devices. If enabled, will use all_reduce to synchronize "
         "num_tokens_in_batch for precise loss calculation.” It is, unless told otherwise. Trainer deals out the items itself.",
+        gives="sums",
         promises=SEEDS,
     ),
     Column(
@@ -300,6 +303,7 @@ COLUMNS = [
         PACKAGES,
         "the docstring of transformers.DataCollatorWithFlattening",
         "“Data collator used for padding free approach. [...] concatenates the entire mini batch into single long sequence”",
+        gives="sums",
         promises=SEEDS,
     ),
     Column(
@@ -340,6 +344,7 @@ COLUMNS = [
         "`compute_loss_func`: “A function that accepts the raw model outputs, labels, and the number of items in the entire accumulated "
         "batch (batch_size * gradient_accumulation_steps) and returns the loss.” It divides the sum by that number.",
         documented=False,
+        gives="sums",
         promises=SEEDS,
     ),
     Column(
@@ -378,6 +383,7 @@ COLUMNS = [
         TRAINER,
         "`compute_loss_func` divides the sum by the number of items in the accumulated batch.",
         documented=False,
+        gives="sums",
         promises=SEEDS,
     ),
     Column(

@@ -219,6 +219,7 @@ COLUMNS = [
         "the docstring of trl.SFTTrainer",
         "Its compute_loss: “loss = per_token_loss.sum() / torch.as_tensor(num_tokens).clamp(min=1)”, where num_tokens is "
         "num_items_in_batch.",
+        gives="sums",
         promises=SEEDS,
     ),
     Column(
@@ -229,6 +230,7 @@ COLUMNS = [
         "“"
         '"dapo" (default): Aggregates token-level losses by normalizing with the number of active token in the global accumulated '
         "batch.”",
+        gives="sums",
         promises=SEEDS,
     ),
     Column(
@@ -255,7 +257,7 @@ COLUMNS = [
         "the docstring of trl.DPOTrainer",
         "Its compute_loss: “loss += per_sequence_loss.mean() * loss_weight”, the mean over the pairs of a microbatch, which `Trainer` divides "
         "by gradient_accumulation_steps.",
-        gives="mean of means",
+        gives="mean of means that are there",
         promises=SEEDS,
         vacuous=dict.fromkeys(("T4", "T7"), "a pair counts, or is not there"),
     ),

@@ -39,7 +39,7 @@ def judged(name: str, cases: int, shrink: int) -> dict[str, Any]:
     gc.freeze()  # transformers' Trainer collects garbage after each run.
     by_momentum, biases = by_hand.moved_by_momentum(trainer), by_hand.biases(column)
     found = {law: _verdict(column, trainer, law, cases, shrink) for law in ps.testing.LAWS}
-    _add_what_is_by_hand(found, by_momentum, biases)
+    _add_what_is_by_hand(found, by_momentum, {} if trainer.abilities.joins else biases)
     by_uneven = by_hand.uneven(column)
     about = {
         "verdicts": found,
