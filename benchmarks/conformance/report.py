@@ -85,6 +85,7 @@ def _first_screen(report: dict[str, Any]) -> str:
     designed = those("T1", "by design")
     kept = those("T1", "holds")
     empty = [c for c in others if c["moved_by_momentum"]]
+    unlike = [c for c in others if c["verdicts"]["T6"]["parts"].get("bits") == "wrong"]
     hanging = [c["name"] for c in others if "hangs" in c["uneven"].values()]
     return f"""
 # Conformance
@@ -99,12 +100,12 @@ has a choice. What is wrong was found by running each trainer, on cases that are
   microbatches only. {len(kept)} hold: {_names(kept)}.
 - {len(empty)} move the parameters in an update without a single label, by momentum and by weight decay (T7).
 - A rank without any microbatch, beside one that has some, makes these hang: {"; ".join(hanging)}.
-- No trainer gives other bits the second time. Those that seed global generators say so.
+- {len(unlike)} give other bits the second time. Those that seed global generators say so.
 
 **What to change.** Count the labels of the whole group, on all ranks, before the first backward pass. Let each microbatch contribute the
 sum of its losses over that count, times whatever the library divides by: the number of microbatches in Accelerate and Lightning, the
 number of ranks in DistributedDataParallel and fully_shard. Where the count is 0, leave the step out on all ranks. The columns named "sums"
-and "guarded" are these few lines, and hold.
+and "guarded" are these few lines. They hold, but for a rank without any microbatch: give it one in which no label counts.
 
 ![trainers as rows, laws as columns](results/conformance.png)
 
@@ -126,7 +127,10 @@ def _table(report: dict[str, Any]) -> str:
     for column in report["columns"]:
         name = column["name"] if column["documented"] else f"*{column['name']}*"
         lines.append(f"| {name} | {' | '.join(_cell(column, law) for law in laws)} |")
-    lines.append("\n*In italics*: not the documented usage, but a way to make more laws hold.")
+    lines.append(
+        "\n*In italics*: not the documented usage, but a way to make more laws hold. After a colon: the kinds of cases, or what of "
+        "purity, for which alone the law does not hold."
+    )
     return "\n".join(lines)
 
 
@@ -402,6 +406,7 @@ def _smallest(report: dict[str, Any]) -> str:
             if verdict["finding"] in ("wrong", "refuses"):
                 by_hand, why = verdict.get("by_hand", False), verdict["why"]
                 kind = re.sub(r"[\d.e-]+", "", why) if by_hand else _kind(why)
+                kind += verdict["finding"]
                 words = "by hand" if by_hand else verdict["words"].split("; ")[0]
                 gives = "" if law in ("T6", "T7") else column["gives"]
                 row = rows.setdefault((law, gives, kind), (_short(words), _short(why), []))
@@ -436,6 +441,7 @@ def _place(report: Mapping[str, Any], law: str) -> int:
 def _short(words: str) -> str:
     """Fewer digits, no line breaks, no bars; long lists are cut."""
     words = re.sub(r"\d+\.\d{4,}", lambda found: f"{float(found[0]):.4g}", words)
+    words = re.sub(r"\[\[.*(?= they are)", "", words)
     words = re.sub(r"\s+", " ", words).replace("|", "/").replace("<", "&lt;")
     return words if len(words) < 260 else f"{words[:250]} ..."
 
