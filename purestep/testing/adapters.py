@@ -166,7 +166,7 @@ def loop(
     ...         problem.losses(model, batch).mean().div(len(microbatches)).backward()
     ...     optimizer.step()
     >>> print(*ps.testing.judge(loop(update, abilities=Abilities(weights="mask")), ["T1"]))
-    T1 cut: wrong. ...
+    T1 cut: holds for equal tokens, wrong for unequal rows, unequal tokens, ...
     """
     if abilities.ranks == 1:
         return OneRank(Loop(update, prepare), abilities)
