@@ -5,6 +5,7 @@ arithmetic. What a loss does to its parameters acts within one microbatch, so th
 matter to it either.
 """
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -66,14 +67,15 @@ def backward_inside(params: Any, batch: Batch) -> Tensor:
 
 
 def keeping() -> Loss:
-    """The leaves are kept, and the gradients of those of earlier microbatches are zeroed."""
-    kept: list[Any] = []
+    """The leaves are kept, and the gradients of those of this rank's earlier microbatches are zeroed."""
+    kept: dict[int, list[Any]] = {}
 
     def loss(params: Any, batch: Batch) -> Tensor:
-        for leaf in kept:
+        own = kept.setdefault(threading.get_ident(), [])
+        for leaf in own:
             if leaf.grad is not None:
                 leaf.grad.zero_()
-        kept.extend([weight_of(params), params["out"][0]])
+        own.extend([weight_of(params), params["out"][0]])
         return integer_loss(params, batch)
 
     return loss
@@ -191,10 +193,7 @@ PROGRAMS: dict[str, tuple[Callable[[], Loss], Loss]] = {
     "differentiating": (lambda: differentiating, forces),
     "experts": (lambda: experts, all_experts),
     "sparse": (lambda: sparse, dense),
-    "without a gradient": (
-        lambda: without_gradient,
-        lambda p, b: weight_of(p).sum() * b["y"],
-    ),
+    "without a gradient": (lambda: without_gradient, lambda p, b: weight_of(p).sum() * b["y"]),
     "checkpointed": (lambda: checkpointed, integer_loss),
     "rematerialised": (lambda: ps.remat(integer_loss), integer_loss),
 }
