@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, strategies as st
 from torch import Tensor
 
 from proofs.ranks import (
@@ -23,7 +23,7 @@ from proofs.strategies import GATHERS, Drawn, drawn, steps
 from proofs.test_t02_ranks import GRID
 from proofs.test_t11_collectives import LAWS, blocks, check_separate_ranks
 from proofs.test_t12_shard import layers_case
-from proofs.test_t15_random import Loss, by_hand, by_module
+from proofs.test_t15_random import Loss, by_hand, keyed_case
 from proofs.theorem import PURESTEP
 from proofs.worlds import LARGEST, on_processes
 from purestep.testing.processes import World
@@ -47,8 +47,7 @@ def test_t02_t03_t04(run: Run, drawn: Drawn) -> None:
     check_metrics(PURESTEP, drawn, run=run)
 
 
-@pytest.mark.parametrize("name", LAWS)
-@given(drawn=drawn(blocks))
+@given(name=st.sampled_from([*LAWS]), drawn=drawn(blocks))
 def test_t11_collectives(run: Run, name: str, drawn: tuple[Tensor, int]) -> None:
     """Laws and transposes, with ensembles passing by."""
     check_separate_ranks(run, name, *drawn)
@@ -66,11 +65,10 @@ def test_t12_layers_in_pieces(run: Run, drawn: tuple[Drawn, int]) -> None:
     check_tensor_parallel(run, *drawn)
 
 
-@pytest.mark.parametrize("loss_fn", [by_hand, by_module])
-@given(drawn=steps(**RANKS, keyed=True))
-def test_t15_ranks(run: Run, loss_fn: Loss, drawn: Drawn) -> None:
+@given(drawn=drawn(keyed_case, **RANKS))
+def test_t15_ranks(run: Run, drawn: tuple[Drawn, Loss]) -> None:
     """Dropout draws what it draws in the one big batch, whichever process holds the example."""
-    case, how, groups = drawn
+    (case, how, groups), loss_fn = drawn
     check_step(PURESTEP, how, case, groups, loss_fn, by_hand, run=run)
 
 

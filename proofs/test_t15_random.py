@@ -95,10 +95,11 @@ OWN: dict[str, Any] = {"axes": ["one", "threads"], "grad_and_value": ps.grad_and
 LOSSES: list[tuple[Loss, dict[str, Any]]] = [(by_hand, {}), (by_module, {}), (by_checkpoints, OWN)]
 
 
-def keyed_case(choose: Chooser) -> tuple[Drawn, Loss]:
+def keyed_case(choose: Chooser, **how: Any) -> tuple[Drawn, Loss]:
     """A step, and a loss of it."""
-    loss_fn, how = choose.choice(LOSSES)
-    return step_case(choose, dtypes=[torch.float64], keyed=True, **how), loss_fn
+    loss_fn, own = choose.choice(LOSSES)
+    how = {"dtypes": [torch.float64], **own, **how}
+    return step_case(choose, keyed=True, **how), loss_fn
 
 
 @theorem("T15", drawn(keyed_case))
