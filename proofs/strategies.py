@@ -152,11 +152,10 @@ def case_of(
     seed = choose.randrange(2**20)
     generator = torch.Generator().manual_seed(seed)
     rows, length = choose.randint(1, choose.most), choose.randint(1, min(4, choose.most))
-    kinds = [kind for kind in WEIGHTS if fractional or not kind.is_floating_point]
     recipes = [name for name in OPTIMIZERS if torch.float64 in dtypes or name in EXACT]
     # Squares of attention's gradients do not add up exactly.
     recipe = choose.choice([name for name in recipes if not (keyed and name == "clipped")])
-    kind = choose.choice(kinds)
+    kind = choose.choice([each for each in WEIGHTS if fractional or not each.is_floating_point])
     dtype = choose.choice(dtypes if recipe in EXACT else [torch.float64])
     weights = weights_for(choose, rows * length, kind).view(rows, length)
     batch = integer_batch(weights, generator)
