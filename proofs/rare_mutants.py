@@ -317,11 +317,11 @@ def alarms(seconds: float, seed: int) -> Counter[str]:
     trainers = {name: make() for name, make in RIGHT.items()}
     until = time.monotonic() + seconds
     while time.monotonic() < until:
-        for name, trainer in trainers.items():
-            for verdict in ps.testing.judge(trainer, cases=30, seed=seed):
-                cases[name] += verdict.cases
-                if verdict.case is not None:
-                    print(f"{name}, seed {seed}: {verdict}; {verdict.case.words()}", flush=True)
+        name = [*trainers][seed % len(trainers)]
+        for verdict in ps.testing.judge(trainers[name], seed=seed):
+            cases[name] += verdict.cases
+            if verdict.case is not None:
+                print(f"{name}, seed {seed}: {verdict}; {verdict.case.words()}", flush=True)
         seed += 1
     print(f"{cases.total()} cases, the next seed is {seed}: {dict(cases)}")
     return cases

@@ -399,7 +399,7 @@ def step_case(
 ) -> Drawn:
     """A case, how a step of it is taken, and the microbatches of each rank."""
     case = case_of(choose, dtypes=dtypes, fractional=fractional, trees=trees, keyed=keyed)
-    # Nor are these gradients numbers of float32.
+    # Gradients of attention are not exact in float32.
     made = how_of(choose, **(how | {"accum_dtype": None} if keyed else how))
     split: Any = {"ranks": ranks, "shuffled": shuffled, "padded": padded, "scalars": scalars}
     return case, made, groups_of(choose, case, **split)
