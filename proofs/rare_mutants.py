@@ -302,7 +302,7 @@ def findings() -> None:
     for number, (_, name, _) in enumerate(LOOPS):
         start, found, seconds = time.process_time(), [], 0.0
         for law in ps.testing.LAWS:
-            (verdict,) = ps.testing.judge(of(number), [law], shrink=0)
+            (verdict,) = ps.testing.judge(of(number), [law])
             if verdict.finding in ("wrong", "refuses"):
                 found.append(law if verdict.finding == "wrong" else f"({law})")
                 seconds = seconds or time.process_time() - start
