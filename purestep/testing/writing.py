@@ -175,5 +175,5 @@ def problem_of(draw: Draw, abilities: Abilities, *, dropout: float = 0.0) -> Pro
         return Problem(abilities.task, model, rate)
     *weight, bias = draw.one(VALUES)
     model = Linear(weight, bias, abilities.dtype, dropout)
-    numbers = [0.0, 0.5] if abilities.momentum else [0.0]
+    numbers = [0.0, 0.5, 0.25] if abilities.momentum else [0.0]
     return Problem(abilities.task, model, rate, draw.one(numbers), draw.one(numbers))
