@@ -49,6 +49,7 @@ bench: .venv/installed
 
 conformance: .venv/installed
 	$(BIN)/python -m pip install -q -c constraints.txt -e '.[conformance]'
+	for each in fastai composer; do $(BIN)/python -m pip install -q --no-deps --upgrade --target build/$$each -r benchmarks/conformance/$$each.txt; done
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.conformance
 
 format: .venv/installed

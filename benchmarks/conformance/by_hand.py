@@ -1,5 +1,6 @@
 """The smallest cases again, checked by hand: the arithmetic is in the report, and each trainer is run on it here."""
 
+import copy
 import gc
 import math
 from collections.abc import Sequence
@@ -8,68 +9,147 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.conformance.column import Column
+from benchmarks.conformance.column import Bigram, Column
 from purestep.testing.problem import REGRESSION, Batch, Linear, Problem
-from purestep.testing.trainer import Group, Switchable
+from purestep.testing.trainer import Switchable
 
-RATE = 0.5
-"""θ = θ - ½ ∇L, from a model whose prediction is its bias, 0."""
+RATE = 1.0
+"""θ = θ - ∇L, from a model that says its bias, (0, 0): a token of label 0 has the gradient (-½, ½), one of label 1 (½, -½)."""
+
+NONE = -100
+Rows = list[list[int]]
+"""A microbatch: the labels of each row."""
+
+CASES: dict[str, tuple[list[list[Rows]], float, float]] = {
+    "equal": ([[[[0, 0]], [[0, 1]]]], 0.25, 0.25),
+    "unequal rows": ([[[[0], [0]], [[0, 1]]]], 0.25, 0.25),
+    "unequal tokens": ([[[[0]], [[1, 1, 1]]]], -0.25, 0.0),
+    "one empty": ([[[[0]], [[NONE]]]], 0.5, 0.25),
+    "all empty": ([[[[NONE]]]], 0.0, 0.0),
+    "momentum": ([[[[0]]], [[[NONE]]]], 0.5, 0.75),
+}
+"""Updates, each of microbatches; the first bias after them by the equation, and by a mean of means: the report works them out.
+In the last case momentum is ½, and an update without labels follows one with a label."""
+
+CUTS = ("equal", "unequal rows", "unequal tokens")
+"""Those of T1."""
+
+UNEVEN: dict[str, tuple[list[list[Rows]], float]] = {
+    "3 + 1": ([[[[0]], [[0]], [[1]]], [[[1]]]], 0.0),
+    "1 + 0": ([[[[0]]], []], 0.5),
+}
+"""One update, of microbatches for each of two ranks; the first bias after it by the equation."""
+HANG = 20.0
+"""Seconds."""
 
 
-def tokens(*targets: float, counts: bool = True) -> Batch:
-    """One row of tokens x = 0, whose losses are (bias - target)²."""
-    y = torch.tensor([targets])
-    w = torch.full(y.shape, counts)
-    return {"x": torch.zeros(*y.shape, 2), "y": y, "w": w}
+def labels_of(rows: Rows) -> Batch:
+    """Rows of tokens, each of which has a label, after a first one that has none."""
+    length = 1 + max(map(len, rows))
+    labels = torch.tensor([[NONE, *row, *[NONE] * (length - 1 - len(row))] for row in rows])
+    known = torch.tensor([[0, *row, *[NONE] * (length - 1 - len(row))] for row in rows])
+    return {
+        "input_ids": known.clamp(min=0),
+        "attention_mask": torch.ones_like(labels),
+        "labels": labels,
+    }
 
 
-EQUAL = [tokens(1, 1), tokens(0, 0)]
-UNEQUAL = [tokens(1), tokens(0, 0, 0)]
-ONE_EMPTY = [tokens(1), tokens(0, counts=False)]
-ALL_EMPTY = [tokens(1, counts=False)]
-"""The microbatches of an update; what the bias is after it, by the equation and by a mean of means, is worked out in the report."""
-
-CASES: list[tuple[str, list[Batch], float, float]] = [
-    ("equal", EQUAL, 0.5, 0.5),
-    ("unequal", UNEQUAL, 0.25, 0.5),
-    ("one empty", ONE_EMPTY, 1.0, math.nan),
-    ("all empty", ALL_EMPTY, 0.0, math.nan),
-]
+def targets_of(rows: Rows, dtype: torch.dtype) -> Batch:
+    """The same for a linear model at x = 0: the gradients of (b - y)² are those of the labels where y = ¼ and -¼."""
+    labels = labels_of(rows)["labels"]
+    y = torch.where(labels == 0, 0.25, -0.25).to(dtype)
+    return {"x": torch.zeros(*y.shape, 2, dtype=dtype), "y": y, "w": labels != NONE}
 
 
-def bias_after(trainer: Any, group: Group) -> float | str:
-    """What a trainer of the kit's linear model makes of it; in words, if it refuses."""
+def problem_for(trainer: Any, momentum: float = 0.0) -> Problem | None:
+    """A model that says its bias; None where the trainer needs a model of its own."""
+    task, dtype = trainer.abilities.task, trainer.abilities.dtype
+    if task is REGRESSION:
+        return Problem(task, Linear([0, 0], 0, dtype), RATE, momentum)
+    if isinstance(task.model, Bigram):
+        model = Bigram(torch.ones(2, 1, dtype=dtype), torch.zeros(2, 1, dtype=dtype))
+        return Problem(task, model, RATE, momentum)
+    return None
+
+
+def bias_after(trainer: Any, problem: Problem, updates: Sequence[Sequence[Sequence[Rows]]]) -> Any:
+    """The first bias, after updates each of which has microbatches for each rank; in words, if the trainer refuses."""
     dtype = trainer.abilities.dtype
-    problem = Problem(REGRESSION, Linear([0, 0], 0, dtype), RATE)
+    linear = problem.task is REGRESSION
 
-    def cast(batch: Batch) -> Batch:
-        return {key: x.to(dtype) if x.is_floating_point() else x for key, x in batch.items()}
+    def batch(rows: Rows) -> Batch:
+        return targets_of(rows, dtype) if linear else labels_of(rows)
 
     try:
         if isinstance(trainer, Switchable):
             trainer.use(trainer.settings[0])
-        trainer.start(problem, len(group))
-        trainer.update([[cast(batch) for batch in share] for share in group])
-        seen = [float(each.params["bias"]) for each in trainer.observe()]
+        trainer.start(problem, len(updates[0]))
+        for update in updates:
+            trainer.update([[batch(rows) for rows in share] for share in update])
+        seen = [
+            float(each.params["bias"] if linear else each.params["head.weight"][0, 0])
+            for each in trainer.observe()
+        ]
     except Exception as error:
-        return type(error).__name__
+        return "hangs" if "is silent after" in str(error) else type(error).__name__
     return seen[0] if len({str(bias) for bias in seen}) == 1 else f"ranks differ: {seen}"
 
 
-def biases(columns: Sequence[Column]) -> dict[str, dict[str, float | str]]:
-    """For each trainer of the linear model what it makes of each case; each microbatch on a rank of its own, where there are several."""
-    found: dict[str, dict[str, float | str]] = {}
-    for column in columns:
-        trainer = column.make()
-        if trainer.abilities.task is not REGRESSION:
-            continue
-        found[column.name] = {name: bias_after(trainer, [case]) for name, case, _, _ in CASES}
-        if trainer.abilities.ranks > 1:
-            found[f"{column.name}, on 2 ranks"] = {
-                name: bias_after(trainer, [[part] for part in case]) if len(case) > 1 else "-"
-                for name, case, _, _ in CASES
-            }
+def biases(column: Column) -> dict[str, Any]:
+    """What a trainer makes of each case; each microbatch on a rank of its own, where there are several."""
+    trainer = column.make()
+    found: dict[str, Any] = {}
+    for name, (updates, _, _) in CASES.items():
+        problem = problem_for(trainer, 0.5 if name == "momentum" else 0.0)
+        if problem is not None:
+            found[name] = bias_after(trainer, problem, [[update] for update in updates])
+            if trainer.abilities.ranks > 1 and len(updates[0]) > 1:
+                spread = [[[part] for part in update] for update in updates]
+                found[f"{name}, 2 ranks"] = bias_after(trainer, problem, spread)
     return found
+
+
+def uneven(column: Column) -> dict[str, Any]:
+    """What a trainer makes of ranks that hold different numbers of microbatches."""
+    abilities = column.make().abilities
+    if abilities.ranks == 1 or problem_for(column.make()) is None:
+        return {}
+    found = {}
+    for name, (update, _) in UNEVEN.items():
+        trainer = column.make() if abilities.uneven else column.make(timeout=HANG)
+        problem = problem_for(trainer)
+        assert problem is not None
+        # Once with as many on each, so that what is imported is not waited for below.
+        bias_after(trainer, problem, [[[[[0]]], [[[1]]]]])
+        found[name] = bias_after(trainer, problem, [update])
+    return found
+
+
+def moved_by_momentum(trainer: Any) -> float | None:
+    """How far an update without labels moves the parameters, of what one with labels did before it, where momentum is ½; None: not asked."""
+    task, dtype = trainer.abilities.task, trainer.abilities.dtype
+    if task is REGRESSION:
+        problem = Problem(task, Linear([0, 0], 0, dtype), RATE, 0.5)
+        one, none = targets_of([[0, 1, 0]], dtype), targets_of([[NONE] * 3], dtype)
+    else:
+        problem = Problem(task, task.model, RATE, 0.5)
+        one, none = labels_of([[1, 2, 3]]), labels_of([[NONE] * 3])
+    after = []
+    try:
+        for updates in ([one], [one, none]):
+            trainer.start(problem, 1)
+            for batch in updates:
+                trainer.update([[batch]])
+            after.append(trainer.observe()[0].params)
+    except Exception:
+        return None
+    first, second = after
+    start = problem.params()
+    step = torch.stack([(first[name] - p).norm() for name, p in start.items()]).norm()
+    more = torch.stack([(second[name] - first[name]).norm() for name in first]).norm()
+    ratio = float(more / step)
+    return ratio if ratio > 1e-6 or math.isnan(ratio) else 0.0
 
 
 HEADS = {
@@ -218,7 +298,7 @@ def torchtune_losses() -> dict[str, float]:
 
     rows = [row(1, 2), row(3, 4, 1, 2)]
     model = gpt2()
-    problem = Problem(causal_lm(model), model, RATE)
+    problem = Problem(causal_lm(model), model, 0.5)
     sums = [float(problem.losses(model, batch).sum().detach()) for batch in rows]
     first, second = sums
     weights = torchtune_weights()
@@ -238,7 +318,7 @@ def evaluation_losses() -> dict[str, float]:
     (column,) = [column for column in COLUMNS if column.name.startswith("Trainer.evaluate")]
     trainer = column.make()
     task = trainer.abilities.task
-    problem = Problem(task, task.model, RATE)
+    problem = Problem(task, task.model, 0.5)
 
     def row(*labels: int) -> Batch:
         ids = torch.tensor([[1, 2, 3, 4]])
@@ -272,4 +352,17 @@ def torchopt_buffers() -> dict[str, float]:
 
     first, second = (torchopt.sgd(1.0, momentum=0.5) for _ in range(2))
     _, state = after(first, first.init(params), 2.0)
-    return {"going on": after(first, state, 1.0)[0], "put back": after(second, state, 1.0)[0]}
+
+    leaf = torch.zeros((), requires_grad=True)
+    one, other = (torchopt.SGD([leaf], 1.0, momentum=0.5) for _ in range(2))
+    leaf.grad = torch.tensor(2.0)
+    one.step()
+    other.load_state_dict(copy.deepcopy(one.state_dict()))
+    before = float(leaf)
+    leaf.grad = torch.tensor(1.0)
+    other.step()
+    return {
+        "going on": after(first, state, 1.0)[0],
+        "put back": after(second, state, 1.0)[0],
+        "object put back": before - float(leaf),
+    }

@@ -9,11 +9,9 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.conformance.column import Column, count, loss_sum, mean_loss
-from purestep.testing.adapters import loop
+from benchmarks.conformance.with_torch import labels_on_ranks, processes
 from purestep.testing.problem import Batch, Problem
-from purestep.testing.trainer import Abilities
 
-ON_RANKS = Abilities(ranks=3, uneven=False)
 GUIDE = "https://huggingface.co/docs/accelerate/usage_guides/gradient_accumulation"
 
 
@@ -35,7 +33,7 @@ def accumulate(model: Any, optimizer: Any, microbatches: Sequence[Batch], proble
     model, optimizer = accelerator.prepare(model, optimizer)
     for batch in microbatches:
         with accelerator.accumulate(model):
-            loss = mean_loss(problem, model, batch)
+            loss = mean_loss(model, batch)
             accelerator.backward(loss)
             optimizer.step()
             optimizer.zero_grad()
@@ -75,10 +73,14 @@ def variable_size_guarded(
         variable_size(model, optimizer, microbatches, problem)
 
 
+VARIABLE = (
+    "“This is not the same as the average of the per-batch loss values. In other words, some adjustments must be made on losses that "
+    "operate on a token-level basis.” (the guide's section on samples of variable size)"
+)
 COLUMNS = [
     Column(
         "Accelerate, accumulate",
-        lambda: loop(accumulate, abilities=ON_RANKS),
+        lambda **how: processes(accumulate, None, labels_on_ranks(), **how),
         ("accelerate", "torch"),
         f"{GUIDE}, “The finished code”",
         """accelerator = Accelerator(gradient_accumulation_steps=2)
@@ -92,10 +94,12 @@ for batch in training_dataloader:
         optimizer.step()
         scheduler.step()
         optimizer.zero_grad()""",
+        gives="mean of means",
+        promises=dict.fromkeys(("T1", "T4", "T14"), VARIABLE),
     ),
     Column(
         "Accelerate, variable size",
-        lambda: loop(variable_size, abilities=ON_RANKS),
+        lambda **how: processes(variable_size, None, labels_on_ranks(), **how),
         ("accelerate", "torch"),
         f"{GUIDE}, “Gradient accumulation on training samples of variable size”",
         """num_items_in_batch = sum([(batch["labels"].ne(-100)).sum() for batch in batch_samples])
@@ -111,10 +115,11 @@ for i, batch in enumerate(batch_samples):
 optimizer.step()
 scheduler.step()
 optimizer.zero_grad()""",
+        gives="sums",
     ),
     Column(
         "Accelerate, variable size, guarded",
-        lambda: loop(variable_size_guarded, abilities=ON_RANKS),
+        lambda **how: processes(variable_size_guarded, None, **how),
         ("accelerate", "torch"),
         "",
         "The same, and no step where num_items_in_batch is 0.",

@@ -1,5 +1,6 @@
 """optax in JAX: ``MultiSteps``, and ``microbatch``."""
 
+import pickle
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -24,8 +25,11 @@ def loss_sum(params: Any, batch: Any) -> Any:
 
 
 def mean_loss(params: Any, batch: Any) -> Any:
-    """The mean over what counts."""
-    return loss_sum(params, batch) / batch["w"].sum()
+    """``jnp.mean`` over what counts. Where nothing does, it is no number, and its gradient is zero."""
+    from jax import numpy as jnp
+
+    predictions = batch["x"] @ params["weight"] + params["bias"]
+    return jnp.mean((predictions - batch["y"]) ** 2, where=batch["w"] > 0)
 
 
 def sgd(problem: Problem) -> Any:
@@ -37,13 +41,17 @@ def sgd(problem: Problem) -> Any:
     return optax.chain(optax.add_decayed_weights(problem.weight_decay), plain)
 
 
+MASK = Abilities(weights="mask", dtype=torch.float32)
+ANY = Abilities(dtype=torch.float32)
+
+
 class Jax:
     """A state of arrays, in float32, which JAX computes in unless told otherwise. Nothing is jitted: the cases are small."""
 
-    abilities = Abilities(dtype=torch.float32)
-
-    def __init__(self, step: Callable[[Problem, Any, Any, list[Any]], Any]) -> None:
-        self._step = step
+    def __init__(
+        self, step: Callable[[Problem, Any, Any, list[Any]], Any], abilities: Abilities
+    ) -> None:
+        self._step, self.abilities = step, abilities
 
     def start(self, problem: Problem, ranks: int) -> None:
         """At the problem's own parameters."""
@@ -80,37 +88,78 @@ class Jax:
         self.params, self.opt_state = saved
 
 
-def multi_steps(problem: Problem, params: Any, opt_state: Any, batches: list[Any]) -> Any:
-    """``optax.MultiSteps`` over the group, on the mean loss of each microbatch; the inner state is kept from group to group."""
-    import jax
-    import optax
+class MultiSteps(Jax):
+    """``optax.MultiSteps`` over each group; the inner state is kept from group to group.
 
-    if not batches:
-        return params, opt_state
-    optimizer = optax.MultiSteps(sgd(problem), every_k_schedule=len(batches))
-    state = optimizer.init(params)._replace(inner_opt_state=opt_state)
-    for batch in batches:
-        grads = jax.grad(mean_loss)(params, batch)
-        updates, state = optimizer.update(grads, state, params=params)
-        params = optax.apply_updates(params, updates)
-    return params, state.inner_opt_state
+    The last mini-step of a group is put off until somebody looks, so that what is saved is in the middle of an accumulation.
+    """
 
+    def __init__(self, sums: bool = False) -> None:
+        super().__init__(self._one, ANY if sums else MASK)
+        self._sums = sums
 
-def multi_steps_sums(problem: Problem, params: Any, opt_state: Any, batches: list[Any]) -> Any:
-    """``use_grad_mean=False``, on sums over the group's count; no step where nothing counts."""
-    import jax
-    import optax
+    def start(self, problem: Problem, ranks: int) -> None:
+        """Nothing is put off."""
+        super().start(problem, ranks)
+        self._pending: Any = None
 
-    num_tokens = sum(batch["w"].sum() for batch in batches)
-    if not num_tokens:
-        return params, opt_state
-    optimizer = optax.MultiSteps(sgd(problem), every_k_schedule=len(batches), use_grad_mean=False)
-    state = optimizer.init(params)._replace(inner_opt_state=opt_state)
-    for batch in batches:
-        grads = jax.grad(lambda params, batch: loss_sum(params, batch) / num_tokens)(params, batch)
-        updates, state = optimizer.update(grads, state, params=params)
-        params = optax.apply_updates(params, updates)
-    return params, state.inner_opt_state
+    def _one(self, problem: Problem, params: Any, opt_state: Any, batches: list[Any]) -> Any:
+        import optax
+
+        self._finish()
+        num_tokens = sum(batch["w"].sum() for batch in batches)
+        if not batches or (self._sums and not num_tokens):
+            return self.params, self.opt_state
+        steps = optax.MultiSteps(
+            sgd(problem), every_k_schedule=len(batches), use_grad_mean=not self._sums
+        )
+        state = steps.init(self.params)._replace(inner_opt_state=self.opt_state)
+        for batch in batches[:-1]:
+            self.params, state = self._mini(self.params, state, batch, len(batches), num_tokens)
+        self._pending = state, batches[-1], len(batches), num_tokens
+        return self.params, self.opt_state
+
+    def _mini(self, params: Any, state: Any, batch: Any, number: int, num_tokens: Any) -> Any:
+        import jax
+        import optax
+
+        def of_sums(params: Any, batch: Any) -> Any:
+            return loss_sum(params, batch) / num_tokens
+
+        steps = optax.MultiSteps(
+            sgd(self.problem), every_k_schedule=number, use_grad_mean=not self._sums
+        )
+        grads = jax.grad(of_sums if self._sums else mean_loss)(params, batch)
+        updates, state = steps.update(grads, state, params=params)
+        return optax.apply_updates(params, updates), state
+
+    def _finish(self) -> None:
+        import jax
+
+        if self._pending is not None:
+            with jax.disable_jit():
+                self.params, state = self._mini(self.params, *self._pending)
+            self.opt_state, self._pending = state.inner_opt_state, None
+
+    def observe(self) -> Sequence[Observation]:
+        """After the last mini-step."""
+        self._finish()
+        return super().observe()
+
+    def save(self) -> Any:
+        """As bytes: with the accumulator, and the batch that is still to come."""
+        import jax
+        import numpy as np
+
+        return pickle.dumps(jax.tree.map(np.asarray, (self.params, self.opt_state, self._pending)))
+
+    def load(self, saved: Any) -> None:
+        """In the middle of an accumulation, where it was."""
+        import jax
+        from jax import numpy as jnp
+
+        self.params, self.opt_state, pending = jax.tree.map(jnp.asarray, pickle.loads(saved))
+        self._pending = pending and (pending[0], pending[1], int(pending[2]), pending[3])
 
 
 def whole(batches: list[Any]) -> Any:
@@ -126,7 +175,7 @@ class Microbatch(Jax):
     settings = ("microbatch_size=1", "microbatch_size=None")
 
     def __init__(self, function: Any, accumulator: str, divide: bool) -> None:
-        super().__init__(self._one)
+        super().__init__(self._one, (ANY if divide else MASK)._replace(joins=True))
         self._function, self._accumulator, self._divide = function, accumulator, divide
         self._setting = self.settings[1]
 
@@ -171,18 +220,27 @@ def _same_length(batches: list[Any]) -> list[Any]:
 
 
 PACKAGES = ("optax", "jax")
+MEANS = (
+    "“use_grad_mean: if ``True`` (the default), gradients accumulated over multiple mini-steps are averaged. Otherwise, they "
+    "are summed.”"
+)
+COMBINED = (
+    "“this transformation requires knowledge of how the individual microbatch results should be combined back together (SUM, MEAN, "
+    "or CONCAT)”"
+)
 COLUMNS = [
     Column(
         "optax.MultiSteps",
-        lambda: Jax(multi_steps),
+        MultiSteps,
         PACKAGES,
         "https://optax.readthedocs.io/en/latest/_collections/examples/gradient_accumulation.html, and the docstring",
-        "“use_grad_mean: if ``True`` (the default), gradients accumulated over multiple mini-steps are averaged. Otherwise, they "
-        "are summed.” The loss is the mean over a mini-batch, as in the example.",
+        f"{MEANS} The loss is the mean over a mini-batch, as in the example. What is saved is in the middle of an accumulation.",
+        gives="mean of means",
+        promises=dict.fromkeys(("T1", "T4", "T14"), MEANS),
     ),
     Column(
         "optax.MultiSteps, sums",
-        lambda: Jax(multi_steps_sums),
+        lambda: MultiSteps(sums=True),
         PACKAGES,
         "the docstring of optax.MultiSteps",
         "use_grad_mean=False, and each microbatch's sum over the count of the group; no step where nothing counts.",
@@ -193,8 +251,9 @@ COLUMNS = [
         lambda: Microbatch(mean_loss, "MEAN", divide=False),
         PACKAGES,
         "the docstring of optax.microbatching.microbatch",
-        "“this transformation requires knowledge of how the individual microbatch results should be combined back together (SUM, MEAN, "
-        "or CONCAT)”: MEAN of the gradients of mean losses, in microbatches of one row.",
+        f"{COMBINED}: MEAN of the gradients of mean losses, in microbatches of one row.",
+        gives="row means",
+        promises={"T17": COMBINED},
     ),
     Column(
         "optax.microbatch, SUM",
@@ -202,5 +261,6 @@ COLUMNS = [
         PACKAGES,
         "the docstring of optax.microbatching.microbatch",
         "SUM of the gradients of sums, divided once by the count; no step where nothing counts.",
+        documented=False,
     ),
 ]

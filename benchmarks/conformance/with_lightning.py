@@ -5,10 +5,11 @@ import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from benchmarks.conformance.column import Column, count, loss_sum, mean_loss
+from benchmarks.conformance.column import Column, count, loss_sum, mean_loss, of_labels
 from purestep.testing.adapters import loop
 from purestep.testing.problem import Batch, Problem
 
@@ -50,13 +51,16 @@ def _fit(
             enable_model_summary=False,
         )
         examples: Any = [*microbatches]
-        data: Any = DataLoader(examples, batch_size=None, collate_fn=_identity)
+        # A loader without a generator draws from torch's global one each time that it is iterated over.
+        data: Any = DataLoader(
+            examples, batch_size=None, collate_fn=_identity, generator=torch.Generator()
+        )
         trainer.fit(Module(), data)
 
 
 def accumulate(model: Any, optimizer: Any, microbatches: Sequence[Batch], problem: Problem) -> None:
     """``training_step`` returns the mean of its batch."""
-    _fit(model, optimizer, microbatches, lambda batch: mean_loss(problem, model, batch))
+    _fit(model, optimizer, microbatches, lambda batch: mean_loss(model, batch))
 
 
 def counted(model: Any, optimizer: Any, microbatches: Sequence[Batch], problem: Problem) -> None:
@@ -70,13 +74,18 @@ def counted(model: Any, optimizer: Any, microbatches: Sequence[Batch], problem: 
 COLUMNS = [
     Column(
         "Lightning",
-        lambda: loop(accumulate),
+        lambda: loop(accumulate, abilities=of_labels()),
         ("lightning", "torch"),
         "https://lightning.ai/docs/pytorch/stable/advanced/training_tricks.html, “Accumulate Gradients”",
         """“Accumulated gradients run K small batches of size N before doing a backward pass. The effect is a large effective batch size of size KxN”
 
 # Accumulate gradients for 7 batches
 trainer = Trainer(accumulate_grad_batches=7)""",
+        gives="mean of means",
+        promises=dict.fromkeys(
+            ("T1", "T4", "T14"),
+            "“Accumulated gradients run K small batches of size N before doing a backward pass.”",
+        ),
     ),
     Column(
         "Lightning, sums",

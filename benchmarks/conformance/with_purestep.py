@@ -54,8 +54,9 @@ class Rank:
 
     def observe(self) -> Observation:
         """The parameters, and the metrics."""
-        reports = [getattr(self._metrics, name, None) for name in Observation._fields[1:]]
-        return Observation(dict(self._params), *reports)
+        names = ("loss", "grad_norm", "num_tokens")
+        reports = {name: getattr(self._metrics, name, None) for name in names}
+        return Observation(dict(self._params), **reports)
 
 
 COLUMNS = [

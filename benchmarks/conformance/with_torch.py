@@ -1,6 +1,7 @@
 """PyTorch's own recipes: accumulation in one process, DistributedDataParallel, and fully_shard."""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -8,19 +9,31 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks.conformance.column import Column, count, loss_sum, mean_loss
-from purestep.testing.adapters import loop
+from benchmarks.conformance.column import Column, count, loss_sum, mean_loss, of_labels
+from purestep.testing.adapters import Loop, Processes, loop
 from purestep.testing.problem import Batch, Problem
 from purestep.testing.trainer import Abilities
 
 ON_RANKS = Abilities(ranks=3, uneven=False)
 
 
+def processes(
+    update: Any, prepare: Any, abilities: Abilities = ON_RANKS, timeout: float = 60.0
+) -> Processes:
+    """A loop on ranks; after so many seconds without an answer, it hangs."""
+    return Processes(partial(Loop, update, prepare), abilities, timeout)
+
+
+def labels_on_ranks() -> Abilities:
+    """As many microbatches on each rank, unless told otherwise."""
+    return of_labels(ranks=3, uneven=False)
+
+
 def means(model: Any, optimizer: Any, microbatches: Sequence[Batch], problem: Problem) -> None:
     """The loop of torch's notes. Where there is no microbatch, it does not come to ``optimizer.step()``."""
     iters_to_accumulate = len(microbatches)
     for i, batch in enumerate(microbatches):
-        loss = mean_loss(problem, model, batch)
+        loss = mean_loss(model, batch)
         loss = loss / iters_to_accumulate
         loss.backward()
         if (i + 1) % iters_to_accumulate == 0:
@@ -50,11 +63,13 @@ def distributed(module: nn.Module, problem: Problem) -> tuple[Any, Any]:
 
 
 def ddp_means(model: Any, optimizer: Any, microbatches: Sequence[Batch], problem: Problem) -> None:
-    """All microbatches but the last without synchronisation."""
+    """All microbatches but the last without synchronisation. A rank without any has nothing to do."""
+    if not microbatches:
+        return
     with model.no_sync():
         for batch in microbatches[:-1]:
-            (mean_loss(problem, model, batch) / len(microbatches)).backward()
-    (mean_loss(problem, model, microbatches[-1]) / len(microbatches)).backward()
+            (mean_loss(model, batch) / len(microbatches)).backward()
+    (mean_loss(model, microbatches[-1]) / len(microbatches)).backward()
     optimizer.step()
     optimizer.zero_grad()
 
@@ -64,6 +79,8 @@ def ddp_sums(model: Any, optimizer: Any, microbatches: Sequence[Batch], problem:
     num_tokens = count(problem, microbatches)
     dist.all_reduce(num_tokens)
     if not num_tokens:
+        return
+    if not microbatches:
         return
     scale = dist.get_world_size() / num_tokens
     with model.no_sync():
@@ -89,16 +106,20 @@ class OneDimensional(nn.Module):
 
 def sharded(module: nn.Module, problem: Problem) -> tuple[Any, Any]:
     """The module's parameters, spread over all ranks."""
-    params = dict(module.named_parameters())
-    model: Any = fully_shard(OneDimensional(params["weight"], params["bias"]))
+    if not problem.task.vocabulary:
+        params = dict(module.named_parameters())
+        module = OneDimensional(params["weight"], params["bias"])
+    model: Any = fully_shard(module)
     return model, problem.optimizer(model)
 
 
 def fsdp_means(model: Any, optimizer: Any, microbatches: Sequence[Batch], problem: Problem) -> None:
-    """Gradients are reduced in the last backward pass."""
+    """Gradients are reduced in the last backward pass. A rank without any microbatch has nothing to do."""
+    if not microbatches:
+        return
     for i, batch in enumerate(microbatches):
         model.set_requires_gradient_sync(i == len(microbatches) - 1)
-        (mean_loss(problem, model, batch) / len(microbatches)).backward()
+        (mean_loss(model, batch) / len(microbatches)).backward()
     optimizer.step()
     optimizer.zero_grad()
 
@@ -117,10 +138,18 @@ def fsdp_sums(model: Any, optimizer: Any, microbatches: Sequence[Batch], problem
     optimizer.zero_grad()
 
 
+EFFECTIVE = (
+    "“Gradient accumulation adds gradients over an effective batch of size ``batch_per_iter * iters_to_accumulate`` "
+    "(``* num_procs`` if distributed).”"
+)
+AVERAGED = (
+    "“When a model is trained on `M` nodes with `batch=N`, the gradient will be `M` times smaller when compared to the same model "
+    "trained on a single node with `batch=M*N` if the loss is summed (NOT averaged as usual) across instances in a batch”"
+)
 COLUMNS = [
     Column(
         "PyTorch loop",
-        lambda: loop(means),
+        lambda: loop(means, abilities=of_labels()),
         ("torch",),
         "docs/source/notes/amp_examples.rst of pytorch/pytorch, “Gradient accumulation”",
         """loss = loss_fn(output, target)
@@ -130,6 +159,8 @@ if (i + 1) % iters_to_accumulate == 0:
     scaler.step(optimizer)
     scaler.update()
     optimizer.zero_grad()""",
+        gives="mean of means",
+        promises=dict.fromkeys(("T1", "T4", "T14"), EFFECTIVE),
     ),
     Column(
         "PyTorch loop, sums",
@@ -142,7 +173,7 @@ if (i + 1) % iters_to_accumulate == 0:
     ),
     Column(
         "DDP",
-        lambda: loop(ddp_means, distributed, ON_RANKS),
+        lambda **how: processes(ddp_means, distributed, labels_on_ranks(), **how),
         ("torch",),
         "the docstring of torch.nn.parallel.DistributedDataParallel.no_sync",
         """ddp = torch.nn.parallel.DistributedDataParallel(model, pg)
@@ -150,10 +181,12 @@ with ddp.no_sync():
     for input in inputs:
         ddp(input).backward()  # no synchronization, accumulate grads
 ddp(another_input).backward()  # synchronize grads""",
+        gives="mean of means",
+        promises={**dict.fromkeys(("T1", "T4", "T14"), EFFECTIVE), "T2": AVERAGED},
     ),
     Column(
         "DDP, sums",
-        lambda: loop(ddp_sums, distributed, ON_RANKS),
+        lambda **how: processes(ddp_sums, distributed, **how),
         ("torch",),
         "the docstring of torch.nn.parallel.DistributedDataParallel",
         "“the gradient will be M times smaller [...] if the loss is summed (NOT averaged as usual) [...] (because the gradients "
@@ -163,15 +196,17 @@ ddp(another_input).backward()  # synchronize grads""",
     ),
     Column(
         "FSDP2",
-        lambda: loop(fsdp_means, sharded, ON_RANKS),
+        lambda **how: processes(fsdp_means, sharded, labels_on_ranks(), **how),
         ("torch",),
         "the docstring of torch.distributed.fsdp.FSDPModule.set_requires_gradient_sync",
         "“Sets if the module should sync gradients. This can be used to implement gradient accumulation *without communication*. "
         "[...] This is the equivalence of `no_sync` in FSDP1.”",
+        gives="mean of means",
+        promises=dict.fromkeys(("T1", "T4", "T14"), EFFECTIVE),
     ),
     Column(
         "FSDP2, sums",
-        lambda: loop(fsdp_sums, sharded, ON_RANKS),
+        lambda **how: processes(fsdp_sums, sharded, **how),
         ("torch",),
         "",
         "As for DDP: sums, times the number of ranks, over the count of all ranks.",

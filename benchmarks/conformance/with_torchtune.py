@@ -87,6 +87,7 @@ running_loss += current_loss
 current_loss.backward()
 [...]
 training.scale_grads(self._model, 1 / num_tokens)""",
+        gives="labels",
     ),
     Column(
         "torchtune's recipe, first labels ignored",
@@ -95,5 +96,6 @@ training.scale_grads(self._model, 1 / num_tokens)""",
         "",
         "The first label of each row is -100, as where a prompt is masked: what is counted is what is predicted.",
         documented=False,
+        gives="predictions",
     ),
 ]

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from benchmarks.conformance.column import Column
+from benchmarks.conformance.column import Column, labelled
 from purestep.testing.adapters import Processes
 from purestep.testing.problem import REGRESSION, Batch, Problem, Task, causal_lm
 from purestep.testing.trainer import Abilities, Group, Observation
@@ -26,7 +26,7 @@ def gpt2(kind: str = "GPT2LMHeadModel", **more: Any) -> Any:
     torch.manual_seed(0)
     none = {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
     ids = {"pad_token_id": PADDING, "bos_token_id": 1, "eos_token_id": 2}
-    sizes = {"n_positions": 16, "n_embd": 4, "n_layer": 1, "n_head": 2}
+    sizes = {"n_positions": 64, "n_embd": 4, "n_layer": 1, "n_head": 2}
     config = transformers.GPT2Config(vocab_size=VOCABULARY, **sizes, **none, **ids, **more)
     return getattr(transformers, kind)(config)
 
@@ -48,15 +48,21 @@ def classes_of(batch: Batch) -> Tensor:
     return torch.where(counts.any(1), classes, -100)
 
 
+def at_first(rows: Tensor, batch: Batch) -> Tensor:
+    """One number for each row, at its first place, with as many places as it has tokens."""
+    return nn.functional.pad(rows[:, None], (0, batch["labels"].shape[1] - 1))
+
+
 def classification(model: Any) -> Task:
     """A class for each row."""
 
     def losses(model: Callable[..., Any], batch: Batch) -> Tensor:
         logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
-        return nn.functional.cross_entropy(logits, classes_of(batch), reduction="none")
+        each = nn.functional.cross_entropy(logits, classes_of(batch), reduction="none")
+        return at_first(each, batch)
 
     def weights(batch: Batch) -> Tensor:
-        return classes_of(batch) != -100
+        return at_first(classes_of(batch) != -100, batch)
 
     like = causal_lm(model)
     return Task("classes of rows", losses, weights, like.ignored, like.roundings, model, VOCABULARY)
@@ -69,17 +75,11 @@ def token_classification(model: Any) -> Task:
         logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
         return nn.functional.cross_entropy(logits.mT, batch["labels"], reduction="none")
 
-    def weights(batch: Batch) -> Tensor:
-        return batch["labels"] != -100
-
-    like = causal_lm(model)
-    return Task(
-        "classes of tokens", losses, weights, like.ignored, like.roundings, model, VOCABULARY
-    )
+    return labelled(model, "classes of tokens", losses)
 
 
 class Own(nn.Module):
-    """A module of a user's own: its forward takes labels, and returns a loss, the mean over what counts."""
+    """A module of a user's own: its forward takes labels, and returns a loss, torch's mean over what counts."""
 
     def __init__(self, linear: nn.Module) -> None:
         super().__init__()
@@ -89,7 +89,7 @@ class Own(nn.Module):
         """-100 is what does not count."""
         logits = self.linear(x)
         counts = labels != -100
-        loss = ((logits - labels).square() * counts).sum() / counts.sum()
+        loss = nn.functional.mse_loss(logits[counts], labels[counts])
         return {"loss": loss, "logits": logits}
 
 
@@ -239,7 +239,9 @@ def class_loss(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> 
 
 def regression_loss(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
     """The sum over the number of items."""
-    return ((outputs["logits"] - labels).square() * (labels != -100)).sum() / num_items_in_batch
+    counts = labels != -100
+    total = nn.functional.mse_loss(outputs["logits"][counts], labels[counts], reduction="sum")
+    return total / num_items_in_batch
 
 
 def unlabelled(module: nn.Module) -> nn.Module:
@@ -258,6 +260,10 @@ def unlabelled(module: nn.Module) -> nn.Module:
 
 PACKAGES = ("transformers", "accelerate", "torch")
 TRAINER = "the docstring of transformers.Trainer"
+SEEDS = {
+    "T6": "“seed: Random seed that will be set at the beginning of training. To ensure reproducibility across runs, use the "
+    "[`~Trainer.model_init`] function to instantiate the model if it has some randomly initialized parameters.”"
+}
 ARGUMENTS = (
     "“gradient_accumulation_steps: Number of update steps to accumulate gradients before performing a backward/update pass. "
     "Simulates larger batch sizes without additional memory.”"
@@ -269,6 +275,8 @@ COLUMNS = [
         PACKAGES,
         "the docstring of transformers.TrainingArguments",
         ARGUMENTS,
+        gives="sums",
+        promises=SEEDS,
     ),
     Column(
         "Trainer, Llama",
@@ -276,6 +284,8 @@ COLUMNS = [
         PACKAGES,
         "the docstring of transformers.TrainingArguments",
         ARGUMENTS,
+        gives="sums",
+        promises=SEEDS,
     ),
     Column(
         "Trainer, Llama, gloo",
@@ -284,6 +294,8 @@ COLUMNS = [
         "the docstring of transformers.TrainingArguments",
         "“average_tokens_across_devices: Whether or not to average tokens across devices. If enabled, will use all_reduce to synchronize "
         "num_tokens_in_batch for precise loss calculation.” It is, unless told otherwise. Trainer deals out the items itself.",
+        gives="sums",
+        promises=SEEDS,
     ),
     Column(
         "Trainer, Llama, padding-free",
@@ -291,6 +303,8 @@ COLUMNS = [
         PACKAGES,
         "the docstring of transformers.DataCollatorWithFlattening",
         "“Data collator used for padding free approach. [...] concatenates the entire mini batch into single long sequence”",
+        gives="sums",
+        promises=SEEDS,
     ),
     Column(
         "Trainer, GPT-2 classes",
@@ -301,6 +315,8 @@ COLUMNS = [
         PACKAGES,
         "the docstring of transformers.TrainingArguments",
         ARGUMENTS,
+        gives="sum of means",
+        promises=SEEDS,
     ),
     Column(
         "Trainer, GPT-2 classes, accepts_loss_kwargs=False",
@@ -313,6 +329,8 @@ COLUMNS = [
         TRAINER,
         "`model.accepts_loss_kwargs = False`, which Trainer asks for, and which other classes of transformers set.",
         documented=False,
+        gives="mean of means",
+        promises=SEEDS,
     ),
     Column(
         "Trainer, GPT-2 classes, compute_loss_func",
@@ -326,6 +344,8 @@ COLUMNS = [
         "`compute_loss_func`: “A function that accepts the raw model outputs, labels, and the number of items in the entire accumulated "
         "batch (batch_size * gradient_accumulation_steps) and returns the loss.” It divides the sum by that number.",
         documented=False,
+        gives="sums",
+        promises=SEEDS,
     ),
     Column(
         "Trainer, GPT-2 token classes",
@@ -341,6 +361,8 @@ COLUMNS = [
         PACKAGES,
         "the docstring of transformers.TrainingArguments",
         ARGUMENTS,
+        gives="sum of means",
+        promises=SEEDS,
     ),
     Column(
         "Trainer, own module",
@@ -349,6 +371,8 @@ COLUMNS = [
         TRAINER,
         "“You can still use your own models defined as `torch.nn.Module` as long as they work the same way as the 🤗 Transformers "
         "models.” Its forward takes labels and returns the mean of its losses, and has no **kwargs.",
+        gives="mean of means",
+        promises=SEEDS,
     ),
     Column(
         "Trainer, own module, compute_loss_func",
@@ -359,6 +383,8 @@ COLUMNS = [
         TRAINER,
         "`compute_loss_func` divides the sum by the number of items in the accumulated batch.",
         documented=False,
+        gives="sums",
+        promises=SEEDS,
     ),
     Column(
         "Trainer.evaluate, GPT-2",
@@ -366,5 +392,7 @@ COLUMNS = [
         PACKAGES,
         "the docstring of transformers.Trainer.evaluate",
         "“Run evaluation and returns metrics.” Each microbatch is one batch of the evaluation.",
+        gives="evaluation",
+        promises=SEEDS,
     ),
 ]
