@@ -117,7 +117,7 @@ def accumulate(
         losses.append(beside.loss)
         if group.counted is None:
             asked.append(beside.weights)
-        if beside.aux != ():
+        if not tree.is_empty(beside.aux):
             aux = plus(aux, beside.aux)
         reached = reached or beside.reached
         del microbatch, weights, data, inputs, beside  # before the next one is made

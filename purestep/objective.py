@@ -125,7 +125,7 @@ def loss_terms(output: object) -> LossTerms:
         )
     if terms.aux is None:
         return terms._replace(aux=())
-    if terms.aux != ():
+    if not tree.is_empty(terms.aux):
         for position, leaf in enumerate(tree.leaves_of(terms.aux)):
             if not isinstance(leaf, Tensor):
                 raise TypeError(

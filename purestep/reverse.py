@@ -79,7 +79,7 @@ def in_place(loss_fn: LossFn) -> Reverse:
         data, _ = tree.flatten(inputs.microbatch)
         reached = backward(terms, cotangents, own, sums, ready, data=data, check=inputs.check)
         torch.clear_autocast_cache()  # Its casts of these leaves are of no use any more.
-        return Beside(loss, weights, tree.detached(aux) if aux != () else (), reached)
+        return Beside(loss, weights, tree.detached(aux) if not tree.is_empty(aux) else (), reached)
 
     return reverse
 

@@ -154,7 +154,7 @@ def make_update_step(
             checks.check_unrecorded(new_params, axis)
         if new and len(microbatches):  # What a loss does shows where it is called.
             checked[ranks.rank] = [*checked.get(ranks.rank, [])[-7:], tree.flatten(params)[1]]
-        if sums.loss.requires_grad or sums.aux != () or not tree.eager():
+        if sums.loss.requires_grad or not tree.is_empty(sums.aux) or not tree.eager():
             metrics = tree.detached(metrics)
         return new_params, new_opt_state, metrics
 

@@ -175,12 +175,12 @@ def test_a_rate_that_requires_grad(make_optimizer: Any, donate: bool) -> None:
 
 @pytest.mark.parametrize("whole", [False, True])
 def test_what_a_compiled_loss_closes_over_is_a_constant(whole: bool) -> None:
-    """Nothing is recorded of it, nor of ``aux``, and its ``.grad`` is not written."""
+    """Nothing is recorded of it, nor of ``aux`` (one tensor here), and its ``.grad`` is not written."""
     scale = torch.tensor(2.0, dtype=torch.float64, requires_grad=True)
 
     def scaled(params: Any, m: Any) -> ps.LossTerms:
         losses = loss_fn(params, m) * scale
-        return ps.LossTerms(losses, aux={"loss": losses.sum()})
+        return ps.LossTerms(losses, aux=losses.sum())
 
     step = make(SGD, scaled, compile=False if whole else AOT)
     step = ps.compile(step, backend="eager", fullgraph=True) if whole else step

@@ -1,5 +1,6 @@
 """What is rewritten in graphs for CPUs: each rewrite alone, and all of them in what is compiled."""
 
+import timeit
 from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal
@@ -181,6 +182,18 @@ def test_products_of_every_layout_and_size() -> None:
         assert torch.equal(product(a, b), a @ b)
         assert product(a, b).is_contiguous()
     assert every[0].shape[0] * others[0].numel() >= LEAST
+
+
+def test_products_of_gaps_take_the_time_of_products() -> None:
+    """Without a copy, oneDNN takes a thousand times as long."""
+    a = integers(SIDE, SIDE)
+    plain, *others = (timed(partial(product, a, b)) for b in layouts(SIDE, SIDE, 1))
+    assert max(others) < 100 * plain
+
+
+def timed(function: Callable[[], object]) -> float:
+    """The least of five runs, in seconds."""
+    return min(timeit.repeat(function, number=1))
 
 
 def test_what_repays_is_replaced() -> None:

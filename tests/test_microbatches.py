@@ -180,18 +180,18 @@ def collate(examples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
 
 EXAMPLES = examples_of([3, 1, 4, 1, 5, 9])
 PAIRS = [EXAMPLES[i : i + 2] for i in (0, 2, 4)]
-ROWS_OF_A_TABLE: Any = datasets.Dataset.from_dict(
+TABLE: Any = datasets.Dataset.from_dict(
     {name: [one[name].tolist() for one in EXAMPLES] for name in ("tokens", "labels")}
-).with_format("torch")
+)
 two_of: Any = {"batch_size": 2, "collate_fn": collate}
 SOURCES: dict[str, Callable[[], Any]] = {
     "a list": lambda: [collate(pair) for pair in PAIRS],
     "a generator": lambda: (collate(pair) for pair in PAIRS),
     "a loader with workers": lambda: data.DataLoader(EXAMPLES, num_workers=1, **two_of),  # type: ignore[arg-type]
-    "rows of a table": lambda: data.DataLoader(ROWS_OF_A_TABLE, **two_of),
-    "a stream of rows": lambda: data.DataLoader(ROWS_OF_A_TABLE.to_iterable_dataset(), **two_of),
+    "rows of a table": lambda: data.DataLoader(TABLE.with_format("torch"), **two_of),
+    "a stream of rows": lambda: data.DataLoader(TABLE.to_iterable_dataset().with_format("torch"), **two_of),
     "groups of a loader's worker": lambda: next(
-        iter(data.DataLoader(ROWS_OF_A_TABLE, 6, collate_fn=lambda rows: [collate(rows[i : i + 2]) for i in (0, 2, 4)]))
+        iter(data.DataLoader(TABLE.with_format("torch"), 6, collate_fn=lambda rows: [collate(rows[i : i + 2]) for i in (0, 2, 4)]))
     ),
 }  # fmt: skip
 

@@ -91,8 +91,9 @@ def product(a: Tensor, b: Tensor) -> Tensor:
     if a.shape[0] * b.numel() < LEAST:
         return torch.mm(a, b)
     (inner, length), (outer, _) = sorted(zip(b.stride(), b.shape, strict=True))
-    if outer < inner * length:
-        b = b.contiguous()  # oneDNN refuses rows that overlap, as of a sliding window.
+    if inner != 1 or outer < length:
+        # oneDNN refuses rows that overlap, and takes a thousand times as long over gaps.
+        b = b.contiguous()
     return onednn_linear(a, b.t(), None, "none", [], "")
 
 
