@@ -1,5 +1,6 @@
 """README.md and docs/: their programs run, their names, links and claims hold, their sentences are short."""
 
+import ast
 import builtins
 import json
 import os
@@ -17,7 +18,10 @@ from purestep.torch_private import NEWEST, OLDEST
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs" / "pages"
 PAGES = [ROOT / "README.md", ROOT / "purestep" / "testing" / "README.md", *DOCS.rglob("*.md")]
-OTHERS = [ROOT / f"{each}.md" for each in ("CONTRIBUTING", "CHANGELOG", "SECURITY")]
+OTHERS = [
+    ROOT / f"{each}.md" for each in ("CONTRIBUTING", "CHANGELOG", "SECURITY", "proofs/README")
+]
+OTHERS += [ROOT / "benchmarks" / f"{each}.md" for each in ("README", "CONFORMANCE")]
 CODE = re.compile(r"^```python\n(.*?)^```", re.S | re.M)
 FENCED = re.compile(r"^(`{3,}).*?^\1`*$", re.S | re.M)
 OUTPUT = re.compile(r"^```text\n(.*?)^```", re.S | re.M)
@@ -98,11 +102,22 @@ def sentences(text: str) -> list[str]:
 @pytest.mark.parametrize("page", [*PAGES, *OTHERS], ids=name)
 def test_sentences_are_short_and_plain(page: Path) -> None:
     """CONTRIBUTING.md has the rules; a few sentences of up to twenty-five words remain."""
-    text = page.read_text()
-    long = [each for each in sentences(text) if len(re.findall(r"\w\S*", each)) > 25]
-    assert not long
-    if page.name != "CONTRIBUTING.md":  # which names them
-        assert not re.findall(FOREIGN, text)
+    assert_short_and_plain(
+        page.read_text(), plain=page.name != "CONTRIBUTING.md"
+    )  # which names them
+
+
+def assert_short_and_plain(text: str, *, plain: bool = True) -> None:
+    assert not [each for each in sentences(text) if len(re.findall(r"\w\S*", each)) > 25]
+    assert not (plain and re.findall(FOREIGN, text))
+
+
+@pytest.mark.parametrize("module", sorted((ROOT / "purestep").rglob("*.py")), ids=name)
+def test_docstrings_are_short_and_plain(module: Path) -> None:
+    for node in ast.walk(ast.parse(module.read_text())):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
+            text = re.sub(r"^ *(>>>|\.\.\.).*$", "\n", ast.get_docstring(node) or "", flags=re.M)
+            assert_short_and_plain(text)
 
 
 def test_the_readme_is_one_page() -> None:

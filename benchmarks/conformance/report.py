@@ -110,7 +110,7 @@ and "guarded" are these few lines. They hold, but for a rank without any microba
 ![trainers as rows, laws as columns](results/conformance.png)
 
 - **holds**, and in how many cases. In each of them the two runs differ in what the law is about.
-- **wrong**: other numbers than those that the law asks for, without an error. The smallest case found is told below.
+- **wrong**: other numbers than those that the law asks for, without an error. The smallest case found is below.
 - *wrong, by design*: the documentation promises no more. The sentence is quoted below.
 - **refuses**: an error, where a law asks for a number. That is safe. **hangs**: a rank waits for another without end.
 - **·**: not asked, because the trainer has no such thing, or because both runs would be the same.
@@ -207,8 +207,7 @@ def _how_far(report: dict[str, Any]) -> str:
     return f"""
 ## How far the cut holds
 
-A model that says its bias, b = (0, 0), whatever it is shown, gives a token of label 0 the gradient (-½, ½), and one of label 1 the gradient
-(½, -½). The step is b - g, and the table has its first number, by each trainer's own run.
+The model returns its bias, b = (0, 0), for every input. A token of label 0 has the gradient (-½, ½), one of label 1 the gradient (½, -½). The step is b - g, and the table has its first number, by each trainer's own run.
 
 - **equal**: two microbatches of two labels: 0 0 | 0 1. Both ways give g = (-½ - ½ - ½ + ½) / 4 = -¼.
 - **unequal rows**: the same labels in two rows, and in one. A mean weighted by rows gives (2 · (-½) + 1 · 0) / 3 = -⅓.
@@ -221,7 +220,7 @@ A model that says its bias, b = (0, 0), whatever it is shown, gives a token of l
 {chr(10).join(lines)}
 
 `cross_entropy(ignore_index=-100)` is no number where it ignores every label, but its gradient is zero. So parameters stay finite; what is
-lost is the share of that microbatch. Two numbers: on one rank, and with each microbatch on a rank of its own.
+lost is the share of that microbatch. The two numbers are of one rank, and of one rank for each microbatch.
 """
 
 
@@ -259,9 +258,9 @@ def _of_heads(report: dict[str, Any]) -> str:
 ## T1: transformers' heads, torchtune's recipe, mlx-lm, evaluation
 
 **transformers' heads.** `Trainer` asks a model whether its `forward` takes `**kwargs`. If so, it passes `num_items_in_batch`, and
-does not divide the loss by `gradient_accumulation_steps`. Models for classes of rows or tokens, among others, take `**kwargs` and return
-a mean without using that number, so that the gradient is ∇m₁ + ∇m₂, where the equation has (∇m₁ + ∇m₂) / 2. Two microbatches of two rows
-each moved the parameters, by plain SGD, by this factor of what one batch of the same four rows moves them:
+does not divide the loss by `gradient_accumulation_steps`. Some models, as those that classify rows or tokens, take `**kwargs` and return a
+mean without that number. Then the gradient is ∇m₁ + ∇m₂, where the equation has (∇m₁ + ∇m₂) / 2. The factor compares two updates
+of plain SGD: of two microbatches of two rows, and of one batch of the same four rows:
 
 | model | factor |
 | --- | --- |
@@ -323,9 +322,8 @@ def _of_padding(report: dict[str, Any]) -> str:
 
 A microbatch without labels adds nothing to a sum of means, but counts in the number of microbatches or rows that it is divided by. So the step is
 too short: see "one empty" above. The recipe of torchtune multiplies the mean by the number of labels, so its gradient is right. The loss that it
-reports is 0 · nan, which is nan. `Trainer` replaces a loss that is no number by the sum so far (`logging_nan_inf_filter`), so that the loss
-which it reports is too large where parameters are right. mlx-lm divides by the number of labels without asking whether it is 0, so that its parameters are no numbers
-from then on.
+reports is 0 · nan, which is nan. `Trainer` replaces a loss that is no number by the sum so far (`logging_nan_inf_filter`). There the reported loss
+is too large, and the parameters are right. mlx-lm divides by the number of labels, even where that is 0: from then on, its parameters are no numbers.
 """
 
 
@@ -354,8 +352,8 @@ def _of_purity(report: dict[str, Any]) -> str:
 transformers' `Trainer` and TRL's, which is one, seed the global generators of Python, NumPy and torch before training; Composer seeds them with a
 random number. They say so. A program that draws from these generators later draws different numbers. Updates stay as they are.
 
-A `DataLoader` without a generator draws its base seed from torch's global one each time that it is iterated over, whoever iterates. So the
-loaders that are handed over here have a generator of their own.
+A `DataLoader` without a generator draws its base seed from torch's global one each time that it is iterated over. So all loaders
+of this page have a generator.
 """
 
 
@@ -364,8 +362,8 @@ def _of_resuming(report: dict[str, Any]) -> str:
     return f"""
 ## T16: resuming
 
-`torchopt.sgd` with momentum μ keeps, beside the state that it returns, a flag for the first call, on which the buffer is
-m + g instead of μ m + g (`first_call` in torchopt/transform/trace.py). From a fresh state, m = 0, and there is no difference. A state that is
+`torchopt.sgd` with momentum μ keeps a flag for the first call beside the state that it returns (`first_call` in torchopt/transform/trace.py).
+On that call the buffer is m + g instead of μ m + g. From a fresh state, m = 0, and there is no difference. A state that is
 put back into a new optimizer meets the flag again: with μ = 0.5 and the gradients 2 and 1,
 
     going on                                        m = 2, then 0.5 · 2 + 1 = 2     its own run: {found["going on"]:g}
@@ -449,8 +447,8 @@ def _short(words: str) -> str:
 def _history() -> str:
     lines = [
         "## The same bug, year by year\n",
-        "Lines of those that do not install or run on a CPU here, and of two that do, run by hand on the labels 0 and 0 0 0 1, where the "
-        f"equation's gradient is {equation(SUMS, COUNTS):g}:\n",
+        "These are lines of projects that do not install or run on a CPU here, and of two that do. They run by hand on the labels 0 and "
+        f"0 0 0 1, where the equation's gradient is {equation(SUMS, COUNTS):g}:\n",
         "| project | reference | year | what was wrong | law | gradient |",
         "| --- | --- | --- | --- | --- | --- |",
     ]
@@ -493,15 +491,19 @@ def _laws(report: dict[str, Any]) -> str:
 
 
 def _versions(report: dict[str, Any]) -> str:
-    versions = ", ".join(f"{name} {version}" for name, version in report["versions"].items())
+    versions = "\n".join(f"    {name} {version}" for name, version in report["versions"].items())
     return f"""
 ## Versions, and how to repeat it
 
-{versions}; Python {report["python"]}, on a CPU.
+On a CPU, with Python {report["python"]} and
+
+{versions}
+
+The command is
 
     make conformance
 
-Each trainer has a process of its own, and may take {report["limit"]:.0f} seconds; all of them took {report["seconds"] / 60:.0f} minutes of one core. The
+Each trainer runs in a separate process, and may take {report["limit"]:.0f} seconds; all of them took {report["seconds"] / 60:.0f} minutes of one core. The
 cases are drawn from a fixed seed, so they are the same each time. fastai and Composer are installed beside the others, in folders below
 `build`: fastai asks for torchvision, whose wheel for torch's CPU build is not on PyPI, and Composer 0.32 for torch 2.6. Neither needs them here;
 for torchvision and mcli, which Composer imports, there are empty modules. torchtune 0.6.1 cannot be imported beside the torchao of today

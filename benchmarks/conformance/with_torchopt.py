@@ -113,7 +113,7 @@ COLUMNS = [
         TorchOpt,
         ("torchopt", "torch"),
         "the README of metaopt/torchopt, “TorchOpt as Functional Optimizer”",
-        "It has no accumulation of its own; gradients of sums over the group's count are added, and given to optimizer.update as its "
+        "It has no accumulation; gradients of sums over the group's count are added, and given to optimizer.update as its "
         "README says, with inplace=False:\n\nupdates, opt_state = optimizer.update(grads, opt_state)  # get updates\n"
         "params = torchopt.apply_updates(params, updates)         # update network parameters",
         gives="first call",
