@@ -18,10 +18,8 @@ from purestep.torch_private import NEWEST, OLDEST
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs" / "pages"
 PAGES = [ROOT / "README.md", ROOT / "purestep" / "testing" / "README.md", *DOCS.rglob("*.md")]
-OTHERS = [
-    ROOT / f"{each}.md" for each in ("CONTRIBUTING", "CHANGELOG", "SECURITY", "proofs/README")
-]
-OTHERS += [ROOT / "benchmarks" / f"{each}.md" for each in ("README", "CONFORMANCE")]
+OTHERS = [ROOT / f"{each}.md" for each in ("CONTRIBUTING", "CHANGELOG", "SECURITY")]
+OTHERS += [*(ROOT / "proofs").glob("*.md"), *(ROOT / "benchmarks").glob("*.md")]
 CODE = re.compile(r"^```python\n(.*?)^```", re.S | re.M)
 FENCED = re.compile(r"^(`{3,}).*?^\1`*$", re.S | re.M)
 OUTPUT = re.compile(r"^```text\n(.*?)^```", re.S | re.M)
@@ -102,9 +100,8 @@ def sentences(text: str) -> list[str]:
 @pytest.mark.parametrize("page", [*PAGES, *OTHERS], ids=name)
 def test_sentences_are_short_and_plain(page: Path) -> None:
     """CONTRIBUTING.md has the rules; a few sentences of up to twenty-five words remain."""
-    assert_short_and_plain(
-        page.read_text(), plain=page.name != "CONTRIBUTING.md"
-    )  # which names them
+    names_them = page.name == "CONTRIBUTING.md"
+    assert_short_and_plain(page.read_text(), plain=not names_them)
 
 
 def assert_short_and_plain(text: str, *, plain: bool = True) -> None:
