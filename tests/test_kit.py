@@ -139,9 +139,8 @@ def test_failures_shrink_to_what_a_person_can_read() -> None:
 def test_programs_in_processes_are_judged(update: Any, finding: str) -> None:
     """One that adds gradients up over them, and one on which each goes its way."""
     trainer = ps.testing.loop(update, abilities=Abilities(ranks=2))
-    ranks, purity = judged(trainer, "T2", "T6", cases=10)
-    assert ranks.startswith(finding)
-    assert purity == "holds"
+    for found in judged(trainer, "T2", "T6", cases=10):
+        assert found.startswith(finding)
 
 
 CALLS = itertools.count()
