@@ -75,13 +75,8 @@ class Run:
 
     def workers(self) -> set[int]:
         """The living processes whose parent is ``torchrun``, as /proc says."""
-        found = set()
-        for stat in Path("/proc").glob("[0-9]*/stat"):
-            with suppress(OSError):  # it has ended since
-                state, parent, *_ = stat.read_text().rpartition(")")[2].split()
-                if int(parent) == self.process.pid and state != "Z":
-                    found.add(int(stat.parent.name))
-        return found
+        pid = self.process.pid
+        return {*map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())}
 
     def wait_until(self, happened: Callable[[], bool]) -> None:
         """Waits for what has to happen before the program ends."""

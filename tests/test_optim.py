@@ -15,6 +15,7 @@ from proofs.strategies import assert_same, labels, matrices
 from proofs.test_t06_purity import storages
 from proofs.test_t08_optimizers import random_grads, random_params
 from purestep import tree
+from purestep.step import transition
 from tests.halves import HALVES
 from tests.optimizers import GRADS, PARAMS, RECIPES, TRANSFORMS, states_of, updated
 
@@ -139,6 +140,15 @@ def test_what_comes_behind_a_part_leaves_its_state_alone(first: Any, behind: str
         own = tree.map(torch.clone, (grads, in_place[1], in_place[0]))
         in_place = updated(optimizer, "update_", *own)
         assert_same(in_place, pure)
+
+
+@pytest.mark.parametrize("donate", [False, True])
+def test_an_optimizer_that_swaps_its_buffers(donate: bool) -> None:
+    """The old params become state, and the state the params."""
+    swap = ps.optim.Optimizer(tree.zeros_like, lambda grads, state, params: (state, params))
+    params, state = tree.map(torch.clone, (PARAMS, swap.init(PARAMS)))
+    moved, after = transition(swap, GRADS, state, params, torch.tensor(True), donate=donate)
+    assert_same((moved, after), (tree.zeros_like(PARAMS), PARAMS))
 
 
 @pytest.mark.parametrize("donate", [False, True])
