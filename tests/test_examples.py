@@ -75,8 +75,13 @@ class Run:
 
     def workers(self) -> set[int]:
         """The living processes whose parent is ``torchrun``, as /proc says."""
-        pid = self.process.pid
-        return {*map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())}
+        found = set()
+        for stat in Path("/proc").glob("[0-9]*/stat"):
+            with suppress(OSError):  # it has ended since
+                state, parent, *_ = stat.read_text().rpartition(")")[2].split()
+                if int(parent) == self.process.pid and state != "Z":
+                    found.add(int(stat.parent.name))
+        return found
 
     def wait_until(self, happened: Callable[[], bool]) -> None:
         """Waits for what has to happen before the program ends."""

@@ -164,15 +164,21 @@ def test_a_loss_that_meets_over_the_same_axis(ranks: Run, bucket_bytes: int) -> 
         assert_same(result, used[0])
 
 
-def in_backward(x: Tensor, act: Callable[[], Any]) -> Tensor:
-    """The same numbers, whose backward pass calls a function."""
+class InBackward(torch.autograd.Function):
+    """The identity, whose backward pass calls a function."""
 
-    def hook(grad: Tensor) -> None:
-        act()
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, act: Callable[[], Any]) -> Tensor:
+        ctx.act = act
+        return x.clone()
 
-    same = x.clone()
-    same.register_hook(hook)
-    return same
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        ctx.act()
+        return grad, None
+
+
+in_backward: Callable[[Tensor, Callable[[], Any]], Tensor] = InBackward.apply
 
 
 def step_that_meets_late(axis: ps.Axis, rank: int) -> str:
