@@ -42,6 +42,16 @@ def axis(dims: str = "dp") -> ps.MeshAxis:
     return ps.MeshAxis(mesh, dims)
 
 
+@contextmanager
+def group_of_one() -> Iterator[None]:
+    """This process is a process group."""
+    dist.init_process_group("gloo", store=vars(dist)["HashStore"](), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
 def together(world: World, function: Callable[..., Any], *args: Any) -> list[Any]:
     """What the function returns on each rank."""
     return values(world.run(function, *([argument] * world.size for argument in args)))
@@ -93,6 +103,3 @@ def load(_: int, path: Path, dims: str = "dp", dim: int = 0) -> None:
     assert_same_bits(tree.leaves_of(found), tree.leaves_of(expected))
     for one, two in zip(tree.leaves_of(found), tree.leaves_of(like), strict=True):
         assert one.stride() == two.stride()
-
-
-LARGE = 2**18

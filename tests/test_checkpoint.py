@@ -18,7 +18,7 @@ from torch import Tensor
 import purestep as ps
 from proofs.devices import lazy
 from purestep import tree
-from tests.held_by_ranks import axis, files, room
+from tests.held_by_ranks import axis, files, group_of_one, room
 from tests.memory import LiveBytes
 from tests.states import COMPLEX, anything, assert_same_bits, noise, zeros
 
@@ -71,19 +71,15 @@ def test_what_is_held_in_memory(path: Path) -> None:
 
 def test_state_in_pieces_of_an_optimizer_of_torch(path: Path) -> None:
     """Counts stand beside the pieces, in a ``Shard`` that holds a dict."""
-    place: Any = {"init_method": f"file://{path}.store", "rank": 0, "world_size": 1}
-    torch.distributed.init_process_group("gloo", **place)
-    try:
-        optimizer = ps.optim.from_torch(torch.optim.Adam)
-        params = {"w": noise(torch.float32, 4, 3), "v": torch.ones(3)}
+    optimizer = ps.optim.from_torch(torch.optim.Adam)
+    params = {"w": noise(torch.float32, 4, 3), "v": torch.ones(3)}
+    with group_of_one():
         whole, pieces = (optimizer.init(p) for p in (params, ps.shard(params, axis())))
         ps.checkpoint.save(path, tree.map(torch.ones_like, pieces))
         for like in (whole, pieces):
             found = ps.checkpoint.load(path, like)
             assert tree.flatten(found)[1] == tree.flatten(like)[1]
             assert_same_bits(found, tree.map(torch.ones_like, like))
-    finally:
-        torch.distributed.destroy_process_group()
 
 
 def test_each_changed_missing_or_further_byte_is_noticed(path: Path) -> None:
@@ -165,6 +161,18 @@ def test_what_cannot_be_written_leaves_all_as_it_was(act: Any, text: str, path: 
         act(path)
     assert [*path.parent.iterdir()] == [path]
     assert_same_bits(ps.checkpoint.load(path, STATE), STATE)
+
+
+def test_what_is_saved_in_the_background_is_what_it_was(path: Path) -> None:
+    """Though it is written to; T16 says so of pieces on ranks."""
+    with ps.checkpoint.Background() as background:
+        state = {"w": torch.ones(1000)}
+        for number in range(2):
+            background.save(path.with_name(f"file{number}"), state)
+            state["w"].mul_(2)
+    for number in range(2):
+        found = ps.checkpoint.load(path.with_name(f"file{number}"), {"w": torch.zeros(1000)})
+        assert torch.equal(found["w"], torch.full((1000,), 2.0**number))
 
 
 def test_what_goes_wrong_in_the_background_is_raised_once(path: Path) -> None:

@@ -13,17 +13,28 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
-import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict_loader import load as load_distributed
 
 import purestep as ps
 from purestep.testing.processes import World, values
-from tests.held_by_ranks import BAD, LARGE, axis, files, load, refused, room, save, together, whole
+from tests.held_by_ranks import (
+    BAD,
+    axis,
+    files,
+    group_of_one,
+    load,
+    refused,
+    room,
+    save,
+    together,
+    whole,
+)
 from tests.memory import LiveBytes
 from tests.states import assert_same_bits, zeros
 
 SMALL = {"w": torch.zeros(5, 3), "n": torch.tensor(1), "b": torch.ones(2)}
 OTHER = {"w": torch.zeros(5, 4), "n": torch.tensor(1.0), "x": torch.zeros(4)}
+LARGE = 2**18
 ROOT = Path(__file__).parent.parent
 LOCAL = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
 
@@ -75,31 +86,6 @@ def test_nothing_is_held_but_pieces(three: World, path: Path) -> None:
 
 
 # In the background.
-
-
-def save_in_background(_: int, path: Path) -> None:
-    """Twice, while it is written to, and all meet over their own group."""
-    state = {"w": ps.shard(torch.ones(1000), axis())}
-    with ps.checkpoint.Background() as background:
-        for number in range(2):
-            background.save(path.with_name(f"pieces{number}"), state)
-            state["w"].piece.mul_(2)
-            for _ in range(20):
-                assert ps.psum(torch.tensor([1.0]), axis()) == 3
-    assert dist.get_world_size() == 3
-
-
-def test_what_is_saved_in_the_background_is_what_it_was(three: World, path: Path) -> None:
-    """In pieces on ranks, and as a file of this process."""
-    together(three, save_in_background, path)
-    with ps.checkpoint.Background() as background:
-        state = {"w": torch.ones(1000)}
-        for number in range(2, 4):
-            background.save(path.with_name(f"pieces{number}"), state)
-            state["w"].mul_(2)
-    for number in range(4):
-        found = ps.checkpoint.load(path.with_name(f"pieces{number}"), {"w": torch.zeros(1000)})
-        assert torch.equal(found["w"], torch.full((1000,), 2.0 ** (number % 2)))
 
 
 ENDS = ["", "raise ValueError", "dist.destroy_process_group()"]
@@ -284,10 +270,8 @@ def test_different_paths_on_different_ranks_are_refused(three: World, path: Path
 def test_pieces_that_no_processes_hold_are_refused(path: Path) -> None:
     """Those of simulated ranks, and of processes that have parted."""
     threads = ps.testing.ThreadAxis(2)
-    place: Any = {"init_method": f"file://{path}.store", "rank": 0, "world_size": 1}
-    dist.init_process_group("gloo", **place)
-    state = {"w": ps.shard(torch.ones(3), axis())}
-    dist.destroy_process_group()
+    with group_of_one():
+        state = {"w": ps.shard(torch.ones(3), axis())}
     acts = (ps.checkpoint.save, ps.checkpoint.load, ps.checkpoint.export)
     simulated = threads.map(lambda w: ps.checkpoint.save(path, {"w": ps.shard(w, threads)}))
     for act in (

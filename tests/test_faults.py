@@ -33,7 +33,7 @@ from purestep.axis.agreement import described
 from purestep.testing import ThreadAxis
 from purestep.testing.processes import DeadRankError, World
 from tests import uneven
-from tests.held_by_ranks import axis as axis_of_all
+from tests.held_by_ranks import axis as axis_of_all, group_of_one
 from tests.uneven import BAD, SGD, Arguments, Batch, batch, loss_fn, ones, params, sound, step
 
 pytestmark = pytest.mark.timeout(120)
@@ -53,23 +53,16 @@ def raising(
     return raises
 
 
-class _BrokenBackward(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, kind: type[BaseException]) -> Tensor:
-        ctx.kind = kind
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        raise ctx.kind("no way back")
-
-
 def broken_backward(kind: type[BaseException]) -> Callable[[Any, Batch], Tensor]:
     """The gradient of w is found, and may be on its way already, when that of b raises."""
 
+    def fail(grad: Tensor) -> None:
+        raise kind("no way back")
+
     def loss(params: Any, microbatch: Batch) -> Tensor:
-        broken: Tensor = _BrokenBackward.apply(params["b"], kind)
-        return loss_fn({"w": params["w"], "b": broken}, microbatch)
+        b = params["b"].clone()
+        b.register_hook(fail)
+        return loss_fn({"w": params["w"], "b": b}, microbatch)
 
     return loss
 
@@ -368,12 +361,8 @@ def run_in_this_process(program: Callable[[ps.Axis], None], ranks: str) -> None:
         axis = ThreadAxis(2)
         axis.map(lambda: program(axis))()
     else:
-        store = vars(dist)["HashStore"]()
-        dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-        try:
-            program(ps.MeshAxis(DeviceMesh("cpu", [0], mesh_dim_names=("dp",)), "dp"))
-        finally:
-            dist.destroy_process_group()
+        with group_of_one():
+            program(axis_of_all())
 
 
 @pytest.mark.parametrize("ranks", ["local", "threads", "mesh"])

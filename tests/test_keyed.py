@@ -197,7 +197,7 @@ def test_what_is_computed_again_draws_the_same(again: Any) -> None:
 
 
 def test_the_same_under_transforms(fresh_compiler: None) -> None:
-    """``grad``, ``vmap`` of one key each, and alone. A compiler sees no checkpoint within."""
+    """``grad``, and ``vmap`` of one key each. A compiler sees no checkpoint within."""
     params, apply = ps.from_module(Noisy())
 
     def loss(params: Any, x: Tensor, key: Tensor) -> Tensor:
@@ -205,12 +205,8 @@ def test_the_same_under_transforms(fresh_compiler: None) -> None:
 
     grads = torch.func.grad(loss)(params, X, KEYS)
     assert all(map(torch.equal, grads.values(), gradient(apply, params)))
-    together = apply(params, X, key=KEYS)
-    close(torch.vmap(lambda x, key: apply(params, x, key=key))(X, KEYS), together)
-    close(torch.cat([apply(params, X[[i]], key=KEYS[[i]]) for i in range(3)]), together)
     per_row = torch.vmap(torch.func.grad(loss), (None, 0, 0))(params, X, KEYS)
     close([leaf.sum(0) for leaf in per_row.values()], [*grads.values()])
-    assert not torch.equal(together, apply(params, X, key=KEYS + 1))
     params, apply = keyed(lambda x: checkpoint(functional.dropout, x, use_reentrant=False))
     with pytest.raises(Exception, match="draws without keys within a checkpoint"):
         traced(apply)(params, X, key=KEYS)

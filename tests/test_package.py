@@ -213,4 +213,6 @@ def test_wheel_and_sdist_install_into_an_empty_environment(tmp_path: Path) -> No
 
 def test_the_package_shows_its_public_names() -> None:
     assert dir(ps) == sorted([*ps.__all__, "__version__"])
+    assert dir(ps.random) == sorted(ps.random.__all__)
+    assert all(hasattr(ps.random, name) for name in ps.random.__all__)
     assert {"ThreadAxis", "judge", "laws"} <= {*dir(ps.testing)}

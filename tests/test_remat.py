@@ -17,6 +17,7 @@ from proofs.strategies import assert_same
 from purestep import tree
 from purestep.torch_private import may_draw
 from tests.memory import LiveBytes
+from tests.modules import Of
 from tests.torch_private import attention
 
 Function = Callable[..., Any]
@@ -95,18 +96,9 @@ def test_every_transform_of_nested_functions(name: str) -> None:
     assert_same(nested(ps.remat), expected)
 
 
-class Holding(torch.nn.Module):
-    """Computes a part of it again."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.part = torch.nn.Linear(4, 4, dtype=torch.float64)
-
-    def forward(self, x: Tensor, remat: Any) -> Any:
-        return remat(self.part)(x)
-
-
-_, HOLDING = ps.from_module(Holding())
+_, HOLDING = ps.from_module(
+    Of(lambda m, x, remat: remat(m.part)(x), part=torch.nn.Linear(4, 4, dtype=torch.float64))
+)
 EYE = torch.eye(4).double()
 CLOSING: dict[str, Function] = {
     "lambda": lambda remat, w: remat(lambda x: x * w)(2 * w).sum(),
@@ -176,20 +168,13 @@ def test_random_numbers_are_drawn_again(name: str) -> None:
     assert_same(seeded(ps.remat(dropping)), seeded(dropping))
 
 
-def test_modules_and_checkpoints() -> None:
-    """A module's pure function under remat, a checkpoint inside, and remat inside of a checkpoint."""
-    torch.manual_seed(0)
-    module = torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.Tanh(), torch.nn.Linear(5, 3))
-    params, apply = ps.from_module(module.double())
+def test_checkpoints_inside_and_around() -> None:
+    def again(function: Function) -> Function:
+        return partial(checkpoint, function, use_reentrant=False)
 
-    def run(apply: Function) -> Any:
-        return ps.grad_and_value(lambda params: apply(params, X).square().sum())(params)
-
-    def again(apply: Function) -> Function:
-        return lambda params, x: checkpoint(apply, params, x, use_reentrant=False)
-
-    for function in (ps.remat(apply), again(ps.remat(apply)), ps.remat(again(apply))):
-        assert_same(run(function), run(apply))
+    run = TRANSFORMS["ps.grad_and_value"]
+    for function in (again(ps.remat(block)), ps.remat(again(block))):
+        assert_same(run(chain(function)), run(chain(block)))
 
 
 def test_the_input_of_each_layer_is_kept_and_all_of_one_layer() -> None:

@@ -30,14 +30,6 @@ def arguments(tmp_path: Path) -> Iterator[list[str]]:
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_picture_that_could_not_be_drawn_is_refused_early(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit):
-        maml.main(["--picture", str(tmp_path / "nowhere" / "picture.png")])
-    assert "picture.png: [Errno 2] No such file or directory" in capsys.readouterr().err
-
-
 def off(grad: Tensor) -> Tensor:
     """Off by what rounding of a sum of 2,000 terms may do to its largest element, up or down."""
     signs = torch.randint(2, grad.shape, generator=torch.Generator().manual_seed(0)) * 2 - 1

@@ -9,7 +9,6 @@ from typing import Any
 
 import optree
 import pytest
-import safetensors.torch
 import torch
 from hypothesis import given, strategies as st
 from torch import Tensor
@@ -58,13 +57,6 @@ def by_torch_save(flat: dict[str, Tensor], _: Path) -> dict[str, Tensor]:
     return dict(torch.load(file, weights_only=True))
 
 
-def by_safetensors(flat: dict[str, Tensor], folder: Path) -> dict[str, Tensor]:
-    unknown = {name: t for name, t in flat.items() if t.dtype in COMPLEX}
-    known = {name: t for name, t in flat.items() if name not in unknown}
-    safetensors.torch.save_file(known, folder / "file")
-    return safetensors.torch.load_file(folder / "file") | unknown
-
-
 def by_distributed_checkpoint(flat: dict[str, Tensor], folder: Path) -> dict[str, Tensor]:
     save_distributed(flat, checkpoint_id=folder / "many", no_dist=True)
     found = {name: torch.zeros_like(tensor) for name, tensor in flat.items()}
@@ -73,7 +65,7 @@ def by_distributed_checkpoint(flat: dict[str, Tensor], folder: Path) -> dict[str
 
 
 @pytest.mark.filterwarnings("ignore:ComplexHalf support", "ignore:torch.distributed is disabled")
-@pytest.mark.parametrize("way", [by_torch_save, by_safetensors, by_distributed_checkpoint])
+@pytest.mark.parametrize("way", [by_torch_save, by_distributed_checkpoint])
 def test_any_format_takes_it(way: Any, tmp_path: Path) -> None:
     state = anything([*DTYPES, *COMPLEX])
     flat = ps.state_dict(state)
