@@ -547,11 +547,7 @@ RealDrawn = tuple[RealCase, How, Groups]
 
 
 def real_step_case(
-    choose: Chooser,
-    *,
-    ranks: Sequence[int] = RANKS,
-    axes: Sequence[Axis] = AXES,
-    **of_case: Any,
+    choose: Chooser, *, ranks: Sequence[int] = RANKS, axes: Sequence[Axis] = AXES, **of_case: Any
 ) -> RealDrawn:
     """Real text in any order, cut and share, each microbatch perhaps no longer than it has to be."""
     case = real_case(choose, **of_case)

@@ -12,22 +12,8 @@ from torch import Tensor
 
 import purestep as ps
 from proofs import models, test_t01_cut as t01
-from proofs.ranks import (
-    check_context_parallel,
-    check_metrics,
-    check_step,
-    check_within_bound,
-)
-from proofs.strategies import (
-    Case,
-    Drawn,
-    RealDrawn,
-    case_of,
-    drawn,
-    real_steps,
-    steps,
-    weights_of,
-)
+from proofs.ranks import check_context_parallel, check_metrics, check_step, check_within_bound
+from proofs.strategies import Case, Drawn, RealDrawn, case_of, drawn, real_steps, steps, weights_of
 from proofs.theorem import System, as_tests, theorem
 from proofs.worlds import on_threads
 from purestep import tree

@@ -78,8 +78,7 @@ def as_if_it_never_was(system: System, drawn: Drawn) -> None:
 @theorem(
     "T7",
     st.tuples(
-        steps(axes=["one"], on_nonfinite="skip"),
-        st.sampled_from([0.0, float("nan"), float("inf")]),
+        steps(axes=["one"], on_nonfinite="skip"), st.sampled_from([0.0, float("nan"), float("inf")])
     ),
 )
 def ensembles(system: System, drawn: tuple[Drawn, float]) -> None:
