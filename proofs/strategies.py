@@ -72,6 +72,24 @@ def labels(params: Any) -> Any:
     return tree.map(lambda leaf: "matrix" if leaf.ndim > 1 else "rest", params)
 
 
+EPS = 0.125
+"""So large that a step of Adam is smooth where gradients are small."""
+RECIPES: dict[str, Callable[[Any], ps.optim.Optimizer]] = {
+    "descend": optim.descend,
+    "momentum": partial(optim.sgd, momentum=0.9, nesterov=True, weight_decay=0.1, mask=matrices),
+    "clipped": lambda rate: optim.chain(optim.clip_by_global_norm(1.0), optim.sgd(rate, 0.5)),
+    "adamw": partial(optim.adamw, eps=EPS),
+    "masked adamw": partial(optim.adamw, b1=0.5, b2=0.9, eps=EPS, weight_decay=0.1, mask=matrices),
+    "lion": partial(optim.lion, weight_decay=0.1),
+    "adam": lambda rate: optim.chain(optim.scale_by_adam(eps=EPS), optim.descend(rate)),
+    "partition": lambda rate: optim.partition(
+        labels, {"matrix": optim.adamw(rate, eps=EPS), "rest": optim.sgd(rate, 0.9, nesterov=True)}
+    ),
+    "master": lambda rate: optim.master_weights(optim.sgd(rate, 0.9)),
+    "ema": lambda rate: optim.ema(optim.sgd(rate, 0.9), 0.9),
+}
+"""Optimizers of a learning rate, in which most operations round."""
+
 OPTIMIZERS: dict[str, ps.optim.Optimizer] = {
     "sgd": optim.sgd(0.5),
     "momentum": optim.sgd(0.25, momentum=0.5, nesterov=True, weight_decay=0.5),
@@ -447,6 +465,20 @@ def assert_same(actual: Any, expected: Any, what: str = "state") -> None:
         if a.dtype != b.dtype or not torch.equal(a, b):
             path = tree.paths(expected, what)[place]
             raise AssertionError(f"{path}: {a} ({a.dtype}) is not {b} ({b.dtype})")
+
+
+def assert_near(actual: Any, expected: Any, before: Any, roundings: int = 0) -> None:
+    """States after a step, each leaf off by roundings of what it was and of what it moved by.
+
+    A step has norms over all elements, and a formula with its powers of β.
+    """
+    elements = sum(leaf.numel() for leaf in tree.leaves_of(before[0]))
+    bound = gamma(2 * (elements + 64) + roundings, torch.float64)
+    every = map(tree.leaves_of, (actual, expected, before))
+    for path, *leaves in zip(tree.paths(before, "state"), *every, strict=True):
+        ours, theirs, old = (leaf.to(torch.float64) for leaf in leaves)
+        error, scale = (ours - theirs).abs(), old.abs() + (theirs - old).abs()
+        assert (error <= bound * scale).all(), f"{path}: off by {error}"
 
 
 def outcome(call: Callable[[], Any]) -> tuple[Any, str]:

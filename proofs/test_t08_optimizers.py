@@ -25,12 +25,12 @@ DTYPES = [torch.float64, torch.float32]
 Make = Callable[[list[Any]], torch.optim.Optimizer]
 
 
-def recipe(choose: Chooser) -> tuple[ps.optim.Optimizer, Make]:
-    """``sgd`` or ``adamw``, and its namesake, for groups of one leaf each."""
+def recipe(choose: Chooser) -> tuple[ps.optim.Optimizer, Make, bool]:
+    """``sgd`` or ``adamw``, and its namesake, for groups of one leaf each; and whether the rate is a schedule."""
     lr, decay = choose.choice([0.125, 2.0**-10]), choose.choice([0.0, 0.1])
-    rate: Any = choose.choice(
-        [lr, torch.tensor(lr, dtype=torch.float64), lambda step: 0 * step + lr]
-    )
+    scheduled = choose.maybe()
+    number = choose.choice([lr, torch.tensor(lr, dtype=torch.float64)])
+    rate: Any = (lambda step: lr * inverse(step)) if scheduled else number
     if choose.maybe():
         momentum = choose.choice([0.0, 0.9])
         how: dict[str, Any] = {"nesterov": momentum > 0 and choose.maybe()}
@@ -49,18 +49,18 @@ def recipe(choose: Chooser) -> tuple[ps.optim.Optimizer, Make]:
         made: torch.optim.Optimizer = algorithm(groups, lr=lr, **how)
         return made
 
-    return ours, make
+    return ours, make, scheduled
 
 
 @given(drawn(recipe), st.sampled_from(DTYPES), st.integers(0, 2**20))
 def test_equals_namesake(
-    pair: tuple[ps.optim.Optimizer, Make], dtype: torch.dtype, seed: int
+    pair: tuple[ps.optim.Optimizer, Make, bool], dtype: torch.dtype, seed: int
 ) -> None:
     """The same gradients for thirty steps: the same parameters, to the rounding of each step."""
-    optimizer, make = pair
+    optimizer, make, scheduled = pair
     generator = torch.Generator().manual_seed(seed)
     params = random_params(SMALL, dtype, generator)
-    namesake = Namesake(params, make)
+    namesake = Namesake(params, make, scheduled=scheduled)
     opt_state = optimizer.init(params)
     travelled = tree.map(torch.abs, params)
     for _ in range(STEPS):
@@ -77,17 +77,6 @@ def test_equals_namesake(
         *map(tree.leaves_of, (params, namesake.params, travelled)), strict=True
     ):
         assert ((ours - theirs).abs() <= roundings * distance.max()).all()
-
-
-def test_schedule_is_followed() -> None:
-    """Step t moves by the rate of step t, counted from 0."""
-    optimizer = ps.optim.sgd(ps.optim.linear_schedule(1.0, 0.0, 4))
-    params = torch.tensor(0.0, dtype=torch.float64)
-    opt_state, places = optimizer.init(params), []
-    for _ in range(5):
-        params, opt_state = optimizer.update(torch.ones_like(params), opt_state, params)
-        places.append(float(params))
-    assert places == [-1.0, -1.75, -2.25, -2.5, -2.5]
 
 
 MATRICES = {"wide": (4, 6), "nested": {"tall": (5, 3)}}

@@ -1,13 +1,12 @@
 """Optimizers of every kind, small params and gradients for them, and what holds of each in place."""
 
 from collections.abc import Iterable, Iterator
-from functools import partial
 from typing import Any
 
 import torch
 
 import purestep as ps
-from proofs.strategies import assert_same, labels, matrices
+from proofs.strategies import RECIPES as RECIPES, assert_same
 from proofs.test_t06_purity import storages
 from proofs.test_t08_optimizers import buffers, kinds
 from purestep import tree
@@ -18,20 +17,6 @@ TRANSFORMS = {
     "clip": ps.optim.clip_by_global_norm(1.0),
     "momentum": ps.optim.momentum(0.5, nesterov=True),
     "decay": ps.optim.add_decayed_weights(0.5),
-}
-RECIPES: dict[str, Any] = {
-    "descend": ps.optim.descend,
-    "momentum": partial(ps.optim.sgd, momentum=0.9, nesterov=True, weight_decay=0.1, mask=matrices),
-    "clipped": lambda rate: ps.optim.chain(TRANSFORMS["clip"], ps.optim.sgd(rate, 0.5)),
-    "adamw": ps.optim.adamw,
-    "masked adamw": lambda rate: ps.optim.adamw(rate, 0.5, 0.9, weight_decay=0.1, mask=matrices),
-    "lion": lambda rate: ps.optim.lion(rate, weight_decay=0.1, mask=matrices),
-    "adam": lambda rate: ps.optim.chain(ps.optim.scale_by_adam(), ps.optim.descend(rate)),
-    "partition": lambda rate: ps.optim.partition(
-        labels, {"matrix": ps.optim.adamw(rate), "rest": ps.optim.sgd(rate, 0.9, nesterov=True)}
-    ),
-    "master": lambda rate: ps.optim.master_weights(ps.optim.sgd(rate, 0.9)),
-    "ema": lambda rate: ps.optim.ema(ps.optim.sgd(rate, 0.9), 0.9),
 }
 WAYS = ["update", "update_"]
 

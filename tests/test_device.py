@@ -13,9 +13,16 @@ from torch.autograd import Function
 import purestep as ps
 from proofs import models
 from proofs.devices import Waits, lazy, moved, placed
-from proofs.strategies import Batch, assert_same, cut, integer_batch, matrices, weights_of
+from proofs.strategies import (
+    Batch,
+    assert_near,
+    assert_same,
+    cut,
+    integer_batch,
+    matrices,
+    weights_of,
+)
 from purestep import optim, tree
-from purestep.testing.bounds import gamma
 
 line = optim.linear_schedule(0.5, 0.25, 4)
 cosine = optim.cosine_decay_schedule(0.5, 8)
@@ -51,17 +58,6 @@ def on_both(run: Callable[..., Any], *arguments: Any) -> tuple[Any, Any]:
     assert waits.seen == []
     assert {leaf.device for leaf in tree.leaves_of(actual)} == {lazy()}
     return placed(actual, expected), expected
-
-
-def assert_near(actual: Any, expected: Any, state: Any) -> None:
-    """The gradients are exact; the formula of a step, its powers and its norms round so often."""
-    elements = sum(leaf.numel() for leaf in tree.leaves_of(state[0]))
-    roundings = gamma(2 * (elements + 64), torch.float64)
-    every = map(tree.leaves_of, (actual, expected, state))
-    for path, *leaves in zip(tree.paths(state, "state"), *every, strict=True):
-        ours, theirs, old = (leaf.to(torch.float64) for leaf in leaves)
-        scale = old.abs() + (theirs - old).abs()
-        assert ((ours - theirs).abs() <= roundings * scale).all(), path
 
 
 def one_leaf(params: Any, batch: Batch) -> Tensor:

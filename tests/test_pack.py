@@ -182,6 +182,7 @@ ODD: dict[str, tuple[dict[str, Any], str]] = {
 }
 TOGETHER: dict[str, Any] = {
     "pack": lambda examples: ps.pack(examples, max_tokens=6, pad=0),
+    "pack into several": lambda examples: ps.pack(examples, max_tokens=4, pad=0),
     "pack_documents": lambda examples: ps.pack_documents(examples, row_tokens=6, pad=0),
     "stack": lambda examples: data.stack(examples, 6, 0),
     "merge": ps.merge,
