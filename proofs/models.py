@@ -37,14 +37,8 @@ def integer_params(generator: torch.Generator) -> Params:
 
 def in_one(params: Params) -> Tensor:
     """All of them in one vector, without a tree around it."""
-    hidden = params["hidden"]
-    leaves = [
-        hidden["weight"],
-        *hidden["biases"],
-        *params["out"],
-        params["shifts"],
-        params["shift"],
-    ]
+    hidden, shifts = params["hidden"], [params["shifts"], params["shift"]]
+    leaves = [hidden["weight"], *hidden["biases"], *params["out"], *shifts]
     return torch.cat([leaf.reshape(-1) for leaf in leaves])
 
 
@@ -68,9 +62,8 @@ def integer_loss(params: Any, batch: Batch) -> Tensor:
     params = parts(params)
     bias = torch.stack(params["hidden"]["biases"]).sum(0)
     hidden = torch.relu(batch["x"] @ params["hidden"]["weight"] + bias)
-    return (
-        hidden @ params["out"][0] + params["shifts"].sum() + params["shift"] - batch["y"]
-    ).square()
+    shift = params["shifts"].sum() + params["shift"]
+    return (hidden @ params["out"][0] + shift - batch["y"]).square()
 
 
 def linear_loss(params: Any, batch: Batch) -> Tensor:
@@ -86,9 +79,8 @@ def transformer_params(generator: torch.Generator, dtype: torch.dtype = torch.fl
     """One block: attention, layer norms, feed-forward; the embedding is the output layer too."""
 
     def normal(*shape: int) -> Tensor:
-        return (
-            torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) / shape[0] ** 0.5
-        )
+        drawn = torch.randn(shape, generator=generator, dtype=torch.float64)
+        return drawn.to(dtype) / shape[0] ** 0.5
 
     return {
         "embedding": normal(VOCABULARY, WIDTH),

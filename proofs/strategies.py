@@ -26,9 +26,7 @@ from proofs import models
 from purestep import optim, tree
 from purestep.testing.bounds import gamma
 
-settings.register_profile(
-    "default", derandomize=True, deadline=None, max_examples=30, database=None
-)
+settings.register_profile("default", derandomize=True, deadline=None, max_examples=30)
 settings.register_profile("explore", deadline=None, max_examples=500)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 
@@ -192,9 +190,8 @@ def case_of(
     opt_state = some_opt_state(recipe, params, generator)
     opt_state = laid_out(opt_state, choose.choice(LAYOUTS[:3]))
     # Trees are the same whatever the order of their keys, and need not have it in common.
-    params, opt_state = (
-        turned_around(each) if choose.maybe() else each for each in (params, opt_state)
-    )
+    state = params, opt_state
+    params, opt_state = (turned_around(each) if choose.maybe() else each for each in state)
     return Case(params, batch, recipe, opt_state, seed)
 
 
@@ -233,9 +230,8 @@ def laid_out(params: Any, layout: str) -> Any:
         leaves, structure = tree.flatten(params)
         buffer = torch.cat([leaf.reshape(-1) for leaf in leaves])
         parts = buffer.split([leaf.numel() for leaf in leaves])
-        return tree.unflatten(
-            structure, [part.view_as(leaf) for part, leaf in zip(parts, leaves, strict=True)]
-        )
+        pairs = zip(parts, leaves, strict=True)
+        return tree.unflatten(structure, [part.view_as(leaf) for part, leaf in pairs])
     if layout == "one tensor" and isinstance(params, dict):
         bias = params["hidden"]["biases"][0]
         return {**params, "hidden": {**params["hidden"], "biases": [bias, bias]}}
@@ -451,9 +447,9 @@ def filled(leaf: Tensor | None, others: list[Tensor]) -> Tensor:
     return zeros
 
 
-def stack(batches: Sequence[Batch]) -> Batch:
-    """One batch with a new leading dimension."""
-    return {key: torch.stack([batch[key] for batch in batches]) for key in batches[0]}
+def stack(trees: Sequence[Any]) -> Any:
+    """One tree, whose leaves have a new dimension in front."""
+    return tree.map(lambda *leaves: torch.stack(leaves), *trees)
 
 
 def assert_same(actual: Any, expected: Any, what: str = "state") -> None:

@@ -51,12 +51,11 @@ class PurestepRank(with_purestep.Rank):
 
     def start(self, problem: Problem) -> None:
         """A mesh of all processes."""
-        super().start(problem)
         mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp",))
-        how: Any = {"on_nonfinite": "skip"}
         self._params, self._state, self._step = with_purestep.make(
-            problem, ps.MeshAxis(mesh, "dp"), **how
+            problem, ps.MeshAxis(mesh, "dp"), on_nonfinite="skip"
         )
+        self._metrics: Any = None
 
 
 test_purestep_on_processes = ps.testing.laws(

@@ -4,7 +4,7 @@ The recipes within the rounding of each step; ``from_torch`` to the bit, and so 
 torch's fused kernel: in place for every leaf, by its formula where leaves are whole vectors.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import pytest
@@ -204,6 +204,40 @@ def buffers(value: Any) -> list[int]:
     return [leaf.data_ptr() for leaf in tree.leaves_of(value)]
 
 
+def states_of(
+    optimizer: ps.optim.Optimizer, params: Any, grads: Iterable[Any], *, formula: bool = True
+) -> Iterator[Any]:
+    """``(params, opt_state)`` after each update, which is the same to the bit in place.
+
+    ``update`` leaves its arguments alone. ``update_`` keeps to the buffers, and is the identity
+    where it does not apply. Structure, dtypes and shapes are those of ``init``. Without
+    ``formula``, a kernel rounds otherwise than ``update``, which is not called.
+    """
+    state = (params, optimizer.init(params))
+    full = kinds(state)
+    assert optimizer.update_ is not None
+    for one in grads:
+        given = (one, state[1], state[0])
+        before = tree.map(torch.clone, given)
+        if formula:
+            moved = optimizer.update(*given)
+            assert_same(given, before, "(grads, opt_state, params)")
+            assert not storages(moved) & storages(given), "an output lives in an input's storage"
+        else:
+            own, opt_state, ours = before
+            moved = optimizer.update_(own, opt_state, ours, None)
+        assert kinds(moved) == full
+        for applied in (None, torch.tensor(True), torch.tensor(False)):
+            own, ours, opt_state = tree.map(torch.clone, (one, *state))
+            places = buffers((ours, opt_state))
+            result = optimizer.update_(own, opt_state, ours, applied)
+            left_out = applied is not None and not applied
+            assert_same(result, state if left_out else moved, f"state where {applied=}")
+            assert buffers(result) == places
+        state = moved
+        yield moved
+
+
 def assert_follows(
     optimizer: ps.optim.Optimizer,
     namesake: Namesake,
@@ -217,26 +251,11 @@ def assert_follows(
     In place, and where the formula has the kernel's bits, out of place.
     """
     params = tree.map(lambda leaf: leaf.detach().clone(), namesake.params)
-    pure = (params, optimizer.init(params))
-    donated = tree.map(torch.clone, pure)
-    full, places = kinds(pure), buffers(donated)
-    assert optimizer.update_ is not None
-    for _ in range(8):
-        grads = random_grads(params, generator)
-        namesake.step(grads)
+    grads = [random_grads(params, generator) for _ in range(8)]
+    for one, state in zip(grads, states_of(optimizer, params, grads, formula=formula), strict=True):
+        namesake.step(one)
         expected = tree.map(Tensor.detach, namesake.params), state_of(namesake)
-        donated = optimizer.update_(tree.map(torch.clone, grads), donated[1], donated[0], None)
-        assert buffers(donated) == places
-        assert kinds(donated) == full
-        assert_same(donated, expected, "update_(...)")
-        if formula:
-            given = (grads, pure[1], pure[0])
-            before = tree.map(torch.clone, given)
-            pure = optimizer.update(*given)
-            assert_same(given, before, "(grads, opt_state, params)")
-            assert not storages(pure) & storages(given), "an output lives in an input's storage"
-            assert kinds(pure) == full
-            assert_same(pure, expected, "update(...)")
+        assert_same(state, expected)
 
 
 def test_no_algorithm_is_forgotten() -> None:

@@ -47,9 +47,8 @@ def affine(params: Any, m: Batch) -> Tensor:
 def group_of(seed: int) -> list[Batch]:
     """Two microbatches of five tokens."""
     generator = torch.Generator().manual_seed(seed)
-    x, y = (
-        torch.randn(*shape, dtype=torch.float64, generator=generator) for shape in ((5, 3), (5,))
-    )
+    how: Any = {"dtype": torch.float64, "generator": generator}
+    x, y = torch.randn(5, 3, **how), torch.randn(5, **how)
     return cut({"x": x, "y": y, "w": torch.ones(5)}, [[0, 1], [2, 3, 4]])
 
 
@@ -146,24 +145,18 @@ def test_ensembles(case: Training) -> None:
     final = trained(recipe, how, [group_of(seed), group_of(seed + 1)])
     rates = torch.tensor([0.0, 1e-3, 1e-2], dtype=torch.float64)
     members = [start(seed + i) for i in range(len(rates))]
-    together = torch.vmap(lambda *point: final(point))(rates, stacked(*members))
+    together = torch.vmap(lambda *point: final(point))(rates, stack(members))
     alone = [final((rate, member)) for rate, member in zip(rates, members, strict=True)]
-    assert_nearly(together, stacked(*alone))
-
-
-def stacked(*trees: Any) -> Any:
-    """One tree, whose leaves have a new dimension in front."""
-    return tree.map(lambda *leaves: torch.stack(leaves), *trees)
+    assert_nearly(together, stack(alone))
 
 
 def assert_nearly(actual: Any, expected: Any) -> None:
     """Batched or compiled products may be summed in another order; steps divide by EPS at least."""
+    bound = gamma(2**10, torch.float64) / EPS**2
     for a, b in zip(tree.leaves_of(actual), tree.leaves_of(expected), strict=True):
         assert a.dtype == b.dtype
         scale = b.double().abs().max().clamp(min=1)
-        assert (
-            (a.double() - b.double()).abs() <= gamma(2**10, torch.float64) / EPS**2 * scale
-        ).all()
+        assert ((a.double() - b.double()).abs() <= bound * scale).all()
 
 
 IDLE: dict[str, Callable[[list[Batch]], list[Batch]]] = {
@@ -183,10 +176,9 @@ def test_derivatives_through_steps_not_taken(case: Training, kinds: list[str | N
     """A step that is not taken is the identity, with its derivatives: as if it never was."""
     recipe, how, seed = case
     groups = [group_of(seed + i) for i in range(len(kinds))]
-    taken = [group for group, kind in zip(groups, kinds, strict=True) if kind is None]
-    given = [
-        IDLE[kind](group) if kind else group for group, kind in zip(groups, kinds, strict=True)
-    ]
+    pairs = [*zip(groups, kinds, strict=True)]
+    taken = [group for group, kind in pairs if kind is None]
+    given = [IDLE[kind](group) if kind else group for group, kind in pairs]
     point = (POINT, start(seed))
     actual = derivatives(trained(recipe, how, given), point)
     assert_same(actual, derivatives(trained(recipe, how, taken), point), "derivatives")
@@ -205,7 +197,7 @@ def test_derivatives_in_an_ensemble_of_which_some_skip(case: Training, kind: str
         return derivatives(final, point, recorded=False)
 
     together = torch.vmap(of)([stack(pair) for pair in zip(*groups, strict=True)])
-    assert_nearly(together, stacked(*map(of, groups)))
+    assert_nearly(together, stack([*map(of, groups)]))
 
 
 @pytest.mark.parametrize("normalize", ["loss", "grads"])
@@ -255,6 +247,6 @@ def test_compile_on_ranks_and_in_ensembles() -> None:
     axis = ps.VmapAxis(2)
     step = ps.make_update_step(affine, CAPTURE, weight_fn=weights_of, axis=axis)
     ensemble = torch.vmap(axis.map(step, (None, None, 0), None), in_dims=(0, 0, None))
-    members = stacked(start(0), start(1))
-    given = members, tree.zeros_like(members), [stacked(group_of(0)[0], group_of(1)[0])]
+    members = stack([start(0), start(1)])
+    given = members, tree.zeros_like(members), [stack([group_of(0)[0], group_of(1)[0]])]
     compiled_same(ensemble, *given)

@@ -67,10 +67,10 @@ KINDS: list[Callable[[Case], ps.optim.Optimizer]] = [
 """The case's optimizer, with another way to update in place, or one of other people's."""
 
 
-@theorem(
-    "T13",
-    st.tuples(steps(ranks=[1], axes=["one"]), st.sampled_from(KINDS), st.sampled_from(SECOND)),
-)
+ONE = steps(ranks=[1], axes=["one"])
+
+
+@theorem("T13", st.tuples(ONE, st.sampled_from(KINDS), st.sampled_from(SECOND)))
 def donation(system: System, drawn: tuple[Drawn, Any, Any]) -> None:
     """Three steps, one of them perhaps without tokens or not finite: the same state and metrics."""
     (case, how, (group,)), optimizer_of, change = drawn
@@ -91,14 +91,10 @@ def donation(system: System, drawn: tuple[Drawn, Any, Any]) -> None:
 
 
 Overlap = tuple[Case, int, int, str]
+SHARING = st.sampled_from(["leaf", "batch"])
 
 
-@theorem(
-    "T13",
-    st.tuples(
-        drawn(case_of), st.integers(1, 12), st.integers(0, 12), st.sampled_from(["leaf", "batch"])
-    ),
-)
+@theorem("T13", st.tuples(drawn(case_of), st.integers(1, 12), st.integers(0, 12), SHARING))
 def overlaps(system: System, drawn: Overlap) -> None:
     """Leaves of one buffer, with each other or with the data: the same bits, or refused."""
     case, length, offset, shares = drawn

@@ -177,11 +177,8 @@ def stream_case(choose: Chooser) -> Stream:
     parts = cut(case.batch, cut_of(choose, range(case.rows), range(1, 10)))
     kind, place = choose.choice(["source", "counting", "copying"]), choose.randrange(len(parts))
     fault, error = (kind, place) if choose.maybe() else None, choose.choice(ERRORS)
-    k, depth, leave = (
-        choose.randint(1, 4),
-        choose.randint(1, 3),
-        choose.choice([9, 9, 9, 0, 1, 2, 3]),
-    )
+    k, depth = choose.randint(1, 4), choose.randint(1, 3)
+    leave = choose.choice([9, 9, 9, 0, 1, 2, 3])
     return Stream(case, parts, k, depth, fault, error, leave)
 
 

@@ -25,18 +25,16 @@ from proofs.strategies import (
 from purestep import optim, tree
 
 line = optim.linear_schedule(0.5, 0.25, 4)
-cosine = optim.cosine_decay_schedule(0.5, 8)
+joined = optim.join_schedules([line, optim.cosine_decay_schedule(0.5, 8)], [2])
 half = torch.tensor(0.5)
 
 
 OPTIMIZERS = {
-    "tensor": optim.sgd(half),
-    "decayed by a tensor": optim.sgd(0.5, weight_decay=half, mask=matrices),
+    "by tensors": optim.sgd(half, weight_decay=half, mask=matrices),
     "all of sgd": optim.sgd(line, 0.5, nesterov=True, weight_decay=0.5, mask=matrices),
     "all of lion": optim.lion(line, 0.5, 0.5, weight_decay=0.5, mask=matrices),
     "no update_": optim.sgd(0.5, 0.5, weight_decay=0.5, mask=matrices)._replace(update_=None),
-    "all of adamw": optim.adamw(cosine, 0.8, 0.99, 1e-3, weight_decay=half, mask=matrices),
-    "joined": optim.adamw(optim.join_schedules([line, cosine], [2])),
+    "all of adamw": optim.adamw(joined, 0.8, 0.99, 1e-3, weight_decay=half, mask=matrices),
     "clipped by a tensor": optim.chain(optim.clip_by_global_norm(half), optim.adamw(0.125)),
 }
 """What the recipes of the proofs have not: they take steps on a device, too."""
@@ -70,15 +68,11 @@ def row(**more: Any) -> Batch:
     return {key: value.to(lazy()) for key, value in data.items()}
 
 
-def ones(batch: Batch) -> Tensor:
-    return torch.ones_like(batch["y"], dtype=torch.bool)
-
-
-SGD = optim.sgd(0.5)
+SGD, ONES = optim.sgd(0.5), lambda m: torch.ones_like(m["y"], dtype=torch.bool)
 
 
 def step_with(params: Any, group: list[Batch], loss_fn: Any = one_leaf, **how: Any) -> Any:
-    step = ps.make_update_step(loss_fn, SGD, **{"weight_fn": ones, **how})
+    step = ps.make_update_step(loss_fn, SGD, **{"weight_fn": ONES, **how})
     return step(params, SGD.init(params), group)
 
 
@@ -164,7 +158,7 @@ def test_groups_that_are_prefetched_from_the_host() -> None:
 
 def test_steps_that_are_recorded() -> None:
     """A step under ``torch.func.grad``, and one of parameters that require grad."""
-    optimizer = OPTIMIZERS["decayed by a tensor"]
+    optimizer = OPTIMIZERS["by tensors"]
     step = ps.make_update_step(models.integer_loss, optimizer, weight_fn=weights_of)
 
     def after(params: Any, state: Any, batch: Batch) -> Tensor:
