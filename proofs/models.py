@@ -6,7 +6,6 @@
 """
 
 import itertools
-from collections.abc import Callable
 from typing import Any, cast
 
 import torch
@@ -38,14 +37,8 @@ def integer_params(generator: torch.Generator) -> Params:
 
 def in_one(params: Params) -> Tensor:
     """All of them in one vector, without a tree around it."""
-    hidden = params["hidden"]
-    leaves = [
-        hidden["weight"],
-        *hidden["biases"],
-        *params["out"],
-        params["shifts"],
-        params["shift"],
-    ]
+    hidden, shifts = params["hidden"], [params["shifts"], params["shift"]]
+    leaves = [hidden["weight"], *hidden["biases"], *params["out"], *shifts]
     return torch.cat([leaf.reshape(-1) for leaf in leaves])
 
 
@@ -69,9 +62,8 @@ def integer_loss(params: Any, batch: Batch) -> Tensor:
     params = parts(params)
     bias = torch.stack(params["hidden"]["biases"]).sum(0)
     hidden = torch.relu(batch["x"] @ params["hidden"]["weight"] + bias)
-    return (
-        hidden @ params["out"][0] + params["shifts"].sum() + params["shift"] - batch["y"]
-    ).square()
+    shift = params["shifts"].sum() + params["shift"]
+    return (hidden @ params["out"][0] + shift - batch["y"]).square()
 
 
 def linear_loss(params: Any, batch: Batch) -> Tensor:
@@ -87,9 +79,8 @@ def transformer_params(generator: torch.Generator, dtype: torch.dtype = torch.fl
     """One block: attention, layer norms, feed-forward; the embedding is the output layer too."""
 
     def normal(*shape: int) -> Tensor:
-        return (
-            torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) / shape[0] ** 0.5
-        )
+        drawn = torch.randn(shape, generator=generator, dtype=torch.float64)
+        return drawn.to(dtype) / shape[0] ** 0.5
 
     return {
         "embedding": normal(VOCABULARY, WIDTH),
@@ -100,11 +91,7 @@ def transformer_params(generator: torch.Generator, dtype: torch.dtype = torch.fl
     }
 
 
-Drop = Callable[[Tensor, int], Tensor]
-"""What is done to a tensor at each of the places where people drop elements."""
-
-
-def transformer_loss(params: Params, batch: Batch, drop: Drop = lambda x, place: x) -> Tensor:
+def transformer_loss(params: Params, batch: Batch) -> Tensor:
     """Cross entropy of each next token: ``tokens`` and ``labels`` are ``(rows, length)``.
 
     Rows of several documents bring their own ``positions`` and ``mask``.
@@ -115,10 +102,9 @@ def transformer_loss(params: Params, batch: Batch, drop: Drop = lambda x, place:
     x = x + params["position"][batch.get("positions", torch.arange(length, device=tokens.device))]
     mask = torch.ones(length, length, dtype=torch.bool, device=tokens.device).tril()
     mask = batch.get("mask", mask)
-    x = drop(x, 0)
-    x = x + drop(_attention(_norm(x, params["norms"][0]), mask, params["attention"], drop), 2)
+    x = x + _attention(_norm(x, params["norms"][0]), mask, params["attention"])
     hidden = functional.gelu(_norm(x, params["norms"][1]) @ params["feedforward"]["up"])
-    x = x + drop(hidden @ params["feedforward"]["down"], 3)
+    x = x + hidden @ params["feedforward"]["down"]
     logits = _norm(x, params["norms"][2]) @ params["embedding"].T
     wide = torch.promote_types(logits.dtype, torch.float32)
     losses = functional.cross_entropy(
@@ -131,14 +117,13 @@ def _norm(x: Tensor, scale: Tensor) -> Tensor:
     return functional.layer_norm(x, (WIDTH,)) * scale
 
 
-def _attention(x: Tensor, mask: Tensor, params: Params, drop: Drop) -> Tensor:
+def _attention(x: Tensor, mask: Tensor, params: Params) -> Tensor:
     rows, length, _ = x.shape
     heads = (x @ params["qkv"]).view(rows, length, 3, HEADS, WIDTH // HEADS).transpose(1, 3)
     query, key, value = (heads.select(2, which) for which in range(3))
     scores = query @ key.transpose(-1, -2) / (WIDTH // HEADS) ** 0.5
     weights = scores.masked_fill(~mask, torch.finfo(x.dtype).min).softmax(-1)
-    mixed = drop(weights, 1) @ value
-    return mixed.transpose(1, 2).reshape(rows, length, WIDTH) @ params["out"]
+    return (weights @ value).transpose(1, 2).reshape(rows, length, WIDTH) @ params["out"]
 
 
 def transformer_roundings(dtype: torch.dtype) -> int:

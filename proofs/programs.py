@@ -29,11 +29,6 @@ def weight_of(params: Any) -> Tensor:
     return found
 
 
-def with_weight(params: Any, weight: Tensor) -> Any:
-    """The params with another matrix."""
-    return {**params, "hidden": {**params["hidden"], "weight": weight}}
-
-
 def twice_out(params: Any, batch: Batch) -> Tensor:
     """The gradient of the last layer is doubled."""
     out = params["out"][0]
@@ -100,8 +95,8 @@ def other_values(params: Any, batch: Batch) -> Tensor:
 
 def doubled_weight(params: Any, batch: Batch) -> Tensor:
     """The gradient at those values."""
-    weight = weight_of(params)
-    return integer_loss(with_weight(params, weight + weight.detach()), batch)
+    weight = weight_of(params) + weight_of(params).detach()
+    return integer_loss({**params, "hidden": {**params["hidden"], "weight": weight}}, batch)
 
 
 def closed_over(params: Any, batch: Batch) -> Tensor:

@@ -173,17 +173,13 @@ def check_step(
     assert metrics.loss == loss, f"loss: {metrics.loss} is not {loss}"
     assert metrics.loss.dtype == tree.accumulation_dtype(case.batch["x"].dtype)
     assert metrics.num_tokens == case.batch["w"].sum()
-    assert metrics.num_microbatches == number_with_tokens(groups)
+    parts = itertools.chain(*groups)
+    assert metrics.num_microbatches == sum(bool(part["w"].any()) for part in parts)
     assert metrics.applied
     squares = torch.stack([leaf.double().square().sum() for leaf in tree.leaves_of(grads)])
     roundings = gamma(4 * squares.numel() + 64, metrics.grad_norm.dtype)
     assert (metrics.grad_norm - squares.sum().sqrt()).abs() <= roundings * metrics.grad_norm
     return found
-
-
-def number_with_tokens(groups: Groups) -> int:
-    """How many microbatches have tokens."""
-    return sum(bool(part["w"].any()) for group in groups for part in group)
 
 
 def summed_in(how: How, grads: Any) -> Any:
@@ -269,9 +265,8 @@ def check_tensor_parallel(run: Run, drawn: Drawn, columns: int) -> None:
     expected = alone(case, how, groups)
     program = partial(parallel.tensor_parallel_step, case.recipe, how)
     groups = [group for group in groups for _ in range(columns)]
-    states = [
-        laid_out(copied((case.params, case.opt_state)), LAYOUTS[i % 3]) for i in range(len(groups))
-    ]
+    state = case.params, case.opt_state
+    states = [laid_out(copied(state), LAYOUTS[i % 3]) for i in range(len(groups))]
     for found in run(
         Ranks(len(groups), how.bucket_bytes, 2), program, *zip(*states, strict=True), groups
     ):

@@ -26,9 +26,7 @@ from proofs import models
 from purestep import optim, tree
 from purestep.testing.bounds import gamma
 
-settings.register_profile(
-    "default", derandomize=True, deadline=None, max_examples=30, database=None
-)
+settings.register_profile("default", derandomize=True, deadline=None, max_examples=30)
 settings.register_profile("explore", deadline=None, max_examples=500)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 
@@ -71,6 +69,24 @@ def labels(params: Any) -> Any:
     """Matrices, and the rest."""
     return tree.map(lambda leaf: "matrix" if leaf.ndim > 1 else "rest", params)
 
+
+EPS = 0.125
+"""So large that a step of Adam is smooth where gradients are small."""
+RECIPES: dict[str, Callable[[Any], ps.optim.Optimizer]] = {
+    "descend": optim.descend,
+    "momentum": partial(optim.sgd, momentum=0.9, nesterov=True, weight_decay=0.1, mask=matrices),
+    "clipped": lambda rate: optim.chain(optim.clip_by_global_norm(1.0), optim.sgd(rate, 0.5)),
+    "adamw": partial(optim.adamw, eps=EPS),
+    "masked adamw": partial(optim.adamw, b1=0.5, b2=0.9, eps=EPS, weight_decay=0.1, mask=matrices),
+    "lion": partial(optim.lion, weight_decay=0.1),
+    "adam": lambda rate: optim.chain(optim.scale_by_adam(eps=EPS), optim.descend(rate)),
+    "partition": lambda rate: optim.partition(
+        labels, {"matrix": optim.adamw(rate, eps=EPS), "rest": optim.sgd(rate, 0.9, nesterov=True)}
+    ),
+    "master": lambda rate: optim.master_weights(optim.sgd(rate, 0.9)),
+    "ema": lambda rate: optim.ema(optim.sgd(rate, 0.9), 0.9),
+}
+"""Optimizers of a learning rate, in which most operations round."""
 
 OPTIMIZERS: dict[str, ps.optim.Optimizer] = {
     "sgd": optim.sgd(0.5),
@@ -174,9 +190,8 @@ def case_of(
     opt_state = some_opt_state(recipe, params, generator)
     opt_state = laid_out(opt_state, choose.choice(LAYOUTS[:3]))
     # Trees are the same whatever the order of their keys, and need not have it in common.
-    params, opt_state = (
-        turned_around(each) if choose.maybe() else each for each in (params, opt_state)
-    )
+    state = params, opt_state
+    params, opt_state = (turned_around(each) if choose.maybe() else each for each in state)
     return Case(params, batch, recipe, opt_state, seed)
 
 
@@ -215,9 +230,8 @@ def laid_out(params: Any, layout: str) -> Any:
         leaves, structure = tree.flatten(params)
         buffer = torch.cat([leaf.reshape(-1) for leaf in leaves])
         parts = buffer.split([leaf.numel() for leaf in leaves])
-        return tree.unflatten(
-            structure, [part.view_as(leaf) for part, leaf in zip(parts, leaves, strict=True)]
-        )
+        pairs = zip(parts, leaves, strict=True)
+        return tree.unflatten(structure, [part.view_as(leaf) for part, leaf in pairs])
     if layout == "one tensor" and isinstance(params, dict):
         bias = params["hidden"]["biases"][0]
         return {**params, "hidden": {**params["hidden"], "biases": [bias, bias]}}
@@ -433,9 +447,9 @@ def filled(leaf: Tensor | None, others: list[Tensor]) -> Tensor:
     return zeros
 
 
-def stack(batches: Sequence[Batch]) -> Batch:
-    """One batch with a new leading dimension."""
-    return {key: torch.stack([batch[key] for batch in batches]) for key in batches[0]}
+def stack(trees: Sequence[Any]) -> Any:
+    """One tree, whose leaves have a new dimension in front."""
+    return tree.map(lambda *leaves: torch.stack(leaves), *trees)
 
 
 def assert_same(actual: Any, expected: Any, what: str = "state") -> None:
@@ -447,6 +461,20 @@ def assert_same(actual: Any, expected: Any, what: str = "state") -> None:
         if a.dtype != b.dtype or not torch.equal(a, b):
             path = tree.paths(expected, what)[place]
             raise AssertionError(f"{path}: {a} ({a.dtype}) is not {b} ({b.dtype})")
+
+
+def assert_near(actual: Any, expected: Any, before: Any, roundings: int = 0) -> None:
+    """States after a step, each leaf off by roundings of what it was and of what it moved by.
+
+    A step has norms over all elements, and a formula with its powers of β.
+    """
+    elements = sum(leaf.numel() for leaf in tree.leaves_of(before[0]))
+    bound = gamma(2 * (elements + 64) + roundings, torch.float64)
+    every = map(tree.leaves_of, (actual, expected, before))
+    for path, *leaves in zip(tree.paths(before, "state"), *every, strict=True):
+        ours, theirs, old = (leaf.to(torch.float64) for leaf in leaves)
+        error, scale = (ours - theirs).abs(), old.abs() + (theirs - old).abs()
+        assert (error <= bound * scale).all(), f"{path}: off by {error}"
 
 
 def outcome(call: Callable[[], Any]) -> tuple[Any, str]:
@@ -547,11 +575,7 @@ RealDrawn = tuple[RealCase, How, Groups]
 
 
 def real_step_case(
-    choose: Chooser,
-    *,
-    ranks: Sequence[int] = RANKS,
-    axes: Sequence[Axis] = AXES,
-    **of_case: Any,
+    choose: Chooser, *, ranks: Sequence[int] = RANKS, axes: Sequence[Axis] = AXES, **of_case: Any
 ) -> RealDrawn:
     """Real text in any order, cut and share, each microbatch perhaps no longer than it has to be."""
     case = real_case(choose, **of_case)

@@ -11,10 +11,11 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import purestep as ps
+from benchmarks.conformance import with_purestep
 from proofs import rare_mutants
 from proofs.plain_loop import PlainLoop
 from proofs.plain_mutants import BUGS, UNSEEN, Bug, build
-from purestep.testing import LAWS, Abilities, Observation, Problem
+from purestep.testing import LAWS, Abilities, Problem
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "as it is": {},
@@ -42,48 +43,19 @@ class Purestep(ps.testing.PureTrainer):
         self._setting = setting
 
     def _made(self, problem: Problem, axis: ps.Axis) -> tuple[Any, Any, Any]:
-        params, apply = ps.from_module(problem.module())
-
-        def loss_fn(params: Any, batch: Any) -> Any:
-            keys = ps.random.fold_in(ps.random.key(0), batch["key"]) if "key" in batch else None
-            return problem.losses(lambda x: apply(params, x, key=keys), batch)
-
-        optimizer = ps.optim.sgd(
-            problem.learning_rate, momentum=problem.momentum, weight_decay=problem.weight_decay
-        )
-        step = ps.make_update_step(
-            loss_fn,
-            optimizer,
-            weight_fn=problem.weights,
-            axis=axis,
-            on_nonfinite="skip",
-            **SETTINGS[self._setting],
-        )
-        return params, optimizer.init(params), step
+        return with_purestep.make(problem, axis, on_nonfinite="skip", **SETTINGS[self._setting])
 
 
-class PurestepRank:
+class PurestepRank(with_purestep.Rank):
     """The same on one rank of a gloo group."""
 
     def start(self, problem: Problem) -> None:
         """A mesh of all processes."""
         mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp",))
-        self._trainer = Purestep()
-        self._params, self._opt_state, self._step = self._trainer.make(
-            problem, ps.MeshAxis(mesh, "dp")
+        self._params, self._state, self._step = with_purestep.make(
+            problem, ps.MeshAxis(mesh, "dp"), on_nonfinite="skip"
         )
         self._metrics: Any = None
-
-    def update(self, microbatches: Any) -> None:
-        """One step."""
-        self._params, self._opt_state, self._metrics = self._step(
-            self._params, self._opt_state, microbatches
-        )
-
-    def observe(self) -> Observation:
-        """The parameters, and the metrics."""
-        metrics = self._metrics
-        return Observation(self._params, metrics.loss, metrics.grad_norm, metrics.num_tokens)
 
 
 test_purestep_on_processes = ps.testing.laws(

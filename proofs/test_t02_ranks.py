@@ -12,22 +12,8 @@ from torch import Tensor
 
 import purestep as ps
 from proofs import models, test_t01_cut as t01
-from proofs.ranks import (
-    check_context_parallel,
-    check_metrics,
-    check_step,
-    check_within_bound,
-)
-from proofs.strategies import (
-    Case,
-    Drawn,
-    RealDrawn,
-    case_of,
-    drawn,
-    real_steps,
-    steps,
-    weights_of,
-)
+from proofs.ranks import check_context_parallel, check_metrics, check_step
+from proofs.strategies import Case, Drawn, case_of, drawn, real_steps, steps, weights_of
 from proofs.theorem import System, as_tests, theorem
 from proofs.worlds import on_threads
 from purestep import tree
@@ -54,10 +40,8 @@ WITH_TERMS = steps(**RANKS, dtypes=[torch.float64], grids=[(0, 1)], normalize="l
 rank_terms = theorem("T2", WITH_TERMS)(t01.terms.claim)
 
 
-@theorem("T2", real_steps(**RANKS))
-def ranks_within_bound(system: System, drawn: RealDrawn) -> None:
-    """For the transformer: the exact gradient, but for rounding."""
-    check_within_bound(system, drawn)
+REAL = st.tuples(real_steps(**RANKS), t01.SCALES)
+ranks_within_bound = theorem("T2", REAL)(t01.cut_within_bound.claim)
 
 
 class CountingAxis(ps.LocalAxis):
@@ -84,9 +68,8 @@ def traffic(system: System, drawn: tuple[Case, int]) -> None:
     calls = []
     for group in [[case.batch], [case.batch] * repeats]:
         axis = CountingAxis()
-        step = system.make_update_step(
-            models.integer_loss, case.optimizer, weight_fn=weights_of, axis=axis
-        )
+        how: Any = {"weight_fn": weights_of, "axis": axis}
+        step = system.make_update_step(models.integer_loss, case.optimizer, **how)
         step(case.params, case.opt_state, group)
         calls.append(axis.calls)
     assert calls[0] == calls[1], "the collectives follow the number of microbatches"

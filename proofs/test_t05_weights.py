@@ -34,19 +34,15 @@ def scale_invariance(system: System, drawn: tuple[Drawn, int]) -> None:
 
 @theorem("T5", CASES)
 def repetition(system: System, drawn: Drawn) -> None:
-    """Weight k, and the token k times at weight 1: the same state and metrics, to the bit."""
-    case, how, groups = drawn
+    """The token k times at weight 1: state and metrics of the batch in which it has weight k, to the bit."""
+    case, how, _ = drawn
     times = case.batch["w"].flatten().long()
     repeated = {
         key: value.flatten(0, 1).repeat_interleave(times, dim=0).unsqueeze(1)
         for key, value in case.batch.items()
     }
     repeated["w"] = torch.ones_like(repeated["w"])
-    expected = check_step(system, how, case, [[repeated]])
-    actual = check_step(system, how, case, groups)
-    assert_same(actual[:2], expected[:2])
-    assert_same(actual[2].loss, expected[2].loss, "loss")
-    assert_same(actual[2].num_tokens, expected[2].num_tokens, "num_tokens")
+    check_step(system, how, case, [[repeated]])
 
 
 @theorem("T5", steps(fractional=False, axes=["one"]))

@@ -4,7 +4,7 @@ The recipes within the rounding of each step; ``from_torch`` to the bit, and so 
 torch's fused kernel: in place for every leaf, by its formula where leaves are whole vectors.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import pytest
@@ -25,12 +25,12 @@ DTYPES = [torch.float64, torch.float32]
 Make = Callable[[list[Any]], torch.optim.Optimizer]
 
 
-def recipe(choose: Chooser) -> tuple[ps.optim.Optimizer, Make]:
-    """``sgd`` or ``adamw``, and its namesake, for groups of one leaf each."""
+def recipe(choose: Chooser) -> tuple[ps.optim.Optimizer, Make, bool]:
+    """``sgd`` or ``adamw``, and its namesake, for groups of one leaf each; and whether the rate is a schedule."""
     lr, decay = choose.choice([0.125, 2.0**-10]), choose.choice([0.0, 0.1])
-    rate: Any = choose.choice(
-        [lr, torch.tensor(lr, dtype=torch.float64), lambda step: 0 * step + lr]
-    )
+    scheduled = choose.maybe()
+    number = choose.choice([lr, torch.tensor(lr, dtype=torch.float64)])
+    rate: Any = (lambda step: lr * inverse(step)) if scheduled else number
     if choose.maybe():
         momentum = choose.choice([0.0, 0.9])
         how: dict[str, Any] = {"nesterov": momentum > 0 and choose.maybe()}
@@ -49,18 +49,18 @@ def recipe(choose: Chooser) -> tuple[ps.optim.Optimizer, Make]:
         made: torch.optim.Optimizer = algorithm(groups, lr=lr, **how)
         return made
 
-    return ours, make
+    return ours, make, scheduled
 
 
 @given(drawn(recipe), st.sampled_from(DTYPES), st.integers(0, 2**20))
 def test_equals_namesake(
-    pair: tuple[ps.optim.Optimizer, Make], dtype: torch.dtype, seed: int
+    pair: tuple[ps.optim.Optimizer, Make, bool], dtype: torch.dtype, seed: int
 ) -> None:
     """The same gradients for thirty steps: the same parameters, to the rounding of each step."""
-    optimizer, make = pair
+    optimizer, make, scheduled = pair
     generator = torch.Generator().manual_seed(seed)
     params = random_params(SMALL, dtype, generator)
-    namesake = Namesake(params, make)
+    namesake = Namesake(params, make, scheduled=scheduled)
     opt_state = optimizer.init(params)
     travelled = tree.map(torch.abs, params)
     for _ in range(STEPS):
@@ -77,17 +77,6 @@ def test_equals_namesake(
         *map(tree.leaves_of, (params, namesake.params, travelled)), strict=True
     ):
         assert ((ours - theirs).abs() <= roundings * distance.max()).all()
-
-
-def test_schedule_is_followed() -> None:
-    """Step t moves by the rate of step t, counted from 0."""
-    optimizer = ps.optim.sgd(ps.optim.linear_schedule(1.0, 0.0, 4))
-    params = torch.tensor(0.0, dtype=torch.float64)
-    opt_state, places = optimizer.init(params), []
-    for _ in range(5):
-        params, opt_state = optimizer.update(torch.ones_like(params), opt_state, params)
-        places.append(float(params))
-    assert places == [-1.0, -1.75, -2.25, -2.5, -2.5]
 
 
 MATRICES = {"wide": (4, 6), "nested": {"tall": (5, 3)}}
@@ -215,6 +204,40 @@ def buffers(value: Any) -> list[int]:
     return [leaf.data_ptr() for leaf in tree.leaves_of(value)]
 
 
+def states_of(
+    optimizer: ps.optim.Optimizer, params: Any, grads: Iterable[Any], *, formula: bool = True
+) -> Iterator[Any]:
+    """``(params, opt_state)`` after each update, which is the same to the bit in place.
+
+    ``update`` leaves its arguments alone. ``update_`` keeps to the buffers, and is the identity
+    where it does not apply. Structure, dtypes and shapes are those of ``init``. Without
+    ``formula``, a kernel rounds otherwise than ``update``, which is not called.
+    """
+    state = (params, optimizer.init(params))
+    full = kinds(state)
+    assert optimizer.update_ is not None
+    for one in grads:
+        given = (one, state[1], state[0])
+        before = tree.map(torch.clone, given)
+        if formula:
+            moved = optimizer.update(*given)
+            assert_same(given, before, "(grads, opt_state, params)")
+            assert not storages(moved) & storages(given), "an output lives in an input's storage"
+        else:
+            own, opt_state, ours = before
+            moved = optimizer.update_(own, opt_state, ours, None)
+        assert kinds(moved) == full
+        for applied in (None, torch.tensor(True), torch.tensor(False)):
+            own, ours, opt_state = tree.map(torch.clone, (one, *state))
+            places = buffers((ours, opt_state))
+            result = optimizer.update_(own, opt_state, ours, applied)
+            left_out = applied is not None and not applied
+            assert_same(result, state if left_out else moved, f"state where {applied=}")
+            assert buffers(result) == places
+        state = moved
+        yield moved
+
+
 def assert_follows(
     optimizer: ps.optim.Optimizer,
     namesake: Namesake,
@@ -228,26 +251,11 @@ def assert_follows(
     In place, and where the formula has the kernel's bits, out of place.
     """
     params = tree.map(lambda leaf: leaf.detach().clone(), namesake.params)
-    pure = (params, optimizer.init(params))
-    donated = tree.map(torch.clone, pure)
-    full, places = kinds(pure), buffers(donated)
-    assert optimizer.update_ is not None
-    for _ in range(8):
-        grads = random_grads(params, generator)
-        namesake.step(grads)
+    grads = [random_grads(params, generator) for _ in range(8)]
+    for one, state in zip(grads, states_of(optimizer, params, grads, formula=formula), strict=True):
+        namesake.step(one)
         expected = tree.map(Tensor.detach, namesake.params), state_of(namesake)
-        donated = optimizer.update_(tree.map(torch.clone, grads), donated[1], donated[0], None)
-        assert buffers(donated) == places
-        assert kinds(donated) == full
-        assert_same(donated, expected, "update_(...)")
-        if formula:
-            given = (grads, pure[1], pure[0])
-            before = tree.map(torch.clone, given)
-            pure = optimizer.update(*given)
-            assert_same(given, before, "(grads, opt_state, params)")
-            assert not storages(pure) & storages(given), "an output lives in an input's storage"
-            assert kinds(pure) == full
-            assert_same(pure, expected, "update(...)")
+        assert_same(state, expected)
 
 
 def test_no_algorithm_is_forgotten() -> None:

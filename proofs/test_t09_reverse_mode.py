@@ -1,6 +1,6 @@
 """T9, reverse mode. ``ps.grad_and_value`` equals ``torch.func.grad_and_value``, bitwise.
 
-So does a step that runs on either.
+A step may run on either: both are among the settings of the other theorems.
 """
 
 from typing import Any
@@ -10,7 +10,7 @@ from hypothesis import given, strategies as st
 
 import purestep as ps
 from proofs import models
-from proofs.strategies import RealCase, assert_same, cut, drawn, real_case
+from proofs.strategies import RealCase, assert_same, drawn, real_case
 
 WAYS = (ps.grad_and_value, torch.func.grad_and_value)
 
@@ -67,22 +67,3 @@ def test_higher_derivatives(case: RealCase, outer: Any) -> None:
         return outer(slope, case.params["embedding"])
 
     assert_same(by(ps.grad_and_value), by(torch.func.grad_and_value))
-
-
-@given(drawn(real_case, [torch.float32, torch.float64]), st.booleans(), st.booleans(), st.data())
-def test_the_steps_own_path(case: RealCase, counted: bool, term: bool, data: st.DataObject) -> None:
-    """Sums by either: a backward pass that begins with weights / N is that of the objective."""
-    edge = data.draw(st.integers(1, case.rows))
-    group = cut(case.batch, [[*range(edge)], [*range(edge, case.rows)]][: 1 + (edge < case.rows)])
-
-    def loss_fn(params: Any, microbatch: Any) -> ps.LossTerms:
-        losses = models.transformer_loss(params, microbatch)
-        extra = params["embedding"].square().mean() if term and counted else None
-        return ps.LossTerms(losses, microbatch=extra, aux={"greatest": losses.detach().max()})
-
-    total = ps.count(group) if counted else None
-    ours, theirs = (
-        ps.accumulate(loss_fn, case.params, group, total=total, grad_and_value=transform)
-        for transform in WAYS
-    )
-    assert_same(ours, theirs)

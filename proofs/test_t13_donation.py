@@ -1,5 +1,6 @@
 """T13, donation. ``donate=True`` gives the same bits, in the buffers that were given away."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -22,45 +23,11 @@ from proofs.test_t06_purity import storages
 from proofs.theorem import System, as_tests, theorem
 from purestep import tree
 
-KINDS = ["as it is", "without update_", "with a plain update_", "handing on"]
 SECOND: list[Any] = [
     lambda part: part,
     lambda part: {**part, "w": torch.zeros_like(part["w"])},
     lambda part: {**part, "y": part["y"] * float("inf")},
 ]
-DonationCase = tuple[Drawn, str, Any]
-
-
-@theorem(
-    "T13",
-    st.tuples(steps(ranks=[1], axes=["one"]), st.sampled_from(KINDS), st.sampled_from(SECOND)),
-)
-def donation(system: System, drawn: DonationCase) -> None:
-    """Three steps, one of them perhaps without tokens or not finite: the same state and metrics."""
-    (case, how, (group,)), kind, change = drawn
-    optimizer = optimizer_of(case, kind)
-    results = []
-    for donate in (False, True):
-        settings = {**how.settings, "donate": donate}
-        step = system.make_update_step(case.loss_fn, optimizer, weight_fn=weights_of, **settings)
-        state = copied((case.params, optimizer.init(case.params)))
-        given = storages(state)
-        reported = []
-        for one in (group, [change(part) for part in group], group):
-            *state, metrics = step(*state, one)
-            reported.append(metrics)
-        assert (storages(state) == given) is donate, "the buffers do not hold the new state"
-        results.append(tree.map(torch.nan_to_num, (tuple(state), reported)))
-    assert_same(results[1], results[0])
-
-
-def optimizer_of(case: Case, kind: str) -> ps.optim.Optimizer:
-    """The case's optimizer, with another way to update in place, or one of other people's."""
-    if kind == "without update_":
-        return case.optimizer._replace(update_=None)
-    if kind == "with a plain update_":
-        return with_plain_update_(case)
-    return handing_on(case) if kind == "handing on" else case.optimizer
 
 
 def with_plain_update_(case: Case) -> ps.optim.Optimizer:
@@ -91,15 +58,43 @@ def handing_on(case: Case) -> ps.optim.Optimizer:
     return ps.optim.Optimizer(init=init, update=update)
 
 
+KINDS: list[Callable[[Case], ps.optim.Optimizer]] = [
+    lambda case: case.optimizer,
+    lambda case: case.optimizer._replace(update_=None),
+    with_plain_update_,
+    handing_on,
+]
+"""The case's optimizer, with another way to update in place, or one of other people's."""
+
+
+ONE = steps(ranks=[1], axes=["one"])
+
+
+@theorem("T13", st.tuples(ONE, st.sampled_from(KINDS), st.sampled_from(SECOND)))
+def donation(system: System, drawn: tuple[Drawn, Any, Any]) -> None:
+    """Three steps, one of them perhaps without tokens or not finite: the same state and metrics."""
+    (case, how, (group,)), optimizer_of, change = drawn
+    optimizer = optimizer_of(case)
+    results = []
+    for donate in (False, True):
+        settings = {**how.settings, "donate": donate}
+        step = system.make_update_step(case.loss_fn, optimizer, weight_fn=weights_of, **settings)
+        state = copied((case.params, optimizer.init(case.params)))
+        given = storages(state)
+        reported = []
+        for one in (group, [change(part) for part in group], group):
+            *state, metrics = step(*state, one)
+            reported.append(metrics)
+        assert (storages(state) == given) is donate, "the buffers do not hold the new state"
+        results.append(tree.map(torch.nan_to_num, (tuple(state), reported)))
+    assert_same(results[1], results[0])
+
+
 Overlap = tuple[Case, int, int, str]
+SHARING = st.sampled_from(["leaf", "batch"])
 
 
-@theorem(
-    "T13",
-    st.tuples(
-        drawn(case_of), st.integers(1, 12), st.integers(0, 12), st.sampled_from(["leaf", "batch"])
-    ),
-)
+@theorem("T13", st.tuples(drawn(case_of), st.integers(1, 12), st.integers(0, 12), SHARING))
 def overlaps(system: System, drawn: Overlap) -> None:
     """Leaves of one buffer, with each other or with the data: the same bits, or refused."""
     case, length, offset, shares = drawn

@@ -53,30 +53,20 @@ def undressed(microbatch: Any) -> Batch:
     return {**{k: v.to(torch.float64) for k, v in data.items()}, "w": microbatch["w"]}
 
 
-ODD: list[Callable[[Batch], Any]] = [
-    lambda row: {"z": dressed(row)},
-    lambda row: dressed({**row, "w": row["w"].to(torch.float16)}),
-    lambda row: dressed({**row, "x": row["x"][:, :1]}),
-]
-"""An example with another name, dtype or trailing shape."""
-
-
 class Examples(NamedTuple):
-    """A case, and its sequences as examples: of uneven length, perhaps empty; and the odd one among them."""
+    """A case, and its sequences as examples: of uneven length, perhaps empty."""
 
     case: Case
     rows: list[Batch]
     pad: dict[str, float]
-    odd: tuple[int, int] | None
 
     @property
     def fit(self) -> bool:
-        """Whether all are alike, and every leaf can hold what it is filled up with."""
-        filled_up = all(
+        """Whether every leaf can hold what it is filled up with."""
+        return all(
             torch.tensor(self.pad[name]).to(leaf.dtype).double() == self.pad[name]
             for name, leaf in next(row for row in self.rows if len(row["w"])).items()
         )
-        return filled_up and self.odd is None
 
 
 def example_case(choose: Chooser) -> tuple[Examples, int, int, int]:
@@ -93,21 +83,16 @@ def example_case(choose: Chooser) -> tuple[Examples, int, int, int]:
         rows.append({key: value[:length].to(dtypes[key]) for key, value in example.items()})
         if not choose.randrange(4):
             rows.append({key: torch.tensor([]) for key in example})
-    full = [at for at, row in enumerate(rows) if len(row["w"])]
-    pad, odd = {"x": choose.choice(PADS), "y": choose.choice(PADS), "w": 0.0}, None
-    if len(full) > 1 and not choose.randrange(4):
-        odd = choose.choice(full), choose.randrange(len(ODD))
+    pad = {"x": choose.choice(PADS), "y": choose.choice(PADS), "w": 0.0}
     slack, multiple_of, ranks = choose.randint(0, 12), choose.randint(1, 3), choose.randint(1, 4)
-    return Examples(case, rows, pad, odd), slack, multiple_of, ranks
+    return Examples(case, rows, pad), slack, multiple_of, ranks
 
 
 @theorem("T14", drawn(example_case))
 def repartition(system: System, drawn: tuple[Examples, int, int, int]) -> None:
     """Balanced over ranks and packed within a budget: the state and loss of the big batch, to the bit, or refused."""
-    (case, rows, pad, odd), slack, multiple_of, ranks = drawn
+    (case, rows, pad), slack, multiple_of, ranks = drawn
     examples = [dressed(row) for row in rows]
-    if odd is not None:
-        examples[odd[0]] = ODD[odd[1]](rows[odd[0]])
     longest = max(len(row["w"]) for row in rows)
     budget = max(1, -(-longest // multiple_of) * multiple_of) + slack
 
@@ -192,11 +177,8 @@ def stream_case(choose: Chooser) -> Stream:
     parts = cut(case.batch, cut_of(choose, range(case.rows), range(1, 10)))
     kind, place = choose.choice(["source", "counting", "copying"]), choose.randrange(len(parts))
     fault, error = (kind, place) if choose.maybe() else None, choose.choice(ERRORS)
-    k, depth, leave = (
-        choose.randint(1, 4),
-        choose.randint(1, 3),
-        choose.choice([9, 9, 9, 0, 1, 2, 3]),
-    )
+    k, depth = choose.randint(1, 4), choose.randint(1, 3)
+    leave = choose.choice([9, 9, 9, 0, 1, 2, 3])
     return Stream(case, parts, k, depth, fault, error, leave)
 
 

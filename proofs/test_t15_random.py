@@ -2,8 +2,8 @@
 
     xᵢ keeps its element at coordinates c  ⟺  philox(keyᵢ, c) ≥ p      whatever else is in i's row, microbatch, rank or group
 
-Exact with integers, where every rate is ½ and so every division is exact; bounded for transformers. Each for a loss written by hand and for
-a module as it comes.
+Exact with integers, where every rate is ½ and so every division is exact, for a loss written by hand and for a module as it comes; bounded
+for torch's own layer of a transformer.
 """
 
 from collections.abc import Callable
@@ -138,25 +138,6 @@ def packing(system: System, drawn: tuple[Case, int]) -> None:
     assert seen == case.rows
 
 
-def transformer_loss(params: Any, batch: Batch) -> Tensor:
-    """The transformer, with dropout in embedding, attention and both residuals."""
-
-    def drop(x: Tensor, place: int) -> Tensor:
-        return ps.random.dropout(x, 0.25, ps.random.fold_in(batch["key"], place))
-
-    return models.transformer_loss(params, batch, drop)
-
-
-DROPPED: dict[str, Any] = {"keyed": True, "dtypes": [torch.float64, torch.float32]}
-
-
-@theorem("T15", real_steps(loss_fn=transformer_loss, **DROPPED))
-def transformer_within_bound(system: System, drawn: RealDrawn) -> None:
-    """For the transformer: the exact gradient, but for rounding."""
-    # Of each of the four dropouts, a product, there and back.
-    check_within_bound(system, drawn, transformer_loss, extra_roundings=8)
-
-
 class Encoder(nn.Module):
     """torch's own layer of a transformer, between an embedding and a head."""
 
@@ -194,10 +175,13 @@ def encoder_loss(params: Any, batch: Batch) -> Tensor:
     return ps.losses.cross_entropy(logits, batch["labels"])
 
 
+DROPPED: dict[str, Any] = {"keyed": True, "dtypes": [torch.float64, torch.float32]}
+
+
 @theorem("T15", real_steps(loss_fn=encoder_loss, make_params=encoder_params, **DROPPED))
 def encoder_within_bound(system: System, drawn: RealDrawn) -> None:
     """For torch's own encoder layer: the exact gradient, but for rounding."""
-    # As above; the head is a layer of its own, and most layers have biases.
+    # Of each of the four dropouts, a product, there and back; the head is a layer, and most have biases.
     more = 8 + 3 * models.WIDTH + 2 * 6
     check_within_bound(system, drawn, encoder_loss, extra_roundings=more)
 

@@ -1,20 +1,17 @@
 """T16, resume. Save, load and go on equals never having stopped: params, state and metrics, bitwise.
 
-On ranks, too, whose state is spread over them, and of which there may be more or fewer after each stop.
+On ranks, of which there may be more or fewer after each stop, ``tests/mortal.py`` says so of processes that are killed.
 """
 
 import io
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
-import pytest
 import torch
-from hypothesis import given
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 
 import purestep as ps
 from proofs import models
@@ -35,7 +32,6 @@ from proofs.strategies import (
 )
 from proofs.theorem import System, as_tests, theorem
 from purestep import tree
-from purestep.testing.processes import World, values
 
 ADAPTED = {
     name: ps.optim.from_torch(getattr(torch.optim, name), lr=0.01)
@@ -143,102 +139,3 @@ def resumes(system: System, run: Training) -> None:
 resume = theorem("T16", drawn(training))(resumes)
 resume_real = theorem("T16", drawn(real_training))(resumes)
 globals().update(as_tests(globals()))
-
-
-# On ranks. A loss that is linear in the params has gradients that do not depend on them: integers over a power of two, whose sums
-# and squares are exact, in any order and after any number of steps.
-
-
-class RankedTraining(NamedTuple):
-    """A run on ranks: how many there are at a time, and for how many steps."""
-
-    recipe: str
-    seed: int
-    sizes: list[int]
-    settings: dict[str, Any]
-    legs: list[tuple[int, int]]
-    in_background: bool
-
-
-def ranked(choose: Chooser) -> RankedTraining:
-    """Microbatches of all sizes, empty ones included; two are a group of four rows."""
-    halves = [choose.randrange(5) for _ in range(choose.randint(1, 5))]
-    return RankedTraining(
-        choose.choice([*OPTIMIZERS]),
-        choose.randrange(2**20),
-        [size for first in halves for size in (first, 4 - first)],
-        settings_of(choose),
-        [(choose.randint(1, 3), choose.randrange(3)) for _ in range(choose.randint(1, 4))],
-        choose.maybe(),
-    )
-
-
-def begin_ranked(run: RankedTraining) -> Any:
-    """Whole params, of which a first dimension is shorter than the ranks are many, and what goes with them."""
-    generator = torch.Generator().manual_seed(run.seed)
-    shapes: dict[str, tuple[int, ...]] = {"w": (5, 3), "b": (), "short": (1, 2), "v": (4,)}
-    params = {name: models.integers(shape, generator) for name, shape in shapes.items()}
-    return params, OPTIMIZERS[run.recipe].init(params), torch.tensor(0)
-
-
-def linear_loss(params: Any, batch: Batch) -> Tensor:
-    """For each row x the inner product of x and all params."""
-    flat = torch.cat([leaf.reshape(-1) for leaf in tree.leaves_of(params)])
-    return batch["x"] @ flat
-
-
-def go_on_ranked(run: RankedTraining, axis: Any, state: Any, steps: int) -> Any:
-    """So many steps, in each of which ranks take microbatches in turn."""
-    generator = torch.Generator().manual_seed(run.seed + 1)
-    width = sum(leaf.numel() for leaf in tree.leaves_of(begin_ranked(run)[0]))
-    stream = [{"x": models.integers((n, width), generator), "w": torch.ones(n)} for n in run.sizes]
-    update_step = ps.make_update_step(
-        linear_loss, OPTIMIZERS[run.recipe], weight_fn=weights_of, axis=axis, **run.settings
-    )
-    params, opt_state, position = state
-    rank, size = (axis.rank, axis.size) if isinstance(axis, ps.MeshAxis) else (0, 1)
-    groups = ps.prefetch(ps.group(stream, 2, start=int(position)), "cpu", weight_fn=weights_of)
-    for group in islice(groups, steps):
-        params, opt_state, _ = update_step(params, opt_state, list(group)[rank::size])
-    groups.close()
-    return params, opt_state, torch.tensor(groups.position)
-
-
-def leg(rank: int, run: RankedTraining, folder: str, number: int, steps: int) -> None:
-    """One process of those that take part until the next stop."""
-    size = torch.distributed.get_world_size()
-    axis = ps.MeshAxis(DeviceMesh("cpu", list(range(size)), mesh_dim_names=("dp",)), "dp")
-    whole = begin_ranked(run)
-    state = *ps.shard(whole[:2], axis), whole[2]
-    last = ps.checkpoint.latest(folder)
-    if last is not None:
-        like = tree.map(lambda leaf: torch.full_like(leaf, 1), state)
-        state = ps.checkpoint.load(last, like)
-    state = go_on_ranked(run, axis, state, steps)
-    if run.in_background:
-        with ps.checkpoint.Background() as background:
-            background.save_step(folder, number, state)
-            go_on_ranked(run, axis, state, 1)  # which may be donated the state
-    else:
-        ps.checkpoint.save_step(folder, number, state)
-
-
-@pytest.fixture(scope="module")
-def worlds() -> Iterator[dict[int, World]]:
-    """Processes that stay up, by how many there are."""
-    with World(1) as one, World(2) as two, World(3) as three:
-        yield {1: one, 2: two, 3: three}
-
-
-@given(run=drawn(ranked))
-def test_resume_on_ranks(worlds: dict[int, World], run: RankedTraining) -> None:
-    """Stopped anywhere, on any number of ranks in turn, pieces and all: the state of one process that never stopped."""
-    with TemporaryDirectory() as folder:
-        for number, (size, steps) in enumerate(run.legs):
-            values(worlds[size].run(leg, *[[each] * size for each in (run, folder, number, steps)]))
-        last = ps.checkpoint.latest(folder)
-        assert last is not None
-        like = tree.map(lambda leaf: torch.full_like(leaf, 1), begin_ranked(run))
-        found = ps.checkpoint.load(last, like)
-    steps = sum(steps for _, steps in run.legs)
-    assert_same(found, go_on_ranked(run, ps.LocalAxis(), begin_ranked(run), steps))

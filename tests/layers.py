@@ -20,10 +20,10 @@ def network(layers: int, width: int = WIDTH) -> list[Tensor]:
     return [*torch.randint(-1, 2, shape, generator=generator).to(torch.float64)]
 
 
-def rows(count: int, seed: int = 0) -> Tensor:
+def rows(count: int, seed: int = 0, width: int = WIDTH) -> Tensor:
     """Inputs, integers as well."""
     generator = torch.Generator().manual_seed(seed)
-    return torch.randint(-2, 3, (count, WIDTH), generator=generator).to(torch.float64)
+    return torch.randint(-2, 3, (count, width), generator=generator).to(torch.float64)
 
 
 def of_whole(params: Sequence[Tensor], x: Tensor) -> Tensor:

@@ -16,12 +16,6 @@ def linear(w: Tensor, m: Tensor) -> Tensor:
     return w * m
 
 
-def test_accumulate_is_a_plain_sum_without_a_count() -> None:
-    group = [torch.tensor([1.0, 2.0]), torch.tensor([4.0])]
-    grads, loss, _, aux = ps.accumulate(linear, 2 * ONE, group, weight_fn=torch.ones_like)
-    assert (float(grads), float(loss), aux) == (7.0, 14.0, ())
-
-
 @pytest.mark.parametrize("group", [[torch.ones(2)] * 2, []])
 @pytest.mark.parametrize("asked", [None, torch.float32, torch.float64])
 def test_accum_dtype(asked: torch.dtype | None, group: list[Tensor]) -> None:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 import purestep as ps
-from proofs.strategies import assert_same
+from proofs.strategies import assert_same, stack
 from purestep import tree
 from tests.halves import quadratic_loss, tokens, training, weights_of
 
@@ -68,5 +68,5 @@ def test_autocast_under_vmap() -> None:
         return step(params, optimizer.init(params), group)[:2]
 
     alone = [after(tree.map(lambda leaf, i=i: leaf[i], members)) for i in range(3)]
-    assert_same(torch.vmap(after)(members), tree.map(lambda *each: torch.stack(each), *alone))
+    assert_same(torch.vmap(after)(members), stack(alone))
     assert not torch.equal(alone[0][0]["up"], members["up"][0])

@@ -1,12 +1,10 @@
-"""Losses that run a backward pass of their own, or recompute: right or refused. T1 has checkpoints that are right."""
+"""Losses that run a backward pass of their own: right or refused. T1 has checkpoints, those in modules too."""
 
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
 import purestep as ps
@@ -60,32 +58,3 @@ def test_a_function_with_a_backward_pass_of_its_own() -> None:
     axis = ps.testing.ThreadAxis(1)
     with pytest.raises(RuntimeError, match="given a gradient twice in one backward pass"):
         axis.map(rank)([0])
-
-
-class Block(torch.nn.Module):
-    """A layer that may be computed again in the backward pass."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.w = torch.nn.Parameter(torch.ones(3))
-
-    def forward(self, x: Tensor, again: bool) -> Tensor:
-        run = lambda x: torch.tanh(x * self.w)  # noqa: E731
-        return checkpoint(run, x, use_reentrant=False) if again else run(x)
-
-
-def test_a_checkpoint_with_a_modules_own_parameters() -> None:
-    """Refused, since none can tell whether the forward pass had them too; a checkpoint around the call is right."""
-    block, x = Block(), torch.ones(2, 3)
-
-    def grads(again: bool, around: Any = lambda layer, *args: layer(*args)) -> Tensor:
-        def layer(w: Tensor, x: Tensor) -> Tensor:
-            return functional_call(block, {"w": w}, (x, again)).sum(1)
-
-        loss_fn, w = (lambda w, x: around(layer, w, x)), torch.tensor([0.1, 0.2, 0.3])
-        return ps.accumulate(loss_fn, w, [x, x], weight_fn=lambda x: torch.ones(2)).grads
-
-    with pytest.raises(ValueError, match=r"own parameter, of shape \(3,\).*ps\.from_module\(mod"):
-        grads(True)
-    assert block.w.grad is None
-    assert torch.equal(grads(False, partial(checkpoint, use_reentrant=False)), grads(False))

@@ -105,17 +105,6 @@ def test_compiled_of_views() -> None:
         torch.testing.assert_close(compiled(few, many), views(few, many))
 
 
-def test_split_addmm() -> None:
-    a, b, c = torch.eye(3), torch.arange(9.0).reshape(3, 3), torch.ones(3)
-    apart = ["aten.mm.default", "aten.add.Tensor"]
-    assert operators_after(split_addmm, torch.addmm, c, a, b) == apart
-    assert operators_after(split_addmm, torch.addmm, *(x.double() for x in (c, a, b))) == apart
-    together = ["aten.addmm.default"]
-    integers = (x.long() for x in (c, a, b))
-    assert operators_after(split_addmm, torch.addmm, *integers) == together
-    assert operators_after(split_addmm, partial(torch.addmm, beta=2), c, a, b) == together
-
-
 def test_a_compiled_step_takes_powers_once() -> None:
     """As many as there are in the formula, in none of the loops over elements."""
 
@@ -205,9 +194,12 @@ def test_what_repays_is_replaced() -> None:
     assert replaced(lambda x, y: x.t() @ y, x, y)[-2:] == ["aten.clone.default", ours]
     assert replaced(torch.mm, x[:8], y) == [theirs]
     assert replaced(torch.mm, x.double(), y.double()) == [theirs]
+    wide, whole = ([each.to(dtype) for each in (z, x, y)] for dtype in (torch.float64, torch.int64))
+    assert replaced(torch.addmm, *wide) == [theirs, "aten.add.Tensor"]
+    assert replaced(torch.addmm, *whole) == ["aten.addmm.default"]
     assert ours not in replaced(torch.mm, x.bfloat16(), y.bfloat16())
-    scaled = partial(torch.addmm, beta=2, alpha=3)
-    assert replaced(scaled, z, x, y) == ["aten.addmm.default"]
+    for scaled in (partial(torch.addmm, beta=2), partial(torch.addmm, beta=2, alpha=3)):
+        assert replaced(scaled, z, x, y) == ["aten.addmm.default"]
 
 
 def test_compiled_products_with_gradients() -> None:

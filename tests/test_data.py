@@ -19,9 +19,8 @@ INTEGERS += [torch.uint64, torch.int64]
 def shifted(ids: list[int], mask: list[int]) -> list[int]:
     """Token by token: what comes next, where both are tokens."""
     following = zip(ids[1:], mask, mask[1:], strict=False)
-    return [label if both and other else -100 for label, both, other in following] + [-100][
-        : len(ids)
-    ]
+    labels = [label if both and other else -100 for label, both, other in following]
+    return [*labels, -100][: len(ids)]
 
 
 @given(

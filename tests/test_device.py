@@ -13,23 +13,28 @@ from torch.autograd import Function
 import purestep as ps
 from proofs import models
 from proofs.devices import Waits, lazy, moved, placed
-from proofs.strategies import Batch, assert_same, cut, integer_batch, matrices, weights_of
+from proofs.strategies import (
+    Batch,
+    assert_near,
+    assert_same,
+    cut,
+    integer_batch,
+    matrices,
+    weights_of,
+)
 from purestep import optim, tree
-from purestep.testing.bounds import gamma
 
 line = optim.linear_schedule(0.5, 0.25, 4)
-cosine = optim.cosine_decay_schedule(0.5, 8)
+joined = optim.join_schedules([line, optim.cosine_decay_schedule(0.5, 8)], [2])
 half = torch.tensor(0.5)
 
 
 OPTIMIZERS = {
-    "tensor": optim.sgd(half),
-    "decayed by a tensor": optim.sgd(0.5, weight_decay=half, mask=matrices),
+    "by tensors": optim.sgd(half, weight_decay=half, mask=matrices),
     "all of sgd": optim.sgd(line, 0.5, nesterov=True, weight_decay=0.5, mask=matrices),
     "all of lion": optim.lion(line, 0.5, 0.5, weight_decay=0.5, mask=matrices),
     "no update_": optim.sgd(0.5, 0.5, weight_decay=0.5, mask=matrices)._replace(update_=None),
-    "all of adamw": optim.adamw(cosine, 0.8, 0.99, 1e-3, weight_decay=half, mask=matrices),
-    "joined": optim.adamw(optim.join_schedules([line, cosine], [2])),
+    "all of adamw": optim.adamw(joined, 0.8, 0.99, 1e-3, weight_decay=half, mask=matrices),
     "clipped by a tensor": optim.chain(optim.clip_by_global_norm(half), optim.adamw(0.125)),
 }
 """What the recipes of the proofs have not: they take steps on a device, too."""
@@ -53,17 +58,6 @@ def on_both(run: Callable[..., Any], *arguments: Any) -> tuple[Any, Any]:
     return placed(actual, expected), expected
 
 
-def assert_near(actual: Any, expected: Any, state: Any) -> None:
-    """The gradients are exact; the formula of a step, its powers and its norms round so often."""
-    elements = sum(leaf.numel() for leaf in tree.leaves_of(state[0]))
-    roundings = gamma(2 * (elements + 64), torch.float64)
-    every = map(tree.leaves_of, (actual, expected, state))
-    for path, *leaves in zip(tree.paths(state, "state"), *every, strict=True):
-        ours, theirs, old = (leaf.to(torch.float64) for leaf in leaves)
-        scale = old.abs() + (theirs - old).abs()
-        assert ((ours - theirs).abs() <= roundings * scale).all(), path
-
-
 def one_leaf(params: Any, batch: Batch) -> Tensor:
     return batch["x"] @ params["w"] - batch["y"]
 
@@ -74,15 +68,11 @@ def row(**more: Any) -> Batch:
     return {key: value.to(lazy()) for key, value in data.items()}
 
 
-def ones(batch: Batch) -> Tensor:
-    return torch.ones_like(batch["y"], dtype=torch.bool)
-
-
-SGD = optim.sgd(0.5)
+SGD, ONES = optim.sgd(0.5), lambda m: torch.ones_like(m["y"], dtype=torch.bool)
 
 
 def step_with(params: Any, group: list[Batch], loss_fn: Any = one_leaf, **how: Any) -> Any:
-    step = ps.make_update_step(loss_fn, SGD, **{"weight_fn": ones, **how})
+    step = ps.make_update_step(loss_fn, SGD, **{"weight_fn": ONES, **how})
     return step(params, SGD.init(params), group)
 
 
@@ -168,7 +158,7 @@ def test_groups_that_are_prefetched_from_the_host() -> None:
 
 def test_steps_that_are_recorded() -> None:
     """A step under ``torch.func.grad``, and one of parameters that require grad."""
-    optimizer = OPTIMIZERS["decayed by a tensor"]
+    optimizer = OPTIMIZERS["by tensors"]
     step = ps.make_update_step(models.integer_loss, optimizer, weight_fn=weights_of)
 
     def after(params: Any, state: Any, batch: Batch) -> Tensor:

@@ -31,9 +31,8 @@ def step_on(
 ) -> Any:
     """The whole params after a step, and its metrics."""
     how = {"weight_fn": ones, "axis": axis, **how}
-    new, _, metrics = ps.make_update_step(loss_fn, optimizer, **how)(
-        params, optimizer.init(params), group
-    )
+    step: Any = ps.make_update_step(loss_fn, optimizer, **how)
+    new, _, metrics = step(params, optimizer.init(params), group)
     return ps.unshard(new), metrics
 
 

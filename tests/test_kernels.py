@@ -14,11 +14,8 @@ from purestep import tree
 from tests.memory import Touched
 from tests.optimizers import RECIPES, updated
 
-RATES = {
-    "number": 1e-2,
-    "tensor": torch.tensor(1e-2),
-    "schedule": ps.optim.linear_schedule(3e-2, 1e-3, 3),
-}
+SCHEDULE = ps.optim.linear_schedule(3e-2, 1e-3, 3)
+RATES = {"number": 1e-2, "tensor": torch.tensor(1e-2), "schedule": SCHEDULE}
 SHAPES = [(), (7,), (64,), (33, 5), (128, 3)]
 WHOLE_VECTORS = [(16,), (64,), (33, 16), (128, 3)]
 """Where torch's fused kernel of AdamW has the bits of its formula."""

@@ -3,7 +3,6 @@
 T1 says so of losses that do what they like to their leaves. Here stands what no equation shows.
 """
 
-import weakref
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -15,8 +14,8 @@ from torch import Tensor
 import purestep as ps
 from proofs.strategies import assert_same
 from purestep.tree import accumulation_dtype
+from tests.memory import LiveBytes
 from tests.squares import WAYS, squares, x_ones
-from tests.torch_private import TorchDispatchMode
 
 GROUP = [{"x": torch.tensor([2.0**m])} for m in range(3)]
 
@@ -44,29 +43,14 @@ def test_a_hook_after_accumulation_sees_the_sum() -> None:
 
 
 def test_autocast_keeps_no_casts_of_leaves() -> None:
-    """They go with the microbatch, in a long-lived autocast too."""
-    casts: list[weakref.ref[Tensor]] = []
-
-    class Seen(TorchDispatchMode):
-        def __torch_dispatch__(
-            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-        ) -> Any:
-            result = func(*args, **(kwargs or {}))
-            if func.name() == "aten::_to_copy" and result.dtype == torch.bfloat16:
-                casts.append(weakref.ref(result))
-            return result
-
-    def loss_fn(w: Tensor, m: Tensor) -> Tensor:
-        return (m @ w).float().sum(1)
-
-    x = [torch.ones(2, 3, dtype=torch.bfloat16)] * 2
+    """They go with the microbatch, in a long-lived autocast too: the sums are what stays."""
+    w, x = torch.ones(64, 64), torch.ones(2, 64, dtype=torch.bfloat16)
+    how: Any = {"weight_fn": lambda m: torch.ones(2)}
     with torch.autocast("cpu", dtype=torch.bfloat16):
         for _ in range(2):
-            with Seen():
-                ps.accumulate(loss_fn, torch.ones(3, 3), x, weight_fn=lambda m: torch.ones(2))
-            assert casts
-            assert all(cast() is None for cast in casts)
-            casts.clear()
+            with LiveBytes() as live:
+                sums = ps.accumulate(lambda w, m: (m @ w).float().sum(1), w, [x] * 2, **how)
+            assert sums.grads.nbytes <= live.now < 1.2 * w.nbytes < live.peak
 
 
 @pytest.mark.parametrize("how", WAYS, ids=["own", "torch.func"])
@@ -125,9 +109,8 @@ def test_a_sum_that_is_ready_is_taken(dtype: torch.dtype, accum_dtype: Any) -> N
 def test_a_shared_gradient_in_a_recorded_step(normalize: Any) -> None:
     """Recorded by data that its gradients do not depend on, a step works on them in place."""
     optimizer, how = ps.optim.sgd(1.0, 0.5), {"weight_fn": x_ones, "normalize": normalize}
-    step = ps.make_update_step(
-        lambda p, m: torch.stack(p).sum(0) * m["x"] + m["z"], optimizer, **how
-    )
+    loss_fn: Any = lambda p, m: torch.stack(p).sum(0) * m["x"] + m["z"]  # noqa: E731
+    step = ps.make_update_step(loss_fn, optimizer, **how)
     params: Any = [torch.zeros(1), torch.zeros(1)]
     state = optimizer.init(params)
     group = [{"x": torch.tensor([16.0, 14.0]), "z": torch.zeros(1, requires_grad=True)}]

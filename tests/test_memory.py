@@ -10,35 +10,30 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import purestep as ps
+from proofs.strategies import RECIPES
 from purestep import tree
+from tests.layers import network, rows
 from tests.memory import LiveBytes, Touched
 
 LAYERS, WIDTH = 24, 64
 TREE = LAYERS * WIDTH * WIDTH * 4
 
 
-def network() -> list[Tensor]:
-    """Many equal layers, so that one leaf is a small part of the tree."""
-    generator = torch.Generator().manual_seed(0)
-    return [torch.randn(WIDTH, WIDTH, generator=generator) / WIDTH**0.5 for _ in range(LAYERS)]
+def small() -> tuple[Any, Tensor]:
+    """Many equal layers, so that one leaf is a small part of the tree, and two rows."""
+    return [leaf.float() for leaf in network(LAYERS, WIDTH)], rows(2, width=WIDTH).float()
 
 
-def loss_fn(params: list[Tensor], batch: dict[str, Tensor]) -> Tensor:
+def loss_fn(params: list[Tensor], x: Tensor) -> Tensor:
     """A deep network's squared output."""
-    x = batch["x"]
     for weight in params:
         x = torch.tanh(x @ weight)
     return x.square().sum(-1)
 
 
-def weight_fn(batch: dict[str, Tensor]) -> Tensor:
+def weight_fn(x: Tensor) -> Tensor:
     """Every row is a token."""
-    return torch.ones(len(batch["x"]), dtype=torch.bool)
-
-
-def rows(count: int) -> dict[str, Tensor]:
-    """Inputs."""
-    return {"x": torch.randn(count, WIDTH, generator=torch.Generator().manual_seed(count))}
+    return torch.ones(len(x), dtype=torch.bool)
 
 
 def test_the_counter_counts() -> None:
@@ -55,9 +50,9 @@ def test_the_counter_counts() -> None:
 
 def held(microbatches: int, dtype: torch.dtype = torch.float32, **how: Any) -> float:
     """The peak of accumulating, in gradient trees."""
-    params, inputs = [leaf.to(dtype) for leaf in network()], {"x": rows(2)["x"].to(dtype)}
+    params, x = tree.map(lambda leaf: leaf.to(dtype), small())
     with LiveBytes() as live:
-        sums = ps.accumulate(loss_fn, params, [inputs] * microbatches, weight_fn=weight_fn, **how)
+        sums = ps.accumulate(loss_fn, params, [x] * microbatches, weight_fn=weight_fn, **how)
     assert sum(leaf.numel() * 4 for leaf in sums.grads) == TREE
     return live.peak / TREE
 
@@ -74,33 +69,27 @@ def test_accumulating_holds_one_gradient_tree(dtype: torch.dtype) -> None:
     assert by_torch > (2 if dtype == torch.float32 else 1.4)
 
 
-OPTIMIZERS = {
-    "sgd": (ps.optim.sgd(0.1), 0),
-    "momentum": (ps.optim.sgd(0.1, 0.9, nesterov=True, weight_decay=0.1), 1),
-    "adamw": (ps.optim.adamw(0.1), 2),
-    "clipped adamw": (ps.optim.chain(ps.optim.clip_by_global_norm(1.0), ps.optim.adamw(0.1)), 2),
-    "lion": (ps.optim.lion(0.1), 1),
-    "fused": (ps.optim.from_torch(torch.optim.AdamW, lr=0.1, fused=True), 2),
-    "partition": (ps.optim.partition(["a"] + ["b"] * (LAYERS - 1), {"a": ps.optim.sgd(0.1, 0.9), "b": ps.optim.adamw(0.1)}), 2),
-    "master": (ps.optim.master_weights(ps.optim.adamw(0.1)), 3),
-    "ema": (ps.optim.ema(ps.optim.sgd(0.1, 0.9), 0.9), 2),
+TREES = {
+    "descend": 0, "momentum": 1, "clipped": 1, "adamw": 2, "lion": 1, "partition": 2, "master": 2,
+    "ema": 2, "fused": 2,
 }  # fmt: skip
-"""Optimizers, and how many trees their state is."""
+"""How many trees the state of each optimizer is."""
+FUSED = ps.optim.from_torch(torch.optim.AdamW, lr=0.1, fused=True)
 
 
 @pytest.mark.parametrize("normalize", ["loss", "grads"])
 @pytest.mark.parametrize("donate", [True, False])
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", TREES)
 def test_what_a_step_holds(name: str, donate: bool, normalize: Any) -> None:
     """One tree of gradients; without donation one copy of the state, with it some leaves."""
-    (optimizer, trees), params = OPTIMIZERS[name], network()
+    optimizer, (params, x) = FUSED if name == "fused" else RECIPES[name](0.1), small()
     how: Any = {"weight_fn": weight_fn, "donate": donate, "normalize": normalize}
-    step, group = ps.make_update_step(loss_fn, optimizer, **how), [rows(2)] * 4
+    step, group = ps.make_update_step(loss_fn, optimizer, **how), [x] * 4
     # torch.optim makes its state in the first step.
     params, opt_state, _ = step(params, optimizer.init(params), group)
     with LiveBytes() as live:
         step(params, opt_state, group)
-    held = 1 if donate else 1 + 1 + trees
+    held = 1 if donate else 1 + 1 + TREES[name]
     # A leaf is 1/24 of the tree, and lion's formula has six of them alive at once.
     assert TREE <= live.peak <= (held + 0.3) * TREE
 
@@ -111,10 +100,10 @@ def test_reverse_mode_frees_as_it_goes(count: int) -> None:
 
     With as many rows as features, gradients are as large as activations, and take their place.
     """
-    batch, params = rows(count), network()
+    x, params = rows(count, width=WIDTH).float(), small()[0]
 
     def loss(params: list[Tensor]) -> Tensor:
-        return loss_fn(params, batch).sum()
+        return loss_fn(params, x).sum()
 
     def peak(run: Callable[[], object]) -> int:
         with LiveBytes() as live:
@@ -129,12 +118,12 @@ def test_reverse_mode_frees_as_it_goes(count: int) -> None:
 @pytest.mark.parametrize("normalize", ["loss", "grads"])
 def test_normalising_takes_one_pass_at_most(normalize: Any) -> None:
     """What touches a gradient: its making, its adding up, its norm, the optimizer; with "grads", a division."""
-    params, optimizer = network(), ps.optim.sgd(0.1)
+    (params, x), optimizer = small(), ps.optim.sgd(0.1)
     step = ps.make_update_step(loss_fn, optimizer, weight_fn=weight_fn, normalize=normalize)
     counts = {}
     for microbatches in (1, 8):
         with Touched(WIDTH * WIDTH) as touched:
-            step(params, optimizer.init(params), [rows(2)] * microbatches)
+            step(params, optimizer.init(params), [x] * microbatches)
         counts[microbatches] = touched.counts
     matmul = {k: counts[k].pop("mm") for k in counts}
     assert matmul[8] == 8 * matmul[1]

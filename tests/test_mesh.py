@@ -73,10 +73,6 @@ def refusals(rank: int) -> None:
         assert message in str(info.value)
 
 
-def test_refused(world: World) -> None:
-    values(world.run(refusals))
-
-
 def axes_of_a_grid(rank: int) -> None:
     """Axes over two dimensions and over one."""
     dp, cp = divmod(rank, 2)
@@ -94,10 +90,6 @@ def axes_of_a_grid(rank: int) -> None:
     assert ps.MeshAxis(grid(), "cp") == ps.MeshAxis(grid(), "cp") != ps.MeshAxis(grid(), "dp")
 
 
-def test_axes_of_a_grid(world: World) -> None:
-    values(world.run(axes_of_a_grid))
-
-
 def sum_through_local_parts(rank: int) -> None:
     """Distributed params that share the memory of their gradients."""
     mesh = DeviceMesh("cpu", [0, 1, 2, 3])
@@ -110,5 +102,6 @@ def sum_through_local_parts(rank: int) -> None:
     assert [leaf.to_local().tolist() for leaf in tree.leaves_of(grads)] == [[3, 3]] * 3
 
 
-def test_distributed_params_that_share_the_memory_of_their_gradients(world: World) -> None:
-    values(world.run(sum_through_local_parts))
+@pytest.mark.parametrize("program", [refusals, axes_of_a_grid, sum_through_local_parts])
+def test_on_every_rank(world: World, program: Callable[[int], None]) -> None:
+    values(world.run(program))

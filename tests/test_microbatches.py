@@ -1,6 +1,7 @@
 """``group``, ``split``, ``plan``, and where microbatches come from. T14 and T16 have their laws."""
 
 from collections.abc import Callable, Iterator, Sequence
+from operator import itemgetter
 from typing import Any
 
 import datasets
@@ -229,9 +230,6 @@ class Anew(Sequence[Any]):
 @pytest.mark.parametrize("normalize", ["loss", "grads"])
 def test_a_sequence_that_makes_its_microbatches_anew(normalize: Any) -> None:
     """What is counted is what is computed: the loss of every counted token is w² = 1."""
+    mask_of = itemgetter("mask")
     assert step_with(group=Anew(), normalize=normalize, weight_fn=mask_of)[2].loss == 1
     assert ps.make_eval_step(loss_fn, weight_fn=mask_of)(PARAMS, Anew()).loss == 1
-
-
-def mask_of(microbatch: Any) -> Any:
-    return microbatch["mask"]

@@ -73,9 +73,8 @@ def test_segment_mask_place_by_place(causal: bool, window: int | None) -> None:
 def test_documents_keep_what_an_example_has_by_their_names(name: str) -> None:
     """Below the top; there, it is refused."""
     own = {"tokens": torch.ones(2), name: torch.tensor([7, 8])}
-    with pytest.raises(
-        ValueError, match=rf"examples\[1\] is \['tokens', '{name}'\]: .*: rename them"
-    ):
+    message = rf"examples\[1\] is \['tokens', '{name}'\]: .*: rename them"
+    with pytest.raises(ValueError, match=message):
         ps.pack_documents([{"tokens": torch.ones(2)}, own], row_tokens=4)
     below = ps.pack_documents([{"below": own}], row_tokens=3, pad=-1)
     assert below["below"][name].tolist() == [[7, 8, -1]]
@@ -182,6 +181,7 @@ ODD: dict[str, tuple[dict[str, Any], str]] = {
 }
 TOGETHER: dict[str, Any] = {
     "pack": lambda examples: ps.pack(examples, max_tokens=6, pad=0),
+    "pack into several": lambda examples: ps.pack(examples, max_tokens=4, pad=0),
     "pack_documents": lambda examples: ps.pack_documents(examples, row_tokens=6, pad=0),
     "stack": lambda examples: data.stack(examples, 6, 0),
     "merge": ps.merge,
@@ -221,11 +221,7 @@ def test_examples_of_length_0_cost_nothing(lengths: list[int], at: int) -> None:
     assert sum(map(len, ps.balance(more, 2))) == len(more)
 
 
-class Encoding(UserDict[str, Any]):
-    """As a tokenizer of transformers returns it: a mapping that optree does not know."""
-
-
-def encoded(example: Any, mapping: Any = Encoding) -> Any:
+def encoded(example: Any, mapping: Any) -> Any:
     """The same example as such mappings, also inside of lists and of each other."""
     more = mapping(labels=example["labels"], none=None)
     return mapping(text=[mapping(tokens=example["tokens"])], more=more)
@@ -233,9 +229,9 @@ def encoded(example: Any, mapping: Any = Encoding) -> Any:
 
 @pytest.mark.parametrize("how", TOGETHER)
 def test_mappings_of_any_kind_are_trees(how: str) -> None:
-    """What is made of them is made of dicts."""
+    """Such as a tokenizer of transformers returns; what is made of them is made of dicts."""
     examples = examples_of([4, 4])
-    ours, theirs = ([encoded(e, mapping) for e in examples] for mapping in (Encoding, dict))
+    ours, theirs = ([encoded(e, mapping) for e in examples] for mapping in (UserDict, dict))
     assert str(TOGETHER[how](ours)) == str(TOGETHER[how](theirs))
     assert str(ps.split(ours[0], 2)) == str(ps.split(theirs[0], 2))
     assert [[id(e) for e in share] for share in ps.balance(ours, 2)] == [[id(e)] for e in ours]

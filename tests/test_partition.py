@@ -38,10 +38,8 @@ PLAIN = ps.optim.Optimizer(
 def split(whole: Any) -> dict[str, list[Tensor]]:
     """The leaves of each label, in order: by hand."""
     (first, second), head = whole["blocks"], whole["head"]
-    return {
-        "matrix": [first["w"], second["w"], head["w"]],
-        "rest": [first["b"], second["b"], head["scale"]],
-    }
+    matrices = [first["w"], second["w"], head["w"]]
+    return {"matrix": matrices, "rest": [first["b"], second["b"], head["scale"]]}
 
 
 @pytest.mark.parametrize(

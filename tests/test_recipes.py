@@ -176,13 +176,12 @@ def test_the_estimates_of_the_noise_scale_are_those_of_all_examples(sizes: tuple
     generator = torch.Generator().manual_seed(0)
     params, data, steps = tree.map(Tensor.double, init(generator)), people(200, seed=0), 400
     data["x"] = data["x"].double()
+    how: Any = {"loss_fn": loss_fn, "optimizer": SGD}
     found = []
     for _ in range(steps):
         rows = torch.randint(200, (sum(sizes),), generator=generator).split(sizes)
         group = [{name: leaf[each] for name, leaf in data.items()} for each in rows]
-        *_, estimate = measured_update_step(
-            params, SGD.init(params), group, loss_fn=loss_fn, optimizer=SGD
-        )
+        *_, estimate = measured_update_step(params, SGD.init(params), group, **how)
         found.append(torch.stack(estimate))
     estimates, expected = torch.stack(found), torch.stack(direct(params, data))
     error = (estimates.mean(0) - expected).abs()

@@ -104,9 +104,8 @@ def test_partition_clips_its_own_pieces() -> None:
     """A part of the tree keeps the axes of its leaves."""
     axis, sgd, whole = ps.VmapAxis(SIZE), ps.optim.sgd(1.0), {"a": noise(5), "b": noise(4)}
     clipped = ps.optim.chain(ps.optim.clip_by_global_norm(1.0), sgd)
-    optimizer = ps.optim.partition(
-        {"a": "clipped", "b": "plain"}, {"clipped": clipped, "plain": sgd}
-    )
+    parts = {"clipped": clipped, "plain": sgd}
+    optimizer = ps.optim.partition({"a": "clipped", "b": "plain"}, parts)
 
     def rank(whole: Any) -> Any:
         zeros = tree.map(torch.zeros_like, ps.shard(whole, axis))

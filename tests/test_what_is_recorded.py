@@ -71,19 +71,15 @@ def test_a_closure_is_a_constant_under_vmap() -> None:
     assert torch.func.grad(moved)(torch.tensor(3.0)) == 1
 
 
-class Encoding(UserDict[str, Tensor]):
-    """A mapping that optree takes for a leaf, as a tokenizer's BatchEncoding is."""
-
-
 def test_mappings_are_seen_into() -> None:
-    """By derivatives, and by donation."""
+    """By derivatives, and by donation: those that optree takes for leaves, as a tokenizer's BatchEncoding."""
     w, x = torch.ones(1), torch.tensor([2.0], requires_grad=True)
     step = ps.make_update_step(lambda w, m: w * m["x"].square(), SGD, weight_fn=x_ones)
-    step(w, SGD.init(w), [Encoding(ONES), Encoding(x=x)])[0].backward()
+    step(w, SGD.init(w), [UserDict(ONES), UserDict(x=x)])[0].backward()
     assert x.grad == -0.5 * 2 * 2 / 2
     donating = ps.make_update_step(lambda w, m: w * m["x"], SGD, weight_fn=x_ones, donate=True)
     with pytest.raises(ValueError, match=r"but microbatches\[1\]\['x'\] shares its memory"):
-        donating(w, SGD.init(w), [Encoding(ONES), Encoding(x=w)])
+        donating(w, SGD.init(w), [UserDict(ONES), UserDict(x=w)])
 
 
 def test_a_rate_that_requires_grad_is_refused_over_ranks() -> None:
