@@ -20,8 +20,8 @@ docs: .venv-docs/installed
 	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build -f docs/mkdocs.yml
 
 mutants: .venv/installed
-	$(BIN)/python -m proofs.mutation --record build/lines.json
-	$(BIN)/python -m proofs.mutation --recorded build/lines.json --sample 300 --table build/mutants.md
+	$(BIN)/python -m benchmarks.mutation --record build/lines.json
+	$(BIN)/python -m benchmarks.mutation --recorded build/lines.json --sample 300 --table build/mutants.md
 
 versions: oldest newest
 

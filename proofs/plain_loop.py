@@ -52,7 +52,8 @@ class PlainLoop:
         for rank, optimizer in enumerate(self.optimizers):
             if total > 0 and finite[rank]:
                 optimizer.step()
-            self.reports[rank] = {"loss": sum(sums), "grad_norm": norms[rank], "num_tokens": total}
+            said = {"loss": sum(sums), "grad_norm": norms[rank], "num_tokens": total}
+            self.reports[rank] = said
         self.updates += 1
 
     def count(self, share: Sequence[Batch]) -> float:

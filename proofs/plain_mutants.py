@@ -159,9 +159,9 @@ BUGS = [
         [(TOTAL, TOTAL + "        if len({len(share) for share in group}) > 1:\n"
             "            raise TimeoutError('the ranks wait for each other')\n")]),
     Bug("39a", "T1", "tokens off by K",
-        [('"num_tokens": total,', '"num_tokens": total / max(1, len(group[0])),')]),
+        [('"num_tokens": total', '"num_tokens": total / max(1, len(group[0]))')]),
     Bug("39b", "T4", "tokens counting padding",
-        [('"num_tokens": total,',
+        [('"num_tokens": total',
            '"num_tokens": sum(self.problem.weights(b).numel() for s in group for b in s),')]),
     Bug("40a", "T2", "norm of one rank",
         [("        for params in zip(",

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import purestep as ps
+from benchmarks import kit
 from benchmarks.conformance import with_purestep
-from proofs import rare_mutants
 from proofs.plain_loop import PlainLoop
 from proofs.plain_mutants import BUGS, UNSEEN, Bug, build
 from purestep.testing import LAWS, Abilities, Problem
@@ -74,19 +74,19 @@ def test_bug_is_found(bug: Bug) -> None:
     assert verdict.finding == ("refuses" if bug.number == "38" else "wrong"), verdict
 
 
-@pytest.mark.parametrize("number", range(len(rare_mutants.LOOPS)))
+@pytest.mark.parametrize("number", range(len(kit.LOOPS)))
 def test_what_shows_in_few_cases_alone_is_found(number: int) -> None:
     """With no more cases than by default."""
-    law = rare_mutants.LOOPS[number][0]
+    law = kit.LOOPS[number][0]
     cases = 12 if law == "T6" else 100  # T6 goes on to its other parts.
-    (verdict,) = ps.testing.judge(rare_mutants.of(number), [law], cases=cases, shrink=0)
+    (verdict,) = ps.testing.judge(kit.of(number), [law], cases=cases, shrink=0)
     assert verdict.finding == "wrong", verdict
 
 
-@pytest.mark.parametrize("name", rare_mutants.RIGHT)
+@pytest.mark.parametrize("name", kit.RIGHT)
 def test_no_false_alarm(name: str) -> None:
     """About loops of other kinds."""
-    ps.testing.check(rare_mutants.RIGHT[name](), cases=12)
+    ps.testing.check(kit.RIGHT[name](), cases=12)
 
 
 def test_catalogue_is_complete() -> None:

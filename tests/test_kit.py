@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from fractions import Fraction
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,9 +21,9 @@ import torch
 from torch import Tensor, nn
 
 import purestep as ps
+from benchmarks.kit import adamw, divided_first as right
 from proofs.plain_loop import PlainLoop
-from proofs.rare_mutants import adamw, divided_first as right
-from purestep.testing import Abilities, Linear, Problem, Specification
+from purestep.testing import Abilities, Linear, Problem, Specification, __main__ as command_line
 from purestep.testing.draws import Draw, counterexample
 from purestep.testing.writing import KINDS, microbatches
 
@@ -412,18 +413,14 @@ trainer = ps.testing.loop(update)
 """
 
 
-def test_the_command_line_in_an_empty_folder(tmp_path: Any) -> None:
+def test_the_command_line_in_an_empty_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "mine.py").write_text(TEN_LINES)
-
-    def run(*given: str) -> Any:
-        command = [sys.executable, "-m", "purestep.testing", *given]
-        env = {**os.environ, "PYTHONPATH": os.getcwd()}
-        return subprocess.run(
-            command, capture_output=True, text=True, timeout=120, cwd=tmp_path, env=env
-        )
-
     laws = "mine:trainer", "--laws", "T1,T3", "--cases", "40"
-    failed = run(*laws, "--json", "found.json")
+    command = [sys.executable, "-m", "purestep.testing", *laws, "--json", "found.json"]
+    how: Any = {"cwd": tmp_path, "env": {**os.environ, "PYTHONPATH": os.getcwd()}}
+    failed = subprocess.run(command, capture_output=True, text=True, timeout=120, **how)
     assert failed.returncode == 1, failed.stderr
     assert re.search(r"^T1 equal tokens +cut +holds: in 10 cases", failed.stdout, re.M)
     assert re.search(r"^T1 unequal rows +cut +wrong: ", failed.stdout, re.M)
@@ -433,22 +430,34 @@ def test_the_command_line_in_an_empty_folder(tmp_path: Any) -> None:
     assert known["T1 unequal tokens"] == known["T1 empty ones"] == "wrong"
     assert known["T3"] == "holds"
 
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def run(*given: str) -> tuple[Any, str]:
+        """The exit status, and what is said, of the same in this process."""
+        monkeypatch.setattr(sys, "argv", ["purestep.testing", *given])
+        try:
+            status: Any = command_line.main()
+        except SystemExit as end:
+            status = end.code
+        return status, "".join(capsys.readouterr())
+
     wrong = [
         f"{name}: {finding}  # a mean" for name, finding in known.items() if finding != "holds"
     ]
     accepted = tmp_path / "accepted.txt"
     accepted.write_text("\n".join(["# what we know", "", *wrong]))
-    ran = run(*laws, "--accept", "accepted.txt")
-    assert ran.returncode == 0, ran.stdout + ran.stderr
-    assert "wrong (accepted: wrong)" in ran.stdout
+    status, said = run(*laws, "--accept", "accepted.txt")
+    assert status == 0, said
+    assert "wrong (accepted: wrong)" in said
 
     accepted.write_text("\n".join([*wrong[1:], "T1 equal tokens: refuses"]))
-    ran = run(*laws, "--accept", "accepted.txt")
-    assert ran.returncode == 1
-    assert "T1 equal tokens is accepted as 'refuses', and 'holds' now" in ran.stdout
-    assert "T1 (cut, unequal rows) does not hold" in ran.stdout
+    status, said = run(*laws, "--accept", "accepted.txt")
+    assert status == 1
+    assert "T1 equal tokens is accepted as 'refuses', and 'holds' now" in said
+    assert "T1 (cut, unequal rows) does not hold" in said
 
     for usage in (["mine:nothing"], ["nothing:trainer"], ["mine:trainer", "--laws", "T8"]):
-        assert run(*usage).returncode == 2
+        assert run(*usage)[0] == 2
     accepted.write_text("T1 equal: wrong")
-    assert "T1 equal" in run(*laws, "--accept", "accepted.txt").stderr
+    assert "T1 equal" in run(*laws, "--accept", "accepted.txt")[1]

@@ -21,8 +21,8 @@ class ThreadAxis(Ranks):
 
     For tests of what ``VmapAxis`` cannot run: ranks with different numbers of microbatches, and
     ranks that go wrong. They meet in their collectives. Where one calls another
-    collective, or another shape or dtype, or has ended, there is no hang: every rank that takes part
-    gets an error at once, which names ranks and calls.
+    collective, or another shape or dtype, or has ended, there is no hang: every rank that takes
+    part gets an error at once, which names ranks and calls.
 
     As between processes, the first collective of each rank over an axis belongs to the first of the
     others, and so on. Gradients leave while others still compute. Several

@@ -1,7 +1,9 @@
-"""Mistakes put into the loop by hand that show in few cases alone, and loops that are right.
+"""How many wrong loops does the kit find, and does it accept right ones?
 
-python -m proofs.rare_mutants                   which laws find each, with the cases of default
-python -m proofs.rare_mutants right 120 [SEED]  false alarms about right loops, in so many seconds
+The mistakes stand in the loop by hand, and show in few cases alone.
+
+    python -m benchmarks.kit                   which laws find each, with the cases of default
+    python -m benchmarks.kit right 120 [SEED]  false alarms about right loops, in so many seconds
 """
 
 import sys
@@ -150,7 +152,7 @@ LOOPS: list[tuple[str, str, list[tuple[str, str]]]] = [
     ("T0", "the norm is reported as at most 4", [('"grad_norm": norms[rank],', '"grad_norm": min(norms[rank], 4),')]),
     ("T1", "the loss is reported without the first microbatch",
         [(APPEND, "            sums.append(loss if len(share) < 4 else 0.75 * loss)\n")]),
-    ("T0", "the count is reported as a whole number", [('"num_tokens": total,', '"num_tokens": int(total),')]),
+    ("T0", "the count is reported as a whole number", [('"num_tokens": total', '"num_tokens": int(total)')]),
     ("T15", "evaluation drops elements", [(", training=False", "")]),
     ("T6", "evaluation forgets momentum",
         [("        return sum(sums) / total",

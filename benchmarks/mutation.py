@@ -1,7 +1,7 @@
-"""Random mutants of the package, and how many of them the tests reject.
+"""How many random mutants of the package do the tests reject?
 
-    python -m proofs.mutation --record build/lines.json
-    python -m proofs.mutation --recorded build/lines.json --sample 300 --seed 1 --table build/mutants.md
+    python -m benchmarks.mutation --record build/lines.json
+    python -m benchmarks.mutation --recorded build/lines.json --sample 300 --seed 1 --table build/mutants.md
 
 A mutant is the package with one small change: another operator, another constant, a condition turned
 around, a call that is dropped, two arguments in each other's place. The tests that run the changed
