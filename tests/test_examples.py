@@ -228,9 +228,8 @@ def test_what_would_end_a_run_late_is_refused_early(
 
 
 def test_a_llama_and_a_lora_load_where_they_were_saved(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(huggingface, "HELD_OUT", 36)
     picture = tmp_path / "picture.png"
     run = ["--steps", "3", "--lora-steps", "2", "--out", str(tmp_path), "--picture", str(picture)]
     huggingface.main(run)

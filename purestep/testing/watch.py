@@ -57,9 +57,8 @@ class Watch:
 
     def changed(self) -> list[tuple[str, str]]:
         """What is not as it was."""
-        state = [
-            name for name, (read, _) in STATE.items() if not _alike(read(), self._before[name])
-        ]
+        now = {name: read() for name, (read, _) in STATE.items()}
+        state = [name for name in STATE if not _alike(now[name], self._before[name])]
         return [*self._inputs, *(("global state", name) for name in state)]
 
     def end(self) -> None:

@@ -20,6 +20,7 @@ KINDS = ("equal tokens", "unequal rows", "unequal tokens", "empty ones")
 
 VALUES = sorted(itertools.product(range(-2, 3), repeat=3), key=lambda v: (sum(map(abs, v)), v))
 """Three small numbers, the simplest first."""
+WIDE = [(2 * x, 2 * other, 8 * y) for x, other, y in VALUES]
 
 
 class Part(NamedTuple):
@@ -108,7 +109,8 @@ def microbatches(
     task = abilities.task
     weights = "mask" if task.vocabulary else abilities.weights
     numbers = [1, 0] if weights == "mask" else draw.one([[1, 0, 2, 3], [1, 0, 3, 259]])
-    values: Sequence[Any] = draw.one([VALUES, VALUES[:7]])  # Of few values, some are alike.
+    # Of few values, some are alike.
+    values: Sequence[Any] = draw.one([VALUES, VALUES[:7], WIDE])
     values = range(task.vocabulary) if task.vocabulary else values
     lengths = range(1, min(most_length, draw.one([2, 1, 3, 12])) + 1)
 
