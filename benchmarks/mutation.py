@@ -5,8 +5,8 @@
 
 A mutant is the package with one small change: another operator, another constant, a condition turned
 around, a call that is dropped, two arguments in each other's place. The tests that run the changed
-statement are tried until one fails: the quickest, then those of the proofs, for two minutes at most by
-the clock of the recording. A mutant that takes three times as long is rejected; what it has started
+statement are tried until one fails: the quickest for a minute, then those of the proofs, for two minutes in
+all by the clock of the recording. A mutant that takes three times as long is rejected; what it has started
 ends with it. ``--record`` runs all tests once and writes which of them run which lines; it needs the
 package ``coverage``, and takes twice the time of ``make test``. Messages of errors, annotations and
 docstrings are not changed, and tests that read the package's source instead of running it reject nothing.
@@ -18,6 +18,7 @@ with "equivalent" there does not count, in later runs, too, which keep the reaso
 
 import argparse
 import ast
+import itertools
 import json
 import os
 import random
@@ -44,7 +45,7 @@ PACKAGE = ROOT / "purestep"
 LEFT_OUT = {"examples", "testing"}
 READING = ("proofs/test_mutants.py", "tests/test_house.py", "tests/test_package.py")
 """Tests of the package's source."""
-QUICK, PATIENCE = 40, 120_000
+FIRST, PATIENCE = 10, 120_000
 """How many tests come first, and for how many milliseconds tests are tried on a mutant."""
 
 COMPARISONS: dict[type[ast.cmpop], str] = {
@@ -225,8 +226,10 @@ def tests_of(mutant: Mutant, recorded: Any) -> list[str]:
         found = {at for each in lines.values() for at in each} | {*recorded["elsewhere"]}
     names, spent, chosen = recorded["names"], 0, [mutant.file]
     quick = sorted(found, key=times.__getitem__)
-    proofs_first = sorted(quick[QUICK:], key=lambda at: not names[at].startswith("proofs"))
-    for at in quick[:QUICK] + proofs_first:
+    ends = itertools.accumulate(times[at] for at in quick)
+    half = sum(end <= PATIENCE / 2 for end in ends)
+    proofs_first = sorted(quick[half:], key=lambda at: not names[at].startswith("proofs"))
+    for at in quick[:half] + proofs_first:
         spent += times[at]
         if spent <= PATIENCE or len(chosen) == 1:
             chosen.append(names[at])
@@ -242,7 +245,7 @@ def rejected_by(mutant: Mutant, tests: list[str]) -> str | None:
         shutil.copytree(PACKAGE, Path(folder, "purestep"))
         Path(folder, mutant.file).write_text(mutant.source)
         # Most of what is wrong shows in few tests, and those of others take seconds to import.
-        parts = tests[:1], tests[1 : 1 + QUICK // 4], tests[1 + QUICK // 4 :]
+        parts = tests[:1], tests[1 : 1 + FIRST], tests[1 + FIRST :]
         return next(filter(None, (_failure(Path(folder), part) for part in parts if part)), None)
 
 

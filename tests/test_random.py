@@ -249,6 +249,8 @@ REFUSED: list[tuple[Callable[[], object], str]] = [
     (lambda: ps.random.key(0.5), "whole number of 64 bits"),  # type: ignore[arg-type]
     (lambda: ps.random.bits(torch.ones(2)), r"float32 of shape \(2,\) is no key"),
     (lambda: ps.random.bits(3), "is no key"),  # type: ignore[arg-type]
+    (lambda: ps.random.split(torch.ones(2)), r"float32 of shape \(2,\) is no key"),
+    (lambda: ps.random.dropout(SQUARE, 0.5, 3), "is no key: keys are tensors"),  # type: ignore[arg-type]
     (lambda: ps.random.fold_in(KEY, torch.ones(1)), "must be whole numbers"),
     (lambda: ps.random.bernoulli(KEY, 1.5), "p=1.5 must be a probability"),
     (lambda: ps.random.dropout(SQUARE, -0.5, KEY), "p=-0.5 must be"),

@@ -61,7 +61,7 @@ def test_a_state_of_other_params_is_refused(name: str, other: str) -> None:
 
 
 ONE, MASTERED = {"w": torch.ones(2)}, ps.optim.master_weights(ADAMW)
-TORCHS = ps.optim.from_torch(torch.optim.Adam)
+AVERAGED, TORCHS = ps.optim.ema(ADAMW, 0.9), ps.optim.from_torch(torch.optim.Adam)
 MANY, FEWER = ({f"layer{i}": torch.ones(2) for i in range(n)} for n in (300, 299))
 DIFFERENCES: list[tuple[ps.optim.Optimizer, Any, Any, str]] = [
     (ADAMW, ONE, ADAMW.init({"v": torch.ones(2)}), r"opt_state\.mu\['w'\] is missing"),
@@ -70,6 +70,8 @@ DIFFERENCES: list[tuple[ps.optim.Optimizer, Any, Any, str]] = [
     (ADAMW, MANY, ADAMW.init(FEWER), r"take optimizer\.init\(params\).*\['layer299'\]"),
     (MASTERED, ONE, ADAMW.init(ONE), r"it is AdamWState.*, and MasterState.* was expected"),
     (MASTERED, ONE, MASTERED.init({"w": torch.ones(3)}), r"\.master\['w'\] is .*\(3,\), and .*\(2,\) was expected"),
+    (AVERAGED, ONE, ADAMW.init(ONE), r"it is AdamWState.*, and EmaState.* was expected"),
+    (AVERAGED, ONE, AVERAGED.init({"w": torch.ones(3)}), r"\.average\['w'\] is .*\(3,\), and .*\(2,\) was expected"),
     (TORCHS, ONE, (), r"it is \(\), and TorchState.* was expected"),
     (TORCHS, ONE, TORCHS.init({"w": torch.ones(3)}), r"opt_state\.leaves\['w'\]\['exp_avg'\] is .*\(3,\)"),
 ]  # fmt: skip

@@ -103,7 +103,7 @@ def check_names(
 def listed(names: Iterable[str]) -> str:
     """The first five names.
 
-    >>> listed("abcdefg")
+    >>> listed("abcdef")
     'a, b, c, d, e, ...'
     """
     first, *others = [*names] or ["none"]
