@@ -45,6 +45,8 @@ PACKAGE = ROOT / "purestep"
 LEFT_OUT = {"examples", "testing"}
 READING = ("proofs/test_mutants.py", "tests/test_house.py", "tests/test_package.py")
 """Tests of the package's source."""
+RANKS = "purestep/axis", "purestep/checkpoint", "purestep/sharding"
+"""What processes of their own run above all, unseen by the recording."""
 FIRST, PATIENCE = 10, 120_000
 """How many tests come first, and for how many milliseconds tests are tried on a mutant."""
 
@@ -218,12 +220,14 @@ def record(file: Path, tests: list[str]) -> None:
 def tests_of(mutant: Mutant, recorded: Any) -> list[str]:
     """The tests that run the changed statement, behind the file's own examples.
 
-    Of one that no test of this process runs, those that run any line of the file, or other processes.
+    Of one that no test of this process runs, those that run any line of the file; and those of other processes.
     """
     lines, times = recorded["lines"].get(mutant.file, {}), recorded["times"]
     found = {at for line in mutant.lines for at in lines.get(str(line), [])}
     if not found:
-        found = {at for each in lines.values() for at in each} | {*recorded["elsewhere"]}
+        found = {at for each in lines.values() for at in each}
+    if not found or mutant.file.startswith(RANKS):
+        found |= {*recorded["elsewhere"]}
     names, spent, chosen = recorded["names"], 0, [mutant.file]
     quick = sorted(found, key=times.__getitem__)
     ends = itertools.accumulate(times[at] for at in quick)

@@ -11,8 +11,17 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import purestep as ps
-from purestep.compiling.cpu import LEAST, MANY, compute_once, product, split_addmm, use_onednn
+from purestep.compiling.cpu import (
+    LEAST,
+    MANY,
+    compute_once,
+    options,
+    product,
+    split_addmm,
+    use_onednn,
+)
 from tests import torch_private
+from tests.held_by_ranks import group_of_one
 
 STEP = torch.tensor(3)
 LEAF = torch.linspace(-1, 1, 4 * MANY)
@@ -171,6 +180,12 @@ def test_products_of_every_layout_and_size() -> None:
         assert torch.equal(product(a, b), a @ b)
         assert product(a, b).is_contiguous()
     assert every[0].shape[0] * others[0].numel() >= LEAST
+
+
+def test_wrappers_in_cpp_are_for_one_process() -> None:
+    assert options()["cpp_wrapper"] != torch.accelerator.is_available()
+    with group_of_one():
+        assert not options()["cpp_wrapper"]
 
 
 def test_products_of_gaps_take_the_time_of_products() -> None:

@@ -246,6 +246,7 @@ def test_with_keys_by_number_or_by_identity() -> None:
 SQUARE, TWO = torch.ones(3, 2), torch.arange(2)
 REFUSED: list[tuple[Callable[[], object], str]] = [
     (lambda: ps.random.key(2**64), "whole number of 64 bits"),
+    (lambda: ps.random.key(-(2**63) - 1), "whole number of 64 bits"),
     (lambda: ps.random.key(0.5), "whole number of 64 bits"),  # type: ignore[arg-type]
     (lambda: ps.random.bits(torch.ones(2)), r"float32 of shape \(2,\) is no key"),
     (lambda: ps.random.bits(3), "is no key"),  # type: ignore[arg-type]
