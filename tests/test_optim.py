@@ -260,7 +260,7 @@ REFUSED: list[tuple[Callable[[], Any], type[Exception], str]] = [
     *((lambda mask=mask: optim.sgd(0.1, weight_decay=0.1, mask=mask).init(PARAMS), ValueError, MASK)
       for mask in ({"w": True}, 1, {"w": torch.tensor(True), "b": False})),
     *((partial(make, rate), TypeError, message)
-      for make in (optim.descend, optim.adamw, partial(optim.from_torch, torch.optim.SGD))
+      for make in (optim.descend, optim.adamw, optim.lion, partial(optim.from_torch, torch.optim.SGD))
       for message, rates in {OF_TORCH: (STEPS, PLATEAU, schedulers.CosineAnnealingLR), NO_RATE: ("0.1", dict, [0.1])}.items()
       for rate in rates),
 ]  # fmt: skip
