@@ -9,7 +9,7 @@ from torch import Tensor
 
 import purestep as ps
 from proofs.strategies import assert_same
-from proofs.worlds import Ranks, on_processes
+from proofs.worlds import Grid, Ranks, on_processes
 from purestep.axis import Gather
 from purestep.testing.processes import World
 from tests.uneven import SGD, Batch, batch, cut, loss_with_aux, ones, params, sound, step
@@ -36,14 +36,19 @@ def test_compiled_step(world: World) -> None:
         on_processes(world, Ranks(1), compiled_step, [[]])
 
 
-def compiled_gathers(axis: ps.Axis, rank: int, gather: Gather, whole: bool) -> Any:
-    """A step over pieces, of which microbatches or, by the compiler that torch has, all of it is compiled."""
-    pieces = {"w": ps.shard(torch.arange(12.0).view(6, 2).double() - 5, axis)}
+def compiled_gathers(over: Any, rank: int, gather: Gather, whole: bool) -> Any:
+    """A step over pieces, of which microbatches or, by the compiler that torch has, all of it is compiled.
+
+    On a grid, pieces lie along the second dimension.
+    """
+    axis, along = (over.both, over.second) if isinstance(over, Grid) else (over, over)
+    pieces = {"w": ps.shard(torch.arange(12.0).view(6, 2).double() - 5, along)}
     loss_fn: Any = lambda p, x: (x @ ps.unshard(p)["w"]).square().sum(-1)  # noqa: E731
     how: Any = {"weight_fn": lambda x: torch.ones(len(x)), "axis": axis, "gather": gather}
     eager = ps.make_update_step(loss_fn, SGD, **how)
     compiled = ps.make_update_step(loss_fn, SGD, compile=not whole and AOT, **how)
-    compiled = ps.compile(compiled, fullgraph=True) if whole else compiled
+    compiler: Any = AOT if along is not axis else partial(ps.compile, fullgraph=True)
+    compiled = compiler(compiled) if whole else compiled
     given = pieces, SGD.init(pieces), [torch.eye(6).double()[rank : rank + 1]]
     return [ps.unshard(each(*given)) for each in (compiled, eager)]
 
@@ -58,6 +63,13 @@ def test_compiled_gathers(world: World, gather: Gather, whole: bool) -> None:
     for compiled, eager in on_processes(world, Ranks(size), compiled_gathers, *args):
         assert_same(compiled[:2], eager[:2])
         assert torch.equal(compiled[2].loss, eager[2].loss)
+
+
+def test_compiled_pieces_along_one_dimension_of_a_mesh(world: World) -> None:
+    """Two ranks hold the same piece."""
+    args: Any = range(4), ["step"] * 4, [True] * 4
+    for compiled, eager in on_processes(world, Ranks(4, rows=2), compiled_gathers, *args):
+        assert_same(compiled[:2], eager[:2])
 
 
 LAWS: list[Any] = [ps.psum, ps.pvary, ps.pmean, ps.all_gather, ps.psum_scatter]

@@ -65,7 +65,8 @@ class MeshAxis(Ranks):
             raise ValueError(f"this process is not in the mesh {mesh}: make the axis on its ranks")
         part = mesh[self.dims]
         flat = part if len(self.dims) == 1 else torch_private.flattened(part)
-        self._whole, self._across = mesh, dict[tuple[str, ...], MeshAxis]()
+        self._whole = mesh
+        self._across: dict[tuple[str, ...], MeshAxis] = {}
         self.mesh: DeviceMesh = flat
         self._group: Any = flat.get_group()
         self._members = frozenset(dist.get_process_group_ranks(self._group))

@@ -99,9 +99,7 @@ class OwnPrograms:
         """The largest number of microbatches of any rank."""
         self._first()
         mine = torch.tensor([microbatches], device=self._axis.device)
-        most = int(self._axis.where.meet("all_gather", mine).max())
-        self._begin()
-        return most
+        return int(self._axis.where.meet("all_gather", mine).max())
 
     def sum(self, sums: Sums, params: Tree) -> Sums:
         """The sums of all ranks; those without microbatches take part with zeros."""
