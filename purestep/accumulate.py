@@ -108,9 +108,9 @@ def accumulate(
         recorded = recorded or tree.any_requires_grad(data)
         if not recorded:
             # A loss that marks its data, by requires_grad_() say, does not mark the caller's.
-            microbatch = tree.unflatten(
-                kind, [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in data]
-            )
+            for index, leaf in enumerate(data):
+                data[index] = leaf.detach() if isinstance(leaf, Tensor) else leaf
+            microbatch = tree.unflatten(kind, data)
         inputs = Inputs(leaves, structure, microbatch, weights, divisors, check)
         run = modes.recorded if recorded else modes.plain
         beside = run(inputs, sums, ready if position == last else None)
