@@ -71,7 +71,7 @@ def forward(losses_of: Callable[[Microbatch], Tensor | LossTerms]) -> ReverseMod
 
     def mode(inputs: Inputs, sums: Gradients, ready: Ready | None) -> Beside:
         part = part_of(lambda _, microbatch: losses_of(microbatch), (), *inputs[2:5])
-        aux = tree.detached(part.aux) if not tree.is_empty(part.aux) else ()
+        aux = tree.detached(part.aux)
         return Beside(value(*tree.detached(part[:2])), part.weights, aux, True)
 
     return ReverseModes(mode, mode)

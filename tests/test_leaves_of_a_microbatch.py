@@ -109,7 +109,10 @@ def test_a_sum_that_is_ready_is_taken(dtype: torch.dtype, accum_dtype: Any) -> N
 def test_a_shared_gradient_in_a_recorded_step(normalize: Any) -> None:
     """Recorded by data that its gradients do not depend on, a step works on them in place."""
     optimizer, how = ps.optim.sgd(1.0, 0.5), {"weight_fn": x_ones, "normalize": normalize}
-    loss_fn: Any = lambda p, m: torch.stack(p).sum(0) * m["x"] + m["z"]  # noqa: E731
+
+    def loss_fn(p: list[Tensor], m: dict[str, Tensor]) -> Tensor:
+        return torch.stack(p).sum(0) * m["x"] + m["z"]
+
     step = ps.make_update_step(loss_fn, optimizer, **how)
     params: Any = [torch.zeros(1), torch.zeros(1)]
     state = optimizer.init(params)

@@ -20,6 +20,7 @@ KINDS = ("equal tokens", "unequal rows", "unequal tokens", "empty ones")
 
 VALUES = sorted(itertools.product(range(-2, 3), repeat=3), key=lambda v: (sum(map(abs, v)), v))
 """Three small numbers, the simplest first."""
+# Larger ones, which a clip of inputs or targets would change.
 WIDE = [(2 * x, 2 * other, 8 * y) for x, other, y in VALUES]
 
 
