@@ -295,10 +295,11 @@ def test_examples_that_are_not_first_are_refused() -> None:
         called(functional.dropout, key=torch.ones(3))
     layer = nn.TransformerEncoderLayer(6, 2, 8, 0.5).double()
     second = Of(lambda m, x: m.layer(x.transpose(0, 1)).transpose(0, 1), layer=layer)
-    params, apply = ps.from_module(second)
-    for x, message in ((X[:, :3], "first dimension may be not"), (X, "first dimension is not")):
-        with pytest.raises(ValueError, match=message):
-            apply(params, x, key=KEYS)
+    for layer.self_attn.dropout in (0.5, 0.0):
+        params, apply = ps.from_module(second)
+        for x, message in ((X[:, :3], "first dimension may be not"), (X, "first dimension is not")):
+            with pytest.raises(ValueError, match=message):
+                apply(params, x, key=KEYS)
     called(functional.dropout, X[:, :3])
 
 

@@ -151,6 +151,7 @@ REFUSED: list[tuple[Any, str]] = [
     (lambda a, b: ps.losses.cross_entropy(a, torch.ones(3).long()), r"logits of shape \(2, 2\) against labels of shape \(3,\)"),
     (lambda a, b: ps.losses.kl_divergence(a, b), r"teacher_logits of shape \(2, 1\) against logits"),
     (lambda a, b: ps.losses.kl_divergence(a, a, temperature=0.0), r"temperature=0.0"),
+    (lambda a, b: ps.losses.linear_kl_divergence(a, a, a, a, temperature=0.0), r"temperature=0.0"),
     (lambda a, b: ps.losses.kl_divergence(a[0, 0], b[0, 0]), r"no classes"),
     (lambda a, b: ps.losses.linear_kl_divergence(a, a, b[:1], b), r"hidden of shape \(2, 2\) against teacher_hidden"),
     (lambda a, b: ps.losses.linear_kl_divergence(a, a, b, b[:1]), r"the same classes"),
