@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from purestep import tree
-from purestep.torch_private import in_forward_mode, transformed
+from purestep.torch_private import forward_level, transformed
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -47,7 +47,7 @@ def remat(fn: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(fn)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
-        traced = torch.compiler.is_dynamo_compiling() or transformed() or in_forward_mode()
+        traced = torch.compiler.is_dynamo_compiling() or transformed() or forward_level() >= 0
         if traced or not torch.is_grad_enabled():
             return fn(*args, **kwargs)
         leaves, structure = tree.flatten((args, kwargs))

@@ -10,7 +10,7 @@ RuntimeError: torch ... has no torch._no_such_name, which purestep needs for thi
 """
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from operator import attrgetter
 from typing import Any, NoReturn
@@ -51,11 +51,6 @@ _interpreters = _private("_C._functorch.get_interpreter_stack")
 
 forward_level: Callable[[], int] = partial(getattr, forward_ad, "_current_level", -1)
 """The level of derivatives in forward mode that are being taken, from 0; -1 where none is."""
-
-
-def in_forward_mode() -> bool:
-    """Whether derivatives in forward mode are being taken."""
-    return forward_level() >= 0
 
 
 def transforms_differentiate() -> bool:
@@ -188,13 +183,10 @@ onednn_linear: Callable[..., Tensor] = _private("ops.mkldnn._linear_pointwise.de
 """A product of matrices by oneDNN. A torch without oneDNN has none."""
 
 
-def hooks_backward(module: torch.nn.Module) -> bool:
-    """Whether a module or one of its parts has hooks on its backward pass. Where unknown, no."""
-    return any(
-        getattr(each, name, None)
-        for each in module.modules()
-        for name in ("_backward_hooks", "_backward_pre_hooks")
-    )
+def hooks_backward(things: Iterable[Any]) -> bool:
+    """Whether one of these modules or tensors has hooks on its backward pass. Where unknown, no."""
+    kinds = "_backward_hooks", "_backward_pre_hooks", "_post_accumulate_grad_hooks"
+    return any(getattr(each, kind, None) for each in things for kind in kinds)
 
 
 def adds_its_masks(module: Any) -> bool:

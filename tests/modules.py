@@ -109,7 +109,7 @@ class Keeping(nn.Module):
         self.a, self.calls, self.nested = linear(), 0, {"log": [1]}
         self.log: list[Any] = [1]
         self.config, self.tensor = Helper(self.log), torch.ones(())
-        self.register_buffer("count", torch.zeros(()))
+        self.register_buffer("count", torch.zeros(()), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
         self.log.append(x)

@@ -82,6 +82,18 @@ def test_buffers_that_are_replaced_or_written_through_data() -> None:
     assert torch.equal(after["mean"], data().mean(0) / 2)
 
 
+def test_a_mean_of_buffers_has_their_dtype_again() -> None:
+    """Sums of half precision are wide."""
+    norm = nn.BatchNorm1d(D)
+    module = nn.Sequential(linear(), norm).bfloat16()
+    params, apply = ps.from_module(module)
+    mean = {name: buffer.double() / 2 for name, buffer in module.named_buffers()}
+    _, after = apply(params, data().bfloat16(), buffers=mean)
+    assert {str(each.dtype) for each in after.values()} == {"torch.bfloat16", "torch.int64"}
+    ps.to_module(params, module, buffers=mean)
+    assert torch.equal(norm.get_buffer("running_var"), torch.full((D,), 0.5).bfloat16())
+
+
 def test_a_batch_norm_without_statistics_is_refused() -> None:
     """Where it is called: an update would depend on the cut, and no buffer says so."""
     module = nn.Sequential(linear(), nn.BatchNorm1d(D, track_running_stats=False)).double()

@@ -76,6 +76,11 @@ WRITES: dict[str, tuple[str, Callable[[Any], object]]] = {
     "tensor in a list": (r"log\[0\]", lambda m: m.log[0].add_(1)),
     "buffer.data": ("buffer", lambda m: m.buffer.data.add_(1)),
     "assigned buffer.data": ("buffer", lambda m: setattr(m.buffer, "data", torch.ones(2))),
+    "assigned buffer": ("buffer", lambda m: setattr(m, "buffer", m.buffer + 1)),
+    "module in a tuple": (
+        r"hidden\[0\]\._parameters\[weight\]",
+        lambda m: m.hidden[0].weight.data.add_(1),
+    ),
     "a result": ("tensor", lambda m: torch.add(m.tensor, 1, out=m.tensor)),
     "an average": ("frozen.weight", average),
     "a statistic": ("buffer", statistic),
@@ -95,9 +100,10 @@ def test_a_module_that_writes_to_its_tensors(way: str) -> None:
 
     module: Any = Of(run, a=linear(), frozen=linear(train=False)).double()
     module.register_buffer("buffer", torch.ones(3))
-    module.tensor, module.log = torch.ones(3), [torch.ones(3)]
+    module.tensor, module.log, module.hidden = torch.ones(3), [torch.ones(3)], (linear(),)
     params, apply = ps.from_module(module)
     kept = [*params.values(), *module.parameters(), module.buffer, module.tensor, *module.log]
+    kept += module.hidden[0].parameters()
     before = [each.clone() for each in kept]
     for settings in ({}, {}, {"compile": TRACED}):
         with pytest.raises(ValueError, match=f"the module writes to {message}: "):
@@ -106,6 +112,27 @@ def test_a_module_that_writes_to_its_tensors(way: str) -> None:
         with pytest.raises((ValueError, RuntimeError), match=r"module writes to|captured Tensor"):
             torch.func.grad(lambda p: apply(p, data()).sum())(params)
     assert all(map(torch.equal, kept, before))
+
+
+@pytest.mark.parametrize("calls", [[False, True], [None, "now"], [1], []])
+def test_calls_of_another_kind_are_looked_at(calls: Any) -> None:
+    """With other flags, or more arguments; and those that autograd records."""
+
+    def run(m: Any, x: Tensor, *writes: Any) -> Tensor:
+        if any(writes) if calls else torch.is_grad_enabled():
+            m.buffer.add_(1)
+        return m.a(x)
+
+    module: Any = Of(run, a=linear()).double()
+    module.register_buffer("buffer", torch.ones(3))
+    params, apply = ps.from_module(module)
+    with torch.no_grad():
+        apply(params, data())
+        for quiet in calls[:-1]:
+            apply(params, data(), quiet)
+    with pytest.raises(ValueError, match="the module writes to buffer: "):
+        apply(params, data(), *calls[-1:])
+    assert module.buffer.eq(1).all()
 
 
 REGISTRY: dict[str, nn.Module] = {}

@@ -261,6 +261,16 @@ def test_the_last_steps_are_kept(tmp_path: Path) -> None:
         ps.checkpoint.save_step(folder / "notes", 1, state)
 
 
+def test_programs_that_save_in_one_folder_do_not_meet(tmp_path: Path) -> None:
+    """Each removes what the others may have removed."""
+    with ThreadPoolExecutor(4) as pool:
+        for step in range(20):
+            save = partial(ps.checkpoint.save_step, tmp_path, step, {"w": torch.ones(3)}, keep=1)
+            for saved in [pool.submit(save) for _ in range(4)]:
+                saved.result()
+    assert files(tmp_path) == {"00000019"}
+
+
 @pytest.mark.timeout(240)
 def test_killed_again_and_again_it_ends_in_the_same_bits(tmp_path: Path) -> None:
     """T16 with processes: SIGKILL of one or all at random moments, also in the middle of a save."""

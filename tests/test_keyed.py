@@ -146,6 +146,11 @@ def test_multihead_attention(need_weights: bool, batch_first: bool) -> None:
     assert not torch.equal(evaluated, made)
 
 
+def test_attention_that_drops_nothing_is_torchs() -> None:
+    attend = partial(functional.scaled_dot_product_attention, is_causal=True)
+    assert torch.equal(called(lambda x: attend(x, x, x)), attend(X, X, X))
+
+
 class Noisy(nn.Module):
     """Noise in places that may be computed again: in a method, in a module, and one in another."""
 
@@ -196,6 +201,17 @@ def test_what_is_computed_again_draws_the_same(again: Any) -> None:
         assert all(map(torch.equal, ours, theirs))
 
 
+def test_a_checkpoint_that_begins_with_another_is_refused() -> None:
+    """Where no tensor by position tells in which of them a place is."""
+
+    def outer(x: Tensor) -> Tensor:
+        return functional.dropout(checkpoint(functional.dropout, input=x, use_reentrant=False))
+
+    with pytest.raises(ValueError, match="checkpoints in checkpoints by position"):
+        called(lambda x: checkpoint(outer, x, use_reentrant=False))
+    called(outer)
+
+
 def test_the_same_under_transforms(fresh_compiler: None) -> None:
     """``grad``, and ``vmap`` of one key each. A compiler sees no checkpoint within."""
     params, apply = ps.from_module(Noisy())
@@ -235,6 +251,13 @@ def test_what_no_key_reaches_is_refused_by_name(name: str, function: Any) -> Non
             called(function)
 
 
+def test_one_number_for_all_rows_is_refused_after_a_call_with_one_row() -> None:
+    params, apply = keyed(lambda x: x * torch.rand(1))
+    apply(params, X[:1], key=KEYS[:1])
+    with pytest.raises(ValueError, match=r"^rand draws random numbers that no key reaches"):
+        apply(params, X, key=KEYS)
+
+
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
 def test_recurrent_kernels_are_refused_where_they_drop(kind: Any) -> None:
     for rate in (0.0, 0.5):
@@ -272,6 +295,8 @@ def test_paths_are_dropped_by_example(path: Any, fresh_compiler: None) -> None:
     assert torch.equal(made, alone)
     with pytest.raises(ValueError, match="random numbers that no key reaches"):
         called(lambda x: path(x[0], 0.5))
+    fair = called(lambda x: x.new_ones(3, 1).bernoulli_())
+    assert torch.equal(fair, called(lambda x: x.new_ones(3, 1).bernoulli_(0.5)))
 
 
 def test_tokens_of_all_examples_in_one_dimension() -> None:

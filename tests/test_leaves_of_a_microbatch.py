@@ -85,7 +85,7 @@ def test_a_sum_that_is_ready_is_taken(dtype: torch.dtype, accum_dtype: Any) -> N
     """
     params = [torch.ones(1, dtype=dtype) for _ in range(8)]
     wide = accum_dtype or accumulation_dtype(dtype)
-    places = [torch.zeros(1, dtype=wide) for _ in params]
+    places = torch.zeros(8, 1, dtype=wide).unbind()
     seen: dict[int, float] = {}
 
     def ready(index: int, total: Tensor) -> Tensor:
@@ -98,11 +98,15 @@ def test_a_sum_that_is_ready_is_taken(dtype: torch.dtype, accum_dtype: Any) -> N
         parts = [leaf for i, leaf in enumerate(p) if i & int(m["x"])]
         return torch.stack(parts).sum(0).float() * m["x"]
 
-    run = partial(ps.accumulate, loss_fn, params, GROUP, weight_fn=x_ones, accum_dtype=accum_dtype)
-    for grads in (run(ready=ready).grads, run().grads):
-        assert torch.cat(grads).tolist() == list(range(8))
-        assert len({grad.data_ptr() for grad in grads}) == 8
-    assert seen == {index: index for index in (4, 5, 6, 7)}
+    run = partial(ps.accumulate, loss_fn, params, weight_fn=x_ones, accum_dtype=accum_dtype)
+    for group, earlier in ((GROUP[2:], 0), (GROUP, 3)):
+        seen.clear()
+        taken = run(group, ready=ready).grads
+        assert all(taken[index].data_ptr() == places[index].data_ptr() for index in seen)
+        assert seen == {index: 4 + (index & earlier) for index in (4, 5, 6, 7)}
+        for grads in (taken, run(group).grads):
+            assert torch.cat(grads).tolist() == [index & (4 + earlier) for index in range(8)]
+            assert len({grad.data_ptr() for grad in grads}) == 8
 
 
 @pytest.mark.parametrize("normalize", ["loss", "grads"])

@@ -180,6 +180,12 @@ def masked() -> nn.Module:
     return module
 
 
+def stepped() -> nn.Module:
+    module = linear()
+    module.weight.register_post_accumulate_grad_hook(lambda p: None)
+    return module
+
+
 def aliased() -> nn.Module:
     first, second = linear(), linear()
     second.weight.data = first.weight.data[:D]
@@ -202,6 +208,7 @@ REFUSED: list[tuple[Callable[[], Any], Any, type[Exception], str]] = [
     (lambda: torch.compile(linear()), None, TypeError, r"is a OptimizedModule.* compile=True"),
     (lambda: {"w": torch.ones(1)}, None, TypeError, r"takes an nn\.Module, got dict"),
     (masked, None, TypeError, r"^weight has a hook on its gradient, .* Transform"),
+    (stepped, None, TypeError, r"^weight has a hook on its gradient, .* Transform"),
     (aliased, None, ValueError, r"^[01]\.weight, which trains, shares memory with [01]\.weight, .* one Parameter"),
     (aliased, "0.weight", ValueError, r"^0\.weight, which trains, shares memory with 1\.weight, .* one Parameter"),
     (viewed, None, ValueError, r"^weight, which trains, shares memory with kept\[0\], .* compute kept\[0\] in forward"),
@@ -228,6 +235,9 @@ def test_what_is_no_matter() -> None:
     module.register_state_dict_pre_hook(lambda *_: module.seen.clear())
     params, apply = ps.from_module(module)
     assert torch.equal(apply(params, both), module(both))
+    normed = nn.utils.spectral_norm(linear())  # whose weight is one of its parameters until a call
+    params, apply = ps.from_module(normed)
+    assert torch.equal(apply.eval(params, both), normed.eval()(both))
 
 
 def test_refused_calls() -> None:

@@ -160,7 +160,9 @@ def begin(folder: File, step: int, keep: int) -> Path:
 
 def tidy(path: Path, keep: int, group: Group) -> None:
     """Removes what this checkpoint makes superfluous, and what killed programs have left."""
-    if is_first(group):
+    if not is_first(group):
+        return
+    with suppress(FileNotFoundError):  # Another program does the same here.
         for old in sorted(_found(path.parent), key=_step)[:-keep]:
             old.rename(f"{old}{UNFINISHED}")  # so that half of one is none
         for left in _found(path.parent, rf".*\{UNFINISHED}"):

@@ -16,7 +16,7 @@ from torch.autograd.graph import disable_saved_tensors_hooks
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from purestep.torch_private import in_forward_mode, transformed
+from purestep.torch_private import forward_level, transformed
 
 Compiler: TypeAlias = Callable[..., Callable[..., Any]]
 """``torch.compile`` or what is called like it: ``partial(torch.compile, mode="max-autotune")``."""
@@ -108,7 +108,7 @@ def with_fallback(graph: Callable[..., Any], plain: Callable[..., Any]) -> Calla
         nonlocal broken
         if torch.compiler.is_dynamo_compiling():
             return plain(*args)  # A compiler around it compiles this, too.
-        if broken or transformed() or in_forward_mode():
+        if broken or transformed() or forward_level() >= 0:
             return plain(*args)
         try:
             return graph(*args)

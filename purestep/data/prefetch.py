@@ -24,9 +24,10 @@ class prefetch(Iterator["PrefetchedGroup"]):  # noqa: N801
     """Prepares groups in a thread, and copies their microbatches to ``device``, one at a time.
 
     The thread takes groups from their source, pins them, and counts their tokens on the host. It
-    copies one microbatch while the step uses another. The step reads the count without waiting for
-    the device. Leaves that are not tensors stay as they are. Mappings that optree takes for leaves,
-    such as a tokenizer's ``BatchEncoding``, become dicts.
+    copies one microbatch while the step uses another. Tensors that are on the device are not
+    copied: a source that fills them anew must clone them. The step reads the count without waiting
+    for the device. Leaves that are not tensors stay as they are. Mappings that optree takes for
+    leaves, such as a tokenizer's ``BatchEncoding``, become dicts.
 
     An error of the source, of ``weight_fn`` or of pinning is raised where you ask for that group.
     An error of copying is raised where you ask for that microbatch.

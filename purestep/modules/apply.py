@@ -44,12 +44,13 @@ def from_module(
 
     **Buffers.** ``apply(params, *args, buffers=buffers)`` returns ``(output, buffers)``, with the
     buffers after the call. A module that writes to its buffers in training, such as BatchNorm,
-    needs this. Its ``apply.eval`` and ``to_module`` need ``buffers`` too. Start with
+    needs this. ``apply.eval`` and ``to_module`` of BatchNorm need ``buffers`` too. Start with
     ``dict(module.named_buffers())``.
 
-    **Checks.** The first call checks the module, and so do the first calls with ``buffers``, with
-    ``key`` and with other keywords. A call is refused if it writes to a tensor of the module or of
-    params. It is also refused if it computes with a parameter of the module instead of params.
+    **Checks.** The first call checks the module. So do the first calls with other ``buffers``, with
+    ``key``, with other keywords or flags, and under ``no_grad``. A call is refused if it
+    writes to a tensor of the module or of params, or assigns to a buffer. It is also refused if it
+    computes with a parameter of the module instead of params.
     There is no check under a compiler: call ``apply`` once without it. Each call makes the objects
     that refer to the module anew. Closures and sets are shared.
 
@@ -130,8 +131,10 @@ class Apply:
         never_compiled_alone(Apply.__call__)
         buffers = dict(module.named_buffers())
         held: dict[int, tuple[str, Tensor]] = {id(p): (name, p) for name, p in trained.items()}
-        for name, each in [*buffers.items(), *module.named_parameters(), *plan.held_by(module)]:
-            if isinstance(each, Tensor):
+        named = dict(module.named_parameters())
+        for name, each in [*buffers.items(), *named.items(), *plan.held_by(module)]:
+            # spectral_norm puts an alias of weight_orig in place of a weight that it computes.
+            if isinstance(each, Tensor) and f"{name}_orig" not in named:
                 held.setdefault(id(each), (name, each))
         tensors = dict(held.values())
         refused.check_params(trained, tensors)
@@ -143,7 +146,7 @@ class Apply:
         self._plan = plan.plan_of(module, [*tensors.values()])
         self._models = huggingface.models_of(module)
         self._second = any(getattr(each, "batch_first", None) is False for each in module.modules())
-        self._hooks_backward = hooks_backward(module)
+        self._hooks_backward = hooks_backward(module.modules())
         self._evaluates, self._known = False, set[Any]()
         self.eval = copy(self)
         self.eval._evaluates, self.eval._known, self.eval.eval = True, set(), self.eval
@@ -171,7 +174,9 @@ class Apply:
             for owner, name in self._models.inspected:
                 inspect.signature(getattr(owner, name))  # Now the compiler knows it.
         else:
-            values, kind = [*map(_as_parameter, values)], (bool(carried), type(key), *kwargs)
+            values = [*map(_as_parameter, values)]
+            flags = [each for each in (*args, *kwargs.values()) if isinstance(each, bool | str)]
+            kind = (torch.is_grad_enabled(), type(key), *carried, len(args), *kwargs, *flags)
             if kind not in self._known:
                 # The first of a kind is looked at, and refused before it does any harm.
                 kept = {**self._constants, **dict(zip(names, values, strict=True))}
@@ -183,7 +188,8 @@ class Apply:
         with looked_at, noise:
             output = module(*args, **kwargs)
         huggingface.check_call(self._models, args, kwargs, output)
-        if kind is not None:
+        if kind not in self._known and kind is not None:
+            watch.check_assigned(module, {n: held[n] for n in self._buffers if n not in carried})
             self._known.add(kind)
         if buffers is None:
             return output
@@ -202,7 +208,7 @@ def _as_parameter(p: Tensor) -> Tensor:
 
 
 def _whole(value: Tensor, like: Tensor) -> Tensor:
-    """A mean of whole numbers, of steps say, as the whole number that it is."""
-    if value.is_floating_point() and not (like.is_floating_point() or like.is_complex()):
-        return value.round().to(like.dtype)
+    """A mean of buffers in their dtype, of whole numbers, of steps say, as the number it is."""
+    if value.is_floating_point() and not like.is_complex():
+        return (value if like.is_floating_point() else value.round()).to(like.dtype)
     return value

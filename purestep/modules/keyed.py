@@ -54,6 +54,7 @@ class Keyed(TorchFunctionMode):
                 "a module's own argument of that name by position"
             )
         self._keys, self._count, self._second = keys, count, second
+        self._frame: Any = None
         self._tokens, self._shape = own.shape, own.shape[: own.ndim - (own is not keys)]
 
     def __torch_function__(
@@ -69,9 +70,7 @@ class Keyed(TorchFunctionMode):
         if func in _DROPOUTS:
             return self._dropout(func, *args, **kwargs)
         if func is torch.rand or func is Tensor.bernoulli_:
-            drawn = self._one_each(func is not torch.rand, args, kwargs)
-            if drawn is not None:
-                return drawn
+            return self._one_each(func, args, kwargs)
         if func is functional.scaled_dot_product_attention:
             return attention(self._drop, *args, **kwargs)
         if func is functional.multi_head_attention_forward:
@@ -80,8 +79,12 @@ class Keyed(TorchFunctionMode):
 
     def _follow(self) -> None:
         """Lets a checkpoint that has begun draw the same when it computes again."""
-        frame = checkpoint_frame()
+        last, frame = self._frame, checkpoint_frame()
+        self._frame = frame
         if frame is not None and getattr(frame.recompute_fn, "func", None) is not _within:
+            # It has begun before the last one, perhaps, in which keys were used up.
+            if getattr(last, "forward_completed", None) and last.recompute_fn.args[1] < self._count:
+                raise ValueError("key= needs the tensors of checkpoints in checkpoints by position")
             # Its function is called without this mode.
             frame.recompute_fn = partial(_within, self._keys, self._count, frame.recompute_fn)
 
@@ -109,14 +112,15 @@ class Keyed(TorchFunctionMode):
     def _drop(self, x: Tensor, p: float) -> Tensor:
         return random.scaled(x, self._dropped(x, p), p)
 
-    def _one_each(self, writes: bool, args: Any, kwargs: dict[str, Any]) -> Tensor | None:
-        """One number for each example, as DropPath and StochasticDepth draw it; else None."""
+    def _one_each(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Tensor:
+        """One number for each example, as DropPath and StochasticDepth draw it, and no others."""
+        writes = func is not torch.rand
         first, *others = args or [kwargs.get("size", ())]
         shape = first.shape if writes else args if isinstance(first, int) else first
         p, rows = [*others, kwargs.get("p", 0.5)][0] if writes else 0.5, len(self._shape)
         alone = shape and (*shape[:rows],) == self._shape and {*shape[rows:]} <= {1}
         if not alone or isinstance(self._keys, TokenKeys) or not isinstance(p, float | int):
-            return None
+            raise ValueError(f"{func.__name__} draws random numbers that no key reaches: {NOISE}")
         keys: Any = self._next()
         if writes:
             made: Tensor = first.copy_(random.bernoulli(keys, p, shape[rows:]))

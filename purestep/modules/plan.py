@@ -98,7 +98,7 @@ def plan_of(module: Module, tensors: Sequence[Tensor]) -> Plan:
 
 
 def held_by(module: Module) -> Iterator[tuple[str, Any]]:
-    """Tensors and containers in the attributes of modules, and in containers there, by paths.
+    """What modules hold in attributes, and in containers there: tensors, containers and modules.
 
     >>> module = torch.nn.Linear(2, 2)
     >>> module.seen = {"last": [torch.zeros(3)]}
@@ -106,15 +106,12 @@ def held_by(module: Module) -> Iterator[tuple[str, Any]]:
     ['_parameters[weight]', '_parameters[bias]', 'seen[last][0]']
     """
     seen = set[int]()
-    todo = [
-        (f"{path}.{name}".removeprefix("."), part)
-        for path, each in module.named_modules()
-        for name, part in _parts(each)
-    ]
+    todo: list[tuple[str, Any]] = [*module.named_modules()]
     for path, thing in todo:
-        if id(thing) not in seen and isinstance(thing, (*_CONTAINERS, tuple, Tensor)):
+        if id(thing) not in seen and isinstance(thing, (*_CONTAINERS, tuple, Tensor, Module)):
             seen.add(id(thing))
-            todo += [(f"{path}[{key}]", part) for key, part in _parts(thing)]
+            name = "{}.{}" if isinstance(thing, Module) else "{}[{}]"
+            todo += [(name.format(path, key).strip("."), part) for key, part in _parts(thing)]
             yield path, thing
 
 

@@ -1,6 +1,5 @@
 """Modules and parameters that ``from_module`` refuses, with the way out."""
 
-import warnings
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
@@ -8,9 +7,9 @@ import torch
 from torch import Tensor
 from torch.nn import BatchNorm1d, BatchNorm2d, BatchNorm3d, Module, Parameter, SyncBatchNorm
 from torch.nn.parameter import is_lazy
-from torch.utils.hooks import warn_if_has_hooks
 
 from purestep import tree
+from purestep.torch_private import hooks_backward
 
 _WRAPPERS = {
     "DistributedDataParallel": "pass module.module, and ps.MeshAxis to the step",
@@ -58,9 +57,7 @@ def check_params(params: Mapping[str, Parameter], tensors: Mapping[str, Tensor])
                 f"trainable= chooses {name}, which is {tree.kind(p)} and has no gradient here: "
                 "leave it out, or hold a complex one as torch.view_as_real(p)"
             )
-        with warnings.catch_warnings(record=True, action="always") as found:
-            warn_if_has_hooks(p)
-        if found:
+        if hooks_backward([p]):
             raise TypeError(
                 f"{name} has a hook on its gradient, which apply leaves out: remove it, and do the "
                 "same in a Transform before the optimizer (ps.optim.chain)"

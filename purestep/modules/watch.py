@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Module
 
 from purestep import torch_private
 from purestep.modules.keyed import NOISE
@@ -85,6 +86,24 @@ def watched(
             raise ValueError(_WRITES.format(name))
     if keyed and _generators() != before:
         raise ValueError(_NUMBERS)
+
+
+def check_assigned(module: Module, buffers: Mapping[str, Tensor]) -> None:
+    """Refuses a call that has put another tensor in the place of one of these, which is forgotten.
+
+    A module may do so with buffers that no checkpoint keeps, such as tables of positions.
+
+    >>> module = torch.nn.BatchNorm1d(1)
+    >>> buffers = dict(module.named_buffers())
+    >>> module.running_var = module.running_var / 2
+    >>> check_assigned(module, buffers)
+    Traceback (most recent call last):
+    ...
+    ValueError: the module writes to running_var: compute a new tensor, which ...
+    """
+    for name, each in module.named_buffers():
+        if each is not buffers.get(name, each) and name in module.state_dict():
+            raise ValueError(_WRITES.format(name))
 
 
 def _generators() -> Any:

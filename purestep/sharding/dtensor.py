@@ -70,11 +70,8 @@ def from_dtensor(tree_: Tree, axis: MeshAxis) -> Tree:
         piece = leaf.to_local().detach()
         if all(each.is_replicate() for each in leaf.placements):
             return piece
-        if (
-            others
-            or type(placement) is not tensor.Shard
-            or mesh.get_group().group_name != axis.where.name
-        ):
+        fits = not others and mesh.get_group().group_name == axis.where.name
+        if type(placement) is not tensor.Shard or not fits:
             raise ValueError(
                 f"a DTensor of shape {tuple(leaf.shape)} has the placements {leaf.placements} on "
                 f"{mesh}, and a Shard lies on one axis, here {axis}: redistribute it to "

@@ -43,9 +43,8 @@ def eager(*trees: Tree) -> bool:
     (True, False)
     """
     # Not ``is_compiling``, which is true of every thread while one of them compiles.
-    if torch.compiler.is_dynamo_compiling() or torch_private.transformed():
-        return False
-    if torch_private.forward_level() >= 0:
+    seen = torch.compiler.is_dynamo_compiling() or torch_private.transformed()
+    if seen or torch_private.forward_level() >= 0:
         return False
     return not (trees and any_requires_grad(flatten(trees)[0]))
 
