@@ -15,7 +15,7 @@ from purestep import checks, tree
 from purestep.grad_and_value import grad_and_value
 from purestep.modes import ReverseModes, reverse_modes
 from purestep.objective import divisors_of
-from purestep.reverse import Inputs, Sums as Gradients, filled, unshare
+from purestep.reverse import Inputs, Sums as Gradients, filled
 from purestep.tree import accumulation_dtype
 from purestep.types import (
     Count,
@@ -134,7 +134,8 @@ def accumulate(
         checks.check_untouched(params, leaves, versions)
     grads = filled(sums, leaves)
     if recorded and tree.eager(grads):
-        unshare(grads)  # Nothing is recorded after all: they may be written to.
+        # Nothing is recorded after all: they may be written to, whatever a Function returned.
+        grads = [grad.clone() for grad in grads]
     loss = total_loss(losses, leaves[0] if leaves else torch.zeros(()))
     return Sums(tree.unflatten(structure, grads), loss, counted, aux)
 

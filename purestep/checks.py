@@ -196,10 +196,15 @@ def check_untouched(params: Params, leaves: Sequence[Tensor], versions: Sequence
             )
 
 
-def check_not_reentrant(terms: Sequence[Tensor]) -> None:
-    """Refuses reentrant checkpoints, whose own backward pass may reach params that this one skips.
+def leaves_behind(terms: Sequence[Tensor]) -> set[int]:
+    """The ids of the leaves by which autograd can differentiate these terms.
 
+    Refuses reentrant checkpoints, whose own backward pass may reach params that this one skips.
     torch refuses those that it runs, but not one behind an input that no param leads to.
+
+    >>> w = torch.ones((), requires_grad=True)
+    >>> leaves_behind([3 * w]) == {id(w)}
+    True
     """
     nodes, seen = [term.grad_fn for term in terms], set[Any]()
     while nodes:
@@ -213,6 +218,7 @@ def check_not_reentrant(terms: Sequence[Tensor]) -> None:
                     "use_reentrant=False, or to models of transformers "
                     'gradient_checkpointing_kwargs={"use_reentrant": False}'
                 )
+    return {id(node.variable) for node in seen if hasattr(node, "variable")}
 
 
 class recomputation(TorchFunctionMode):  # noqa: N801

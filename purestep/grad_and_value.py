@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from purestep import tree
+from purestep import checks, tree
 from purestep.reverse import Sums, backward, by_vjp, filled, inference
 from purestep.types import Tree
 
@@ -21,8 +21,8 @@ def grad_and_value(
 
     ``torch.func`` keeps every activation until the backward pass ends, for a second derivative.
     This function frees each activation as soon as the backward pass has used it. Under a transform
-    it calls ``torch.func.vjp``, where second derivatives work. Elsewhere, tensors that ``func``
-    closes over are constants: pass them as arguments to differentiate by them.
+    it calls ``torch.func.vjp``, where second derivatives work. So it does, after a first try, where
+    ``func`` closes over tensors that require grad, as a loss does that differentiates by its data.
 
     Args:
         func: a function that returns a scalar tensor, or ``(scalar, aux)`` with ``has_aux``.
@@ -40,11 +40,8 @@ def grad_and_value(
 
     @functools.wraps(func)
     def grads_and_value_of(*args: Any, **kwargs: Any) -> Any:
-        for position in positions:
-            if not -len(args) <= position < len(args):
-                raise ValueError(
-                    f"argnums={argnums} needs more than the {len(args)} arguments given"
-                )
+        if not all(-len(args) <= position < len(args) for position in positions):
+            raise ValueError(f"{argnums=} needs more than the {len(args)} arguments given")
         leaves, structure = tree.flatten(tuple(args[position] for position in positions))
         aux_structure: tree.Structure = None
 
@@ -58,12 +55,18 @@ def grad_and_value(
             aux_leaves, aux_structure = tree.flatten(aux)
             return value, aux_leaves
 
-        if tree.eager(args, kwargs) and not inference(leaves):
+        plain = tree.eager(args, kwargs) and not inference(leaves)
+        if plain:
             sums = Sums([None] * len(leaves), [leaf.dtype for leaf in leaves])
             own = [leaf.detach().requires_grad_() for leaf in leaves]
             with torch.enable_grad():
                 value, aux_leaves = over_leaves(*own)
-            backward([value], [torch.ones_like(value)], own, sums, check=True)
+            # What else it depends on may be differentiated later, as in a loss.
+            others = checks.leaves_behind([value]) - {*map(id, own)}
+            plain = not (others and torch.is_grad_enabled())
+        if plain:
+            with checks.recomputation(own):
+                backward([value], [torch.ones_like(value)], own, sums)
             pulled = filled(sums, leaves)
             value, aux_leaves = tree.detached((value, aux_leaves))
         else:

@@ -161,7 +161,7 @@ def compiled(loss_fn: LossFn, compile: bool | Compiler) -> Reverse:
         beside: Beside
         made, beside = one(params, so_far, dtypes, *inputs[2:5])
         if so_far is None:
-            unshare(made)
+            unshare(made, [*inputs.leaves, *tree.leaves_of(inputs.microbatch), inputs.weights])
         if ready is not None:
             made = [ready(index, total) for index, total in enumerate(made)]
         values[:] = made

@@ -55,3 +55,14 @@ def test_leaves_and_data_that_share_memory_are_refused(make: Any, refused: str) 
     new, _, _ = step(params, SGD.init(params), group)
     assert all(new[name] is params[name] for name in params)
     assert all(map(torch.equal, new.values(), expected.values()))
+
+
+def test_a_call_under_a_transform_does_not_make_the_checks_of_later_ones() -> None:
+    w, x = torch.ones(2), torch.ones(2)
+    step = ps.make_update_step(
+        lambda p, m: p["a"] * p["b"] * m, SGD, weight_fn=torch.ones_like, donate=True
+    )
+    state = SGD.init({"a": w, "b": w})
+    torch.func.grad(lambda p: step(p, state, [x])[0]["a"].sum())({"a": w, "b": w})
+    with pytest.raises(ValueError, match="memory"):
+        step({"a": w, "b": w}, state, [x])

@@ -30,6 +30,29 @@ def test_argnums() -> None:
     assert ps.grad_and_value(lambda x, y: x * y * y, argnums=(1, 0))(x, y)[0] == (12, 9)
 
 
+def energy(w: Tensor, x: Tensor) -> Tensor:
+    return (w * x).sin().sum() + (w * x).square().prod()
+
+
+def test_in_a_function_that_is_differentiated() -> None:
+    """As torch.func's: in a loss that matches forces, and in one of the same kind."""
+    w, x = torch.rand(3, dtype=torch.float64), torch.rand(3, dtype=torch.float64)
+    sgd, made = ps.optim.sgd(1.0), list[Tensor]()
+    for grad in (ps.grad_and_value, torch.func.grad_and_value):
+
+        def forces(w: Tensor, x: Tensor, grad: Any = grad) -> Tensor:
+            found: Tensor = grad(lambda x: energy(w, x))(x)[0]
+            return found**2
+
+        step = ps.make_update_step(forces, sgd, weight_fn=torch.ones_like)
+        made += [step(w, sgd.init(w), [x])[0], grad(lambda w: forces(w, x).sum())(w)[0]]
+        with torch.no_grad():
+            made.append(forces(w.clone().requires_grad_(), x))
+    for ours, theirs in zip(made[:3], made[3:], strict=True):
+        torch.testing.assert_close(ours, theirs)
+        assert not ours.requires_grad
+
+
 def test_registered_classes_and_none() -> None:
     dataclass: Any = optree.dataclasses.dataclass
 

@@ -24,8 +24,8 @@ OTHERS = {"__init__", "random", "remat", "state", "torch_private"}
 """The files at the top that are not the core."""
 
 BUDGETS = {
-    "core": 1070, "tree": 390, "axis": 1025, "sharding": 135, "optim": 830, "data": 602,
-    "checkpoint": 300, "losses": 370, "modules": 600, "compiling": 245, "others": 470,
+    "core": 1071, "tree": 390, "axis": 1025, "sharding": 135, "optim": 830, "data": 602,
+    "checkpoint": 300, "losses": 370, "modules": 600, "compiling": 245, "others": 469,
 }  # fmt: skip
 """Lines of code. What one room does not need, another may have; LIBRARY holds the sum."""
 
@@ -47,7 +47,7 @@ PRIVATE = 16
 SEAMS = {
     "tree/leaves.py": 12, "tree/alike.py": 1, "tree/structure.py": 2,
     "axis/laws.py": 1, "axis/ranks.py": 4, "axis/session.py": 1, "axis/whole.py": 1,
-    "accumulate.py": 3, "modes.py": 2, "evaluation.py": 1, "grad_and_value.py": 1, "step.py": 4,
+    "accumulate.py": 3, "modes.py": 2, "evaluation.py": 1, "grad_and_value.py": 1, "step.py": 5,
     "checks.py": 2, "weights.py": 2, "remat.py": 2,
     "modules/apply.py": 1, "modules/keyed.py": 1, "modules/plan.py": 1,
     "optim/leafwise.py": 1, "optim/partition.py": 2, "optim/torch_optim.py": 1,

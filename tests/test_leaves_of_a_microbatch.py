@@ -130,9 +130,12 @@ class Dot(torch.autograd.Function):
     """Its backward pass returns a tensor that it has saved."""
 
     @staticmethod
-    def forward(ctx: Any, w: Tensor, x: Tensor) -> Tensor:
-        ctx.save_for_backward(x)
+    def forward(w: Tensor, x: Tensor) -> Tensor:
         return (w * x).sum().view(1)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Tensor) -> None:
+        ctx.save_for_backward(inputs[1])
 
     @staticmethod
     def backward(ctx: Any, _: Tensor) -> Any:
@@ -140,17 +143,25 @@ class Dot(torch.autograd.Function):
         return x.detach(), None
 
 
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated")  # what torch's compiler does
 @pytest.mark.parametrize("normalize", ["loss", "grads"])
 @pytest.mark.parametrize("k", [1, 3])
-def test_a_gradient_that_is_the_data(normalize: Any, k: int) -> None:
-    """Data are not written to, by sums or by clipping."""
+@pytest.mark.parametrize("way", ["plain", "recorded", "compiled"])
+@pytest.mark.parametrize("of", ["x", "w"])
+def test_a_gradient_that_is_the_data(normalize: Any, k: int, way: str, of: str) -> None:
+    """Neither data nor params are written to, by sums or by clipping."""
     apply: Any = Dot.apply
     optimizer = ps.optim.chain(ps.optim.clip_by_global_norm(1e-3), ps.optim.sgd(1.0))
-    how = {"weight_fn": lambda _: torch.ones(1), "normalize": normalize}
-    step = ps.make_update_step(lambda w, m: apply(w, m["x"]), optimizer, **how)
-    w, m = torch.zeros(2), {"x": torch.tensor([1.0, 2.0])}
-    step(w, optimizer.init(w), [m] * k)
-    assert m["x"].tolist() == [1, 2]
+    compile = partial(torch.compile, backend="aot_eager") if way == "compiled" else False
+    how: Any = {"weight_fn": lambda _: torch.ones(1), "normalize": normalize, "compile": compile}
+    step = ps.make_update_step(
+        lambda w, m: apply(w, {"w": w.detach(), **m}[of]) + m["z"], optimizer, **how
+    )
+    z = torch.zeros((), requires_grad=way == "recorded")
+    w, m = torch.tensor([1.0, 2.0]), {"x": torch.tensor([1.0, 2.0]), "z": z}
+    new, _, _ = step(w, optimizer.init(w), [m] * k)
+    torch.testing.assert_close(new, w * (1 - 1e-3 / 5**0.5))
+    assert w.tolist() == m["x"].tolist() == [1, 2]
 
 
 Run = Callable[[Callable[..., Any], list[Tensor]], Any]

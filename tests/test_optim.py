@@ -60,6 +60,24 @@ def test_a_state_is_complete_and_detached_and_update_leaves_it_alone(name: str) 
     assert len([*states_of(optimizer, PARAMS, [GRADS] * 2)]) == 2
 
 
+@pytest.mark.parametrize("name", RECIPES)
+def test_gradients_that_require_grad_move_the_same(name: str) -> None:
+    """As those of a clip at a norm that is learned, in float32, which kernels take."""
+    found: list[Any] = []
+    for norm in (torch.tensor(0.5), torch.tensor(0.5, requires_grad=True)):
+        optimizer = ps.optim.chain(ps.optim.clip_by_global_norm(norm), RECIPES[name](0.1))
+        step = ps.make_update_step(
+            lambda p, m: (p["w"].sum() + p["b"].sum()) * m, optimizer, weight_fn=torch.ones_like
+        )
+        params: Any = tree.map(Tensor.float, PARAMS)
+        state = optimizer.init(params)
+        for scale in (1.0, 2.0):
+            params, state, _ = step(params, state, [torch.tensor([scale])])
+        found.append((params, state))
+    assert found[1][0]["w"].requires_grad
+    torch.testing.assert_close(tree.detached(found[1]), found[0])
+
+
 PAPERS: dict[str, tuple[Any, dict[str, Any]]] = {
     "adamw": (ps.optim.adamw, {"b1": 0.9, "b2": 0.999, "eps": 1e-8, "weight_decay": 1e-2}),
     "scale_by_adam": (ps.optim.scale_by_adam, {"b1": 0.9, "b2": 0.999, "eps": 1e-8}),

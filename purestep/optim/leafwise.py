@@ -86,7 +86,8 @@ def leafwise(
             applied = None
         columns, structures, step = taken(grads, state, params)
         given = numbers if settled else [rate_at(each, step) for each in numbers]
-        if not settled and tree.any_requires_grad(given):
+        # A rate may require grad, or a number of a transform before this one.
+        if tree.any_requires_grad([*given, *columns[0]]):
             return over(kind(init, update), grads, state, params, applied)
         if counts:
             step.add_(1 if applied is None else applied)
