@@ -114,20 +114,21 @@ def test_compiled_of_views() -> None:
         torch.testing.assert_close(compiled(few, many), views(few, many))
 
 
-def test_a_compiled_step_takes_powers_once() -> None:
+def test_a_compiled_step_of_many_networks_takes_powers_once() -> None:
     """As many as there are in the formula, in none of the loops over elements."""
 
     def loss_fn(params: list[Tensor], x: Tensor) -> Tensor:
-        return sum((leaf @ x for leaf in params), torch.zeros(()))
+        return sum((leaf.sum() * x for leaf in params), torch.zeros(()))
 
     optimizer = ps.optim.adamw(0.1)
     update_step = ps.make_update_step(loss_fn, optimizer, weight_fn=lambda x: x.new_ones(()))
-    params = [torch.ones(size) for size in (64, 64, 64)]
-    step = ps.compile(update_step, fullgraph=True)
-    given = params, optimizer.init(params), [torch.ones(64)]
+    params = [torch.ones(8, 64), torch.ones(8, 16, 16)]
+    networks = torch.vmap(lambda params, state, x: update_step(params, state, [x]))
+    given = params, torch.vmap(optimizer.init)(params), torch.ones(8)
+    step = ps.compile(networks, fullgraph=True)
     (new, *_), code = torch_private.code_of_the_compiler(step, *given)
     assert code.count("std::pow(") == 2
-    torch.testing.assert_close(new, update_step(*given)[0])
+    torch.testing.assert_close(new, networks(*given)[0])
 
 
 def integers(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -174,3 +174,13 @@ def test_what_is_no_prefix_is_refused(prefix: Any, whole: Any, compiled: bool) -
     # The compiler cannot follow the message, and says so instead.
     with pytest.raises(RuntimeError if compiled else ValueError):
         run(torch.ones(2))
+
+
+def test_containers_without_leaves_stay_in_a_trace() -> None:
+    whole = {"a": torch.ones(2), "b": [()]}
+
+    def spread(leaf: torch.Tensor) -> Any:
+        return leaf, tree.map(lambda _: "x", {**whole, "a": leaf})
+
+    run = torch.compile(spread, fullgraph=True, backend="eager")
+    assert run(torch.ones(2))[1] == {"a": "x", "b": [()]}
