@@ -89,10 +89,13 @@ def training(choose: Chooser) -> Training:
 
 
 def real_training(choose: Chooser) -> Training:
-    """A transformer, whose products round; with the optimizers of torch, too."""
+    """A transformer, whose products round; with the optimizers of torch, too.
+
+    Without gaps, which no copy keeps: products in half precision round in another way where there are some.
+    """
     generator = choose.generator()
     params = models.transformer_params(generator, choose.choice([torch.float32, torch.bfloat16]))
-    params = laid_out(params, choose.choice(LAYOUTS[:3]))
+    params = laid_out(params, choose.choice(LAYOUTS[:2]))
     optimizer = choose.choice([*OPTIMIZERS.values(), *ADAPTED.values()])
     shape = (choose.randint(2, 6), 2, models.CONTEXT)
     tokens, labels = torch.randint(0, models.VOCABULARY, (2, *shape), generator=generator)

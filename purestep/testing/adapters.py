@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol, TypeAlias
 
-from torch import Tensor, nn
+from torch import nn
 
 from purestep.axis import Axis, LocalAxis
 from purestep.testing.problem import Batch, Problem
@@ -60,9 +60,7 @@ class PureTrainer:
         """The parameters, and the metrics."""
         names = ("loss", "grad_norm", "num_tokens")
         told: list[Any] = [[getattr(it, name, None) for name in names] for *_, it in self._states]
-        return [
-            Observation(state[0], *said) for state, said in zip(self._states, told, strict=True)
-        ]
+        return [Observation(it[0], *said) for it, said in zip(self._states, told, strict=True)]
 
     def save(self) -> Any:
         """A copy of the state, since a step may be given it away."""
@@ -108,10 +106,8 @@ class Loop:
         """A new module and a new optimizer."""
         module, self._problem = problem.module(), problem
         self._reported: dict[str, Any] = {}
-        made = self._prepare(module, problem) if self._prepare else None
-        self._model: Any
-        self._optimizer: Any
-        self._model, self._optimizer = made or (module, problem.optimizer(module))
+        prepare: Any = self._prepare or (lambda module, own: (module, own.optimizer(module)))
+        self._model, self._optimizer = prepare(module, problem)
 
     def update(self, microbatches: Sequence[Batch]) -> None:
         """One update in place."""
@@ -120,16 +116,13 @@ class Loop:
 
     def observe(self) -> Observation:
         """The module's parameters; where they are wrapped, by the names that they had."""
-        params = {
-            name.removeprefix("module."): _whole(p.detach()).clone()
-            for name, p in self._model.named_parameters()
-        }
+        own = self._model.named_parameters()
+        params = {n.removeprefix("module."): _whole(p.detach()).clone() for n, p in own}
         return Observation(params, **self._reported)
 
 
-def _whole(x: Any) -> Tensor:
-    whole: Tensor = x.full_tensor() if hasattr(x, "full_tensor") else x
-    return whole
+def _whole(x: Any) -> Any:
+    return x.full_tensor() if hasattr(x, "full_tensor") else x
 
 
 class OneRank:

@@ -17,9 +17,9 @@ from purestep.testing.specification import Specification, together
 from purestep.testing.trainer import Evaluating, Group, Observation, Trainer
 from purestep.testing.watch import Watch
 
-Act: TypeAlias = Literal["restart", "look"] | Group
-"""An update on a group; "restart": the state is saved, and put back after a fresh start; "look":
-it is observed, and evaluates the group before."""
+Act: TypeAlias = Literal["restart", "save", "look"] | Group
+"""An update on a group; "save": the state is saved; "restart": the same, another update is lost,
+and the state is put back after a fresh start; "look": it is observed, and evaluates the group."""
 
 
 class Run(NamedTuple):
@@ -79,11 +79,13 @@ class Case:
             start = f"it.start(problem, ranks={run.ranks})"
             lines += ["", f"it = {trainer}  # {run.how}"]
             lines += [start] if run.setting is None else [f"it.use({run.setting!r})", start]
-            for act in run.acts:
+            for at, act in enumerate(run.acts):
                 if act == "restart":
-                    lines += ["saved = it.save()", start, "it.load(saved)"]
-                elif act == "look":
-                    lines += ["it.observe()", 'hasattr(it, "evaluate") and it.evaluate(group)']
+                    lost = ["it.update(group)"] * (at > 0)
+                    lines += ["saved = it.save()", *lost, start, "it.load(saved)"]
+                elif isinstance(act, str):
+                    looks = ["it.observe()", 'hasattr(it, "evaluate") and it.evaluate(group)']
+                    lines += looks if act == "look" else ["it.save()"]
                 else:
                     shares = ", ".join(f"[{', '.join(map(_code, share))}]" for share in act)
                     lines += [f"group = [{shares}]", "it.update(group)"]
@@ -175,10 +177,11 @@ def _after(trainer: Any, problem: Problem, run: Run, watch: Watch) -> list[Obser
     for act in run.acts:
         if act == "restart":
             saved = trainer.save()
+            watch.call(trainer.update, group) if group else None
             trainer.start(problem, run.ranks)
             trainer.load(saved)
-        elif act == "look":
-            look(group)
+        elif isinstance(act, str):
+            look(group) if act == "look" else trainer.save()
         else:
             group = act
             watch.call(trainer.update, group)

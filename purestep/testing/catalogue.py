@@ -210,15 +210,20 @@ def _pure(trainer: Any, case: Case) -> bool:
 @TrainerLaw("T6", "purity", claim=_pure, parts=("bits", "inputs", "global state"))
 def _purity(draw: Draw, trainer: Any, part: str) -> Case:
     """The same start and data give the same bits; data and global state stay as they were."""
-    return _written_twice(draw, trainer, "look", part)
+    return _written_twice(draw, trainer, "look", part, _dropout(draw, trainer))
 
 
-def _interrupted(draw: Draw, trainer: Any, act: Act | None = None, how: str = "") -> Case:
+def _dropout(draw: Draw, trainer: Any) -> float:
+    return draw.one([0.0, 0.5]) if trainer.abilities.dropout else 0.0
+
+
+def _interrupted(draw: Draw, trainer: Any, act: Act | None = None, dropout: float = 0.0) -> Case:
     """Updates, and the same with something between them that makes no difference."""
     abilities = trainer.abilities
     size = draw.one(range(1, abilities.ranks + 1))
-    updates = _updates(draw, abilities, range(1, 7), size)
+    updates = _updates(draw, abilities, range(1, 7), size, keyed=dropout > 0)
     batch, reports = updates[0][0][0], () if act else Case.reports
+    how = "saved and put back" if act == "restart" else "saved"
     if act is None and abilities.skips and "y" in batch and draw.one([False, True]):
         spoilt, at = {**batch, "y": batch["y"].clone()}, draw.one(range(size))
         spoilt["y"][tuple(batch["w"].nonzero()[0])] = draw.one([float("nan"), float("inf")])
@@ -235,7 +240,8 @@ def _interrupted(draw: Draw, trainer: Any, act: Act | None = None, how: str = ""
         acts.insert(place, act)
     how = f"{how} before update {' and '.join(str(place + 1) for place in places)}"
     first, second = Run(updates, "one run", size), Run(acts, how, size)
-    return Case(problem_of(draw, abilities), first, second, () if acts[-1] is act else reports)
+    problem = problem_of(draw, abilities, dropout=dropout)
+    return Case(problem, first, second, () if acts[-1] is act else reports)
 
 
 @TrainerLaw("T7", "identity")
@@ -259,7 +265,7 @@ def _randomness(draw: Draw, trainer: Any, part: str) -> Case:
 @TrainerLaw("T16", "resume", lambda it: isinstance(it, Resumable), "it cannot be saved here")
 def _resume(draw: Draw, trainer: Any, part: str) -> Case:
     """Saving, starting anew, loading and going on is never having stopped."""
-    return _interrupted(draw, trainer, "restart", "saved and put back")
+    return _interrupted(draw, trainer, draw.one(["restart", "save"]), _dropout(draw, trainer))
 
 
 @TrainerLaw("T17", "settings", lambda it: isinstance(it, Switchable), "it has one way")

@@ -67,7 +67,7 @@ class Watch:
             put(self._kept[name])
 
 
-def _alike(one: Any, other: Any) -> bool:
-    if isinstance(one, Tensor):
-        return isinstance(other, Tensor) and one.dtype == other.dtype and torch.equal(one, other)
-    return pickle.dumps(one) == pickle.dumps(other)
+def _alike(x: Any, y: Any) -> bool:
+    if isinstance(x, Tensor) and isinstance(y, Tensor):
+        return (x.dtype, x.requires_grad) == (y.dtype, y.requires_grad) and torch.equal(x, y)
+    return pickle.dumps(x) == pickle.dumps(y)
