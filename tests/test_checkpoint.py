@@ -266,8 +266,7 @@ def test_programs_that_save_in_one_folder_do_not_meet(tmp_path: Path) -> None:
     with ThreadPoolExecutor(4) as pool:
         for step in range(20):
             save = partial(ps.checkpoint.save_step, tmp_path, step, {"w": torch.ones(3)}, keep=1)
-            for saved in [pool.submit(save) for _ in range(4)]:
-                saved.result()
+            assert [*pool.map(lambda _, save=save: save(), range(4))] == [None] * 4
     assert files(tmp_path) == {"00000019"}
 
 

@@ -58,11 +58,9 @@ def test_leaves_and_data_that_share_memory_are_refused(make: Any, refused: str) 
 
 
 def test_a_call_under_a_transform_does_not_make_the_checks_of_later_ones() -> None:
-    w, x = torch.ones(2), torch.ones(2)
-    step = ps.make_update_step(
-        lambda p, m: p["a"] * p["b"] * m, SGD, weight_fn=torch.ones_like, donate=True
-    )
-    state = SGD.init({"a": w, "b": w})
-    torch.func.grad(lambda p: step(p, state, [x])[0]["a"].sum())({"a": w, "b": w})
+    params, x = dict.fromkeys("ab", torch.ones(2)), torch.ones(2)
+    state, loss_fn = SGD.init(params), lambda p, m: p["a"] * p["b"] * m
+    step = ps.make_update_step(loss_fn, SGD, weight_fn=torch.ones_like, donate=True)
+    torch.func.grad(lambda p: step(p, state, [x])[0]["a"].sum())(params)
     with pytest.raises(ValueError, match="memory"):
-        step({"a": w, "b": w}, state, [x])
+        step(params, state, [x])

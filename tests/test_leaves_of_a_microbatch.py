@@ -109,23 +109,6 @@ def test_a_sum_that_is_ready_is_taken(dtype: torch.dtype, accum_dtype: Any) -> N
             assert len({grad.data_ptr() for grad in grads}) == 8
 
 
-@pytest.mark.parametrize("normalize", ["loss", "grads"])
-def test_a_shared_gradient_in_a_recorded_step(normalize: Any) -> None:
-    """Recorded by data that its gradients do not depend on, a step works on them in place."""
-    optimizer, how = ps.optim.sgd(1.0, 0.5), {"weight_fn": x_ones, "normalize": normalize}
-
-    def loss_fn(p: list[Tensor], m: dict[str, Tensor]) -> Tensor:
-        return torch.stack(p).sum(0) * m["x"] + m["z"]
-
-    step = ps.make_update_step(loss_fn, optimizer, **how)
-    params: Any = [torch.zeros(1), torch.zeros(1)]
-    state = optimizer.init(params)
-    group = [{"x": torch.tensor([16.0, 14.0]), "z": torch.zeros(1, requires_grad=True)}]
-    for expected in (-15, -15 * 2.5):
-        params, state, _ = step(params, state, group)
-        assert torch.cat(params).tolist() == [expected] * 2
-
-
 class Dot(torch.autograd.Function):
     """Its backward pass returns a tensor that it has saved."""
 
@@ -154,9 +137,8 @@ def test_a_gradient_that_is_the_data(normalize: Any, k: int, way: str, of: str) 
     optimizer = ps.optim.chain(ps.optim.clip_by_global_norm(1e-3), ps.optim.sgd(1.0))
     compile = partial(torch.compile, backend="aot_eager") if way == "compiled" else False
     how: Any = {"weight_fn": lambda _: torch.ones(1), "normalize": normalize, "compile": compile}
-    step = ps.make_update_step(
-        lambda w, m: apply(w, {"w": w.detach(), **m}[of]) + m["z"], optimizer, **how
-    )
+    loss_fn: Any = lambda w, m: apply(w, {"w": w.detach(), **m}[of]) + m["z"]  # noqa: E731
+    step = ps.make_update_step(loss_fn, optimizer, **how)
     z = torch.zeros((), requires_grad=way == "recorded")
     w, m = torch.tensor([1.0, 2.0]), {"x": torch.tensor([1.0, 2.0]), "z": z}
     new, _, _ = step(w, optimizer.init(w), [m] * k)

@@ -174,15 +174,9 @@ class Sharded(FSDPModule, nn.Linear):
     pass
 
 
-def masked() -> nn.Module:
+def masked(way: str = "register_hook") -> nn.Module:
     module = linear()
-    module.weight.register_hook(lambda grad: grad * 0)
-    return module
-
-
-def stepped() -> nn.Module:
-    module = linear()
-    module.weight.register_post_accumulate_grad_hook(lambda p: None)
+    getattr(module.weight, way)(lambda _: None)
     return module
 
 
@@ -208,7 +202,7 @@ REFUSED: list[tuple[Callable[[], Any], Any, type[Exception], str]] = [
     (lambda: torch.compile(linear()), None, TypeError, r"is a OptimizedModule.* compile=True"),
     (lambda: {"w": torch.ones(1)}, None, TypeError, r"takes an nn\.Module, got dict"),
     (masked, None, TypeError, r"^weight has a hook on its gradient, .* Transform"),
-    (stepped, None, TypeError, r"^weight has a hook on its gradient, .* Transform"),
+    (lambda: masked("register_post_accumulate_grad_hook"), None, TypeError, r"^weight has a hook on its gradient, .* Transform"),
     (aliased, None, ValueError, r"^[01]\.weight, which trains, shares memory with [01]\.weight, .* one Parameter"),
     (aliased, "0.weight", ValueError, r"^0\.weight, which trains, shares memory with 1\.weight, .* one Parameter"),
     (viewed, None, ValueError, r"^weight, which trains, shares memory with kept\[0\], .* compute kept\[0\] in forward"),

@@ -177,10 +177,8 @@ def test_what_is_no_prefix_is_refused(prefix: Any, whole: Any, compiled: bool) -
 
 
 def test_containers_without_leaves_stay_in_a_trace() -> None:
-    whole = {"a": torch.ones(2), "b": [()]}
-
     def spread(leaf: torch.Tensor) -> Any:
-        return leaf, tree.map(lambda _: "x", {**whole, "a": leaf})
+        return leaf, tree.map(lambda _: "x", {"a": leaf, "b": [()]})
 
     run = torch.compile(spread, fullgraph=True, backend="eager")
     assert run(torch.ones(2))[1] == {"a": "x", "b": [()]}
