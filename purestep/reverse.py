@@ -117,7 +117,7 @@ def backward(
             leaf.register_post_accumulate_grad_hook(hand_over)
     given: Any = tuple(terms), tuple(cotangents), False, False, tuple(own)
     if check:
-        checks.leaves_behind(terms)
+        checks.leaves_behind(terms)  # which refuses reentrant checkpoints
         with checks.recomputation(own):
             run_backward(*given, allow_unreachable=True, accumulate_grad=True)
     else:

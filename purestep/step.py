@@ -152,7 +152,7 @@ def make_update_step(
         )
         if axis.own_programs:
             checks.check_unrecorded(new_params, axis)
-        # What a loss does shows where it is called, and in part where nothing is recorded.
+        # A loss is checked where it is called, and in part only where nothing is recorded.
         if new and len(microbatches) and tree.eager(params, opt_state):
             checked[ranks.rank] = [*checked.get(ranks.rank, [])[-7:], tree.flatten(params)[1]]
         if sums.loss.requires_grad or not tree.is_empty(sums.aux) or not tree.eager():

@@ -207,7 +207,7 @@ def test_a_checkpoint_that_begins_with_another_is_refused() -> None:
     def outer(x: Tensor) -> Tensor:
         return functional.dropout(checkpoint(functional.dropout, input=x, use_reentrant=False))
 
-    with pytest.raises(ValueError, match="checkpoints in checkpoints by position"):
+    with pytest.raises(ValueError, match="with key=, pass tensors to checkpoints by position"):
         called(lambda x: checkpoint(outer, x, use_reentrant=False))
     called(outer)
 

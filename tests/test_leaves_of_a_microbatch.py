@@ -137,7 +137,10 @@ def test_a_gradient_that_is_the_data(normalize: Any, k: int, way: str, of: str) 
     optimizer = ps.optim.chain(ps.optim.clip_by_global_norm(1e-3), ps.optim.sgd(1.0))
     compile = partial(torch.compile, backend="aot_eager") if way == "compiled" else False
     how: Any = {"weight_fn": lambda _: torch.ones(1), "normalize": normalize, "compile": compile}
-    loss_fn: Any = lambda w, m: apply(w, {"w": w.detach(), **m}[of]) + m["z"]  # noqa: E731
+
+    def loss_fn(w: Tensor, m: Any) -> Tensor:
+        return apply(w, {"w": w.detach(), **m}[of]) + m["z"]
+
     step = ps.make_update_step(loss_fn, optimizer, **how)
     z = torch.zeros((), requires_grad=way == "recorded")
     w, m = torch.tensor([1.0, 2.0]), {"x": torch.tensor([1.0, 2.0]), "z": z}

@@ -64,7 +64,10 @@ def test_a_state_is_complete_and_detached_and_update_leaves_it_alone(name: str) 
 def test_gradients_that_require_grad_move_the_same(name: str) -> None:
     """As those of a clip at a norm that is learned, in float32, which kernels take."""
     found: list[Any] = []
-    loss_fn: Any = lambda p, m: (p["w"].sum() + p["b"].sum()) * m  # noqa: E731
+
+    def loss_fn(p: Any, m: Tensor) -> Tensor:
+        return (p["w"].sum() + p["b"].sum()) * m
+
     for norm in (torch.tensor(0.5), torch.tensor(0.5, requires_grad=True)):
         optimizer = ps.optim.chain(ps.optim.clip_by_global_norm(norm), RECIPES[name](0.1))
         step = ps.make_update_step(loss_fn, optimizer, weight_fn=torch.ones_like)

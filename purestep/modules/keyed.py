@@ -82,9 +82,9 @@ class Keyed(TorchFunctionMode):
         last, frame = self._frame, checkpoint_frame()
         self._frame = frame
         if frame is not None and getattr(frame.recompute_fn, "func", None) is not _within:
-            # It has begun before the last one, perhaps, in which keys were used up.
+            # It may have begun before the last one, which has drawn.
             if getattr(last, "forward_completed", None) and last.recompute_fn.args[1] < self._count:
-                raise ValueError("key= needs the tensors of checkpoints in checkpoints by position")
+                raise ValueError("with key=, pass tensors to checkpoints by position")
             # Its function is called without this mode.
             frame.recompute_fn = partial(_within, self._keys, self._count, frame.recompute_fn)
 

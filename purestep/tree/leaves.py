@@ -43,8 +43,8 @@ def eager(*trees: Tree) -> bool:
     (True, False)
     """
     # Not ``is_compiling``, which is true of every thread while one of them compiles.
-    seen = torch.compiler.is_dynamo_compiling() or torch_private.transformed()
-    if seen or torch_private.forward_level() >= 0:
+    traced = torch.compiler.is_dynamo_compiling() or torch_private.transformed()
+    if traced or torch_private.forward_level() >= 0:
         return False
     return not (trees and any_requires_grad(flatten(trees)[0]))
 
