@@ -30,7 +30,7 @@ from transformers import (
 import purestep as ps
 from purestep import tree
 from purestep.examples import picture
-from purestep.examples.docstrings import docstrings, docstrings_of
+from purestep.examples.docstrings import docstrings, docstrings_of, folder_of_python
 
 Params = dict[str, Tensor]
 Batch = dict[str, Tensor]
@@ -38,7 +38,6 @@ Batch = dict[str, Tensor]
 CONTEXT = 256
 DOCUMENTS = 8  # in a microbatch
 MICROBATCHES = 2  # in an update
-HELD_OUT = 60
 PYTHON, TORCH = "Python's docstrings", "torch's docstrings"
 
 
@@ -156,6 +155,7 @@ def changes(params: Params, apply: Any, documents: Sequence[Batch]) -> dict[str,
     """By how much the loss per token of two documents changes when they share a row."""
     loss_fn = loss_of(apply.eval)
 
+    @torch.no_grad()
     def total(batch: Batch) -> float:
         return float(loss_fn(params, batch).sum(dtype=torch.float64))
 
@@ -210,19 +210,27 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Trains a Llama, and a LoRA on it; saves and loads both; draws."""
     parser = picture.parser(__doc__, "huggingface", 300)
     parser.add_argument("--lora-steps", type=picture.positive, default=100)
+    parser.add_argument("--held-out", type=int, default=60, help="docstrings of each")
+    parser.add_argument("--docstrings-of", type=folder_of_python, help="instead of Python's own")
     parser.add_argument("--out", type=Path, default=Path("huggingface"), help="folder of models")
     options = parser.parse_args(arguments)
     llama, adapters = options.out / "llama", options.out / "lora"
     llama.mkdir(parents=True, exist_ok=True)
 
     torch.manual_seed(0)
-    texts = {PYTHON: [text.decode() for text in docstrings()], TORCH: torch_docstrings()}
+    python = [text.decode() for text in docstrings(options.docstrings_of)]
+    texts = {PYTHON: python, TORCH: torch_docstrings()}
     tokenizer = tokenizer_of(texts[PYTHON])
     examples, held_out = {}, {}
     for name, each in texts.items():
         order = torch.randperm(len(each)).tolist()
         every = examples_of([each[i] for i in order], tokenizer)
-        held_out[name], examples[name] = every[:HELD_OUT], every[HELD_OUT:]
+        if not 1 < options.held_out < len(every):
+            parser.error(
+                f"--held-out {options.held_out} of {len(every)} of {name}: 2 at least, not all"
+            )
+        held_out[name] = every[: options.held_out]
+        examples[name] = every[options.held_out :]
         print(f"{name}: {len(every)}, {sum(len(e['labels']) for e in every):,} tokens")
 
     model = small_llama(len(tokenizer))
