@@ -76,7 +76,7 @@ def in_place(loss_fn: LossFn) -> Reverse:
                 loss_fn, params, inputs.microbatch, inputs.weights, inputs.divisors
             )
         loss = value(terms, cotangents, constant=True)
-        data, _ = tree.flatten(inputs.microbatch)
+        data = inputs.microbatch
         reached = backward(terms, cotangents, own, sums, ready, data=data, check=inputs.check)
         torch.clear_autocast_cache()  # Its casts of these leaves are of no use any more.
         return Beside(loss, weights, tree.detached(aux) if not tree.is_empty(aux) else (), reached)
@@ -91,7 +91,7 @@ def backward(
     sums: Sums,
     ready: Ready | None = None,
     *,
-    data: Sequence[Any] = (),
+    data: Tree = (),
     check: bool = False,
 ) -> bool:
     """Adds the gradients of Σ term · cotangent to the sums; whether any leaf received one.
@@ -127,7 +127,7 @@ def backward(
         leaf.grad = None  # A loss that keeps its leaves does not keep the sums.
     came = any(map(is_not, sums.values, repeat(None)))
     if any(map(is_, before, repeat(None))):
-        unshare(sums.values, [*cotangents, *own, *data], before)
+        unshare(sums.values, [*cotangents, *own, *tree.leaves_of(data)], before)
     return came
 
 

@@ -31,7 +31,7 @@ BUDGETS = {
 
 LIBRARY = 6000
 
-LATER = {"testing": 1500, "examples": 1290}
+LATER = {"testing": 1500, "examples": 1295}
 """Beside the library."""
 
 ORDER = [

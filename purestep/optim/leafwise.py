@@ -130,17 +130,13 @@ def alike(*trees: Tree) -> tuple[list[list[Tensor]], list[Any], set[torch.dtype]
     Kernels would not ask, and plain arithmetic would broadcast, or round to integers.
     """
     leaves, structure = tree.flatten(trees)
-    structures, dtypes = structure.children(), set()
+    structures, dtypes = structure.children(), {leaf.dtype for leaf in leaves}
     count = structures[0].num_leaves
-    if structures != structures[:1] * len(trees):
+    if structures != structures[:1] * len(trees) or not dtypes <= SUMS:
         return None
     for leaf, other in zip(leaves, leaves[count:], strict=False):
         if leaf.shape != other.shape:
             return None
-    for leaf in leaves:
-        dtypes.add(leaf.dtype)
-    if not dtypes <= SUMS:
-        return None
     columns = []
     for n in range(len(trees)):
         columns.append(leaves[count * n : count * (n + 1)])

@@ -102,9 +102,5 @@ def _of_gradients(
     it.update([[batch]])
     # A loss near zero is a difference of larger numbers: those of the loss before stand for them.
     evaluation = max(loss, it.evaluate([[batch]]))
-    return (
-        {n: size + problem.learning_rate * norm for n, size in sizes.items()},
-        loss,
-        norm,
-        evaluation,
-    )
+    sizes = {name: size + problem.learning_rate * norm for name, size in sizes.items()}
+    return sizes, loss, norm, evaluation

@@ -19,7 +19,9 @@ from purestep.testing.watch import Watch
 
 Act: TypeAlias = Literal["restart", "save", "look"] | Group
 """An update on a group; "save": the state is saved; "restart": the same, another update is lost,
-and the state is put back after a fresh start; "look": it is observed, and evaluates the group."""
+and the state is put back after a fresh start; "look": it is observed, and evaluates a part."""
+
+LOOK = 'it.observe(); hasattr(it, "evaluate") and it.evaluate([share[:1] for share in group])'
 
 
 class Run(NamedTuple):
@@ -40,8 +42,9 @@ class Run(NamedTuple):
 class Case:
     """Two runs that must agree; ``first`` None: the second one and the specification.
 
-    ``reports`` names what the ranks' reports of the last update must agree in, too. ``scale`` is
-    how much larger the count of tokens is in the second. ``part`` is the law's.
+    ``reports`` names what the ranks' reports of the last update must agree in, too; "evaluation" is
+    of its group with rows twice as long. ``scale`` is how much larger the count of tokens is in the
+    second. ``part`` is the law's.
     """
 
     problem: Problem
@@ -79,16 +82,14 @@ class Case:
             start = f"it.start(problem, ranks={run.ranks})"
             lines += ["", f"it = {trainer}  # {run.how}"]
             lines += [start] if run.setting is None else [f"it.use({run.setting!r})", start]
-            for at, act in enumerate(run.acts):
+            lines += [_group(run.groups[0])] * isinstance(run.acts[0], str)
+            for act in run.acts:
                 if act == "restart":
-                    lost = ["it.update(group)"] * (at > 0)
-                    lines += ["saved = it.save()", *lost, start, "it.load(saved)"]
+                    lines += ["saved = it.save()", "it.update(group)", start, "it.load(saved)"]
                 elif isinstance(act, str):
-                    looks = ["it.observe()", 'hasattr(it, "evaluate") and it.evaluate(group)']
-                    lines += looks if act == "look" else ["it.save()"]
+                    lines += [LOOK if act == "look" else "it.save()"]
                 else:
-                    shares = ", ".join(f"[{', '.join(map(_code, share))}]" for share in act)
-                    lines += [f"group = [{shares}]", "it.update(group)"]
+                    lines += [_group(act), "it.update(group)"]
             lines.append("print(it.observe())")
         return "\n".join(lines)
 
@@ -111,6 +112,11 @@ def _numbers(problem: Problem) -> dict[str, float]:
 
 def _said(x: Tensor) -> str:
     return re.sub(r"\.0\b", "", str(x.tolist()))
+
+
+def _group(group: Group) -> str:
+    shares = ", ".join(f"[{', '.join(map(_code, share))}]" for share in group)
+    return f"group = [{shares}]"
 
 
 def _code(batch: Batch) -> str:
@@ -173,19 +179,25 @@ def _after(trainer: Any, problem: Problem, run: Run, watch: Watch) -> list[Obser
     if run.setting is not None:
         trainer.use(run.setting)
     trainer.start(problem, run.ranks)
-    group: Group = []
+    group = run.groups[0]
     for act in run.acts:
         if act == "restart":
             saved = trainer.save()
-            watch.call(trainer.update, group) if group else None
+            watch.call(trainer.update, group)
             trainer.start(problem, run.ranks)
             trainer.load(saved)
         elif isinstance(act, str):
-            look(group) if act == "look" else trainer.save()
+            look([share[:1] for share in group]) if act == "look" else trainer.save()
         else:
             group = act
             watch.call(trainer.update, group)
+    if not problem.task.vocabulary:  # Rows that no update has seen, with the same mean loss.
+        group = [[{key: _twice(x) for key, x in b.items()} for b in share] for share in group]
     return look(group)
+
+
+def _twice(x: Tensor) -> Tensor:
+    return x if x.ndim == 1 else torch.cat([x, x], 1)
 
 
 def agree(trainer: Trainer, case: Case) -> bool:

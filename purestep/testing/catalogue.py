@@ -92,10 +92,7 @@ def _written_twice(
     second: Layout = shares
     every = [*range(len(task.weights(batch)))]
     if change == "order":
-        second = [
-            [Part(draw.order(part.rows)) for part in draw.order(share)]
-            for share in draw.order(first)
-        ]
+        second = [[Part(draw.order(p.rows)) for p in draw.order(s)] for s in draw.order(first)]
         if second == first:
             second = [[Part(part.rows[::-1]) for part in share[::-1]] for share in first[::-1]]
     if change in ("cut", "all"):
@@ -122,7 +119,7 @@ def _written_twice(
 
     one, other = run(first), run(second)
     if change == "look":
-        looks: list[Act] = [each for act in other.acts for each in (act, "look")]
+        looks: list[Act] = ["look", *(each for act in other.acts for each in (act, "look"))]
         other = other._replace(acts=looks, how="the same again, and looked at")
     elif change == "setting":
         one, other = (
@@ -185,10 +182,8 @@ def _weights(draw: Draw, trainer: Any, part: str) -> Case:
         batch, how = _batch(draw, whole, most_rows=2, most_length=2), "each token weight times"
         times = batch["w"]
         times[0, 0] += 1 + (times[0, 0] == 0)  # Once is no change.
-        other = {
-            key: value.flatten(0, 1).repeat_interleave(times.flatten(), dim=0).unsqueeze(1)
-            for key, value in batch.items()
-        }
+        repeated = partial(torch.repeat_interleave, repeats=times.flatten(), dim=0)
+        other = {key: repeated(x.flatten(0, 1)).unsqueeze(1) for key, x in batch.items()}
         other["w"] = torch.ones_like(other["w"])
     first, second = Run([[[batch]]], "one microbatch of all rows"), Run([[[other]]], how)
     return Case(problem_of(draw, abilities), first, second, scale=scale)
@@ -227,14 +222,15 @@ def _interrupted(draw: Draw, trainer: Any, act: Act | None = None, dropout: floa
     if act is None and abilities.skips and "y" in batch and draw.one([False, True]):
         spoilt, at = {**batch, "y": batch["y"].clone()}, draw.one(range(size))
         spoilt["y"][tuple(batch["w"].nonzero()[0])] = draw.one([float("nan"), float("inf")])
-        act = [[spoilt if rank == at else batch] for rank in range(size)]
+        more = draw.one([[], [batch]])
+        act = [[spoilt if rank == at else batch, *more] for rank in range(size)]
         how = f"with a target that is not finite on rank {at} of {size}"
     elif act is None:
         counts = [draw.one(range(3)) for _ in range(size)]
         counts = counts if abilities.uneven else counts[:1] * size
         act = written(batch, abilities.task, [[Part([-1])] * count for count in counts])
         how = f"with {counts} microbatches without tokens on the ranks"
-    places = sorted({each.one(range(len(updates), -1, -1)) for each in draw.many(range(1, 3))})
+    places = sorted(each.one(range(len(updates), -1, -1)) for each in draw.many(range(1, 3)))
     acts: list[Act] = [*updates]
     for place in reversed(places):
         acts.insert(place, act)

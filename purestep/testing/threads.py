@@ -42,9 +42,7 @@ class ThreadAxis(Ranks):
 
     def __init__(self, size: int, *, bucket_bytes: int = BUCKET_BYTES) -> None:
         if not isinstance(size, int) or size < 1:
-            raise ValueError(
-                f"ThreadAxis(size={size!r}): an axis has a whole number of ranks, at least one"
-            )
+            raise ValueError(f"ThreadAxis({size=}): an axis has a whole number of ranks, from 1")
         super().__init__(bucket_bytes)
         self.size = size
         self._world = _World(size)
@@ -135,11 +133,9 @@ class ThreadAxis(Ranks):
     def across(self, inner: Ranks) -> ThreadAxis:
         """The axis over those of these ranks that stand at the same place of ``inner``."""
         assert isinstance(inner, ThreadAxis)
-        places = [inner._groups[rank].index(rank) for rank in range(self._world.size)]
-        groups = [
-            tuple(other for other in group if places[other] == places[rank])
-            for rank, group in enumerate(self._groups)
-        ]
+        at = [inner._groups[rank].index(rank) for rank in range(self._world.size)]
+        pairs = enumerate(self._groups)
+        groups = [tuple(one for one in group if at[one] == at[rank]) for rank, group in pairs]
         return self._part(groups, f"{self} across {inner}")
 
     def gather_object(self, value: Any) -> list[Any]:
@@ -211,9 +207,8 @@ class _World:
                 end = f"has raised {type(error).__name__}: {error}"
             run.end(rank, end)
 
-        threads = [
-            threading.Thread(target=thread, args=(rank,), daemon=True) for rank in range(self.size)
-        ]
+        ranks = range(self.size)
+        threads = [threading.Thread(target=thread, args=(rank,), daemon=True) for rank in ranks]
         for one in threads:
             one.start()
         for one in threads:
@@ -297,11 +292,8 @@ class _Run:
 
     def _refuse_the_impossible(self) -> None:
         """Errors for the ranks that wait for what will not come."""
-        waiting = [
-            meeting
-            for rank, meeting in self._waiting.items()
-            if rank not in meeting.results and rank not in meeting.errors
-        ]
+        both = self._waiting.items()
+        waiting = [its for rank, its in both if rank not in {*its.results, *its.errors}]
         none_computes = len(waiting) + len(self._ended) == self._size
         for meeting in waiting:
             missing = {*next(iter(meeting.calls.values())).group} - {*meeting.calls}
@@ -326,7 +318,6 @@ class _Run:
 def _together(law: str, xs: list[Tensor]) -> list[Tensor]:
     """What every rank gets of what all of them have brought."""
     result, dim = LAWS[law].across(torch.stack(xs), 0, len(xs))
-    return [
-        result.clone() if dim is None else result.select(dim, rank).clone()
-        for rank in range(len(xs))
-    ]
+    if dim is None:
+        return [result.clone() for _ in xs]
+    return [part.clone() for part in result.unbind(dim)]

@@ -1,6 +1,8 @@
 """What an update has to leave as it was: its data, and the global state of the program."""
 
+import gc
 import itertools
+import os
 import pickle
 import random
 import sys
@@ -27,7 +29,16 @@ STATE: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
     "whether gradients are recorded": (torch.is_grad_enabled, torch.set_grad_enabled),
     "the default dtype": (torch.get_default_dtype, torch.set_default_dtype),
     "the number of threads": (torch.get_num_threads, torch.set_num_threads),
-}
+    "the precision of products": (
+        torch.get_float32_matmul_precision, torch.set_float32_matmul_precision
+    ),
+    "whether all is deterministic": (
+        torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms
+    ),
+    "the search for anomalies": (torch.is_anomaly_enabled, torch.autograd.set_detect_anomaly),
+    "whether garbage is collected": (gc.isenabled, lambda on: (gc.disable, gc.enable)[on]()),
+    "the working directory": (os.getcwd, os.chdir),
+}  # fmt: skip
 """How each is read, and put back."""
 
 

@@ -29,9 +29,10 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     >>> accumulation_dtype(torch.bfloat16), accumulation_dtype(torch.bool)
     (torch.float32, torch.int64)
     """
-    if not (dtype.is_floating_point or dtype.is_complex):
-        return torch.int64
-    return torch.promote_types(dtype, torch.float32)
+    if dtype in (torch.float32, torch.float64):
+        return dtype
+    number = dtype.is_floating_point or dtype.is_complex
+    return torch.promote_types(dtype, torch.float32) if number else torch.int64
 
 
 def eager(*trees: Tree) -> bool:
