@@ -168,14 +168,15 @@ def written(old: Tensor, new: Tensor, applied: Tensor | None) -> Tensor:
 
 def check_params(params: Params) -> None:
     """Refuses what is no tree of tensors, where an optimizer is the first to see it."""
-    for position, leaf in enumerate(tree.leaves_of(params)):
+    way_out = "optimizer.init takes the tree of tensors that loss_fn takes. Of a module, take "
+    _check_tensors("params", params, way_out + "params, apply = ps.from_module(module)")
+
+
+def _check_tensors(name: str, of: Tree, way_out: str) -> None:
+    for position, leaf in enumerate(tree.leaves_of(of)):
         if not isinstance(leaf, Tensor):
-            path = tree.paths(params, "params")[position]
-            raise TypeError(
-                f"{path} is of type {type(leaf).__name__}, no tensor: optimizer.init takes the "
-                "tree of tensors that loss_fn takes. Of a module, take params, apply = "
-                "ps.from_module(module)"
-            )
+            path = tree.paths(of, name)[position]
+            raise TypeError(f"{path} is of type {type(leaf).__name__}, no tensor: {way_out}")
 
 
 def check_optimizer(wanted: str, value: object) -> None:
@@ -219,9 +220,11 @@ def foreign(init: Init, state: OptState, params: Params) -> str | None:
 
 
 def explain(init: Init, state: OptState, params: Params, error: Exception) -> None:
-    """Raises a better error where the state is none of this optimizer's; else does nothing."""
+    """Raises a better error where the state is none of this optimizer's, or holds no tensors."""
     mismatch: str | None = None
     with suppress(Exception):  # What went wrong first is what matters.
         mismatch = foreign(init, state, params)
     if mismatch:
         raise ValueError(mismatch) from error
+    way_out = "init and update return trees of tensors, such as torch.tensor(0) for a counter"
+    _check_tensors("opt_state", state, way_out)
