@@ -29,4 +29,4 @@ def step_with(
 ) -> Any:
     """One update with these settings."""
     step = ps.make_update_step(loss, optimizer, **{"weight_fn": weight_fn, **settings})
-    return step(PARAMS, SGD.init(PARAMS), group)
+    return step(PARAMS, optimizer.init(PARAMS), group)

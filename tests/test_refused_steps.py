@@ -54,7 +54,7 @@ MISTAKES: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"loss": lambda p, m: (loss_fn(p, m), 1)}, TypeError, r"one loss per token, or name the parts as ps\.LossTerms\(tokens.* got tuple"),
     ({"weight_fn": lambda m: -weight_fn(m)}, ValueError, "weights must be finite and not negative, but one is -1"),
     *(({"optimizer": optimizer}, TypeError, hint) for optimizer, hint in NO_OPTIMIZER),
-    ({"optimizer": SGD._replace(init=lambda p: {"t": 0})}, TypeError, r"opt_state\['t'\] is of type int, no tensor: init and update return trees of tensors"),
+    ({"optimizer": ps.optim.Optimizer(lambda p: {"t": 0}, lambda g, s, p: (p, s))}, TypeError, r"opt_state\['t'\] is of type int, no tensor: init and update return trees of tensors"),
     ({"normalize": "mean"}, ValueError, "normalize='mean' must be one of 'loss', 'grads'"),
     ({"on_nonfinite": "raise"}, ValueError, "on_nonfinite='raise' must be one of 'propagate', 'skip'"),
     *(({"accum_dtype": dtype}, ValueError, f"{dtype} must be a floating point dtype") for dtype in (torch.int64, torch.float8_e4m3fn)),
