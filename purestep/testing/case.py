@@ -229,7 +229,7 @@ def agree(trainer: Trainer, case: Case) -> bool:
                 have, want = getattr(each, name), getattr(expected, name)
                 if have is not None and want is not None:
                     factor = scale if name == "num_tokens" else 1.0
-                    _close(case, name + on, have, factor * want, allowed.reports[name])
+                    _close(case, name + on, have, factor * want, factor * allowed.reports[name])
     params = expected.params.items()
     return all(bool(_same(each.params[name], p).all()) for each in second for name, p in params)
 

@@ -84,12 +84,11 @@ def _written_twice(
     size = draw.one(fitting[len(parts)])
     problem = problem_of(draw, abilities, dropout=dropout)
     batch, cut = microbatches(draw, abilities, parts, part, keyed=keyed)
-    shares: list[list[Part]] = [[] for _ in range(size)]
+    shares: Any = [[] for _ in range(size)]
     for at, rows in enumerate(cut):
         owner = parts[at].one(range(size)) if abilities.uneven else at * size // len(cut)
         shares[owner].append(Part(rows))
-    first: Layout = shares
-    second: Layout = shares
+    first = second = shares
     every = [*range(len(task.weights(batch)))]
     if change == "order":
         second = [[Part(draw.order(p.rows)) for p in draw.order(s)] for s in draw.order(first)]
@@ -119,7 +118,9 @@ def _written_twice(
 
     one, other = run(first), run(second)
     if change == "look":
-        looks: list[Act] = ["look", *(each for act in other.acts for each in (act, "look"))]
+        # Bits after a restart are T16's.
+        more = ["restart"] * (part != "bits" and isinstance(trainer, Resumable))
+        looks: list[Any] = ["look", *(each for act in other.acts for each in (act, "look", *more))]
         other = other._replace(acts=looks, how="the same again, and looked at")
     elif change == "setting":
         one, other = (
@@ -217,7 +218,7 @@ def _interrupted(draw: Draw, trainer: Any, act: Act | None = None, dropout: floa
     abilities = trainer.abilities
     size = draw.one(range(1, abilities.ranks + 1))
     updates = _updates(draw, abilities, range(1, 7), size, keyed=dropout > 0)
-    batch, reports = updates[0][0][0], () if act else Case.reports
+    batch, saving = updates[0][0][0], act is not None
     how = "saved and put back" if act == "restart" else "saved"
     if act is None and abilities.skips and "y" in batch and draw.one([False, True]):
         spoilt, at = {**batch, "y": batch["y"].clone()}, draw.one(range(size))
@@ -237,7 +238,8 @@ def _interrupted(draw: Draw, trainer: Any, act: Act | None = None, dropout: floa
     how = f"{how} before update {' and '.join(str(place + 1) for place in places)}"
     first, second = Run(updates, "one run", size), Run(acts, how, size)
     problem = problem_of(draw, abilities, dropout=dropout)
-    return Case(problem, first, second, () if acts[-1] is act else reports)
+    compared = ("evaluation",) if saving else () if acts[-1] is act else Case.reports
+    return Case(problem, first, second, compared)
 
 
 @TrainerLaw("T7", "identity")

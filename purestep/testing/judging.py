@@ -72,7 +72,7 @@ def judge(
     >>> from purestep.testing import Specification
     >>> for verdict in judge(Specification(), ["T5", "T16"], cases=10):
     ...     print(verdict)
-    T5 weights: holds in 10 cases, 9 to the bit; microbatches 1, ranks 1, updates 1
+    T5 weights: holds in 10 cases, 7 to the bit; microbatches 1, ranks 1, updates 1
     T16 resume: not asked, it cannot be saved here
     """
     if seed == "today":

@@ -2,7 +2,6 @@
 
 import gc
 import itertools
-import os
 import pickle
 import random
 import sys
@@ -37,7 +36,6 @@ STATE: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
     ),
     "the search for anomalies": (torch.is_anomaly_enabled, torch.autograd.set_detect_anomaly),
     "whether garbage is collected": (gc.isenabled, lambda on: (gc.disable, gc.enable)[on]()),
-    "the working directory": (os.getcwd, os.chdir),
 }  # fmt: skip
 """How each is read, and put back."""
 

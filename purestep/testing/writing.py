@@ -20,8 +20,9 @@ KINDS = ("equal tokens", "unequal rows", "unequal tokens", "empty ones")
 
 VALUES = sorted(itertools.product(range(-2, 3), repeat=3), key=lambda v: (sum(map(abs, v)), v))
 """Three small numbers, the simplest first."""
-# Larger ones, which a clip of inputs or targets would change.
+# Larger ones, which a clip of inputs or targets would change; and those that float32 rounds.
 WIDE = [(2 * x, 2 * other, 8 * y) for x, other, y in VALUES]
+FINE = [(x / 10, other / 10, y / 10) for x, other, y in VALUES]
 
 
 class Part(NamedTuple):
@@ -101,18 +102,17 @@ def microbatches(
     most_length: int = 12,
     keyed: bool = False,
 ) -> tuple[Batch, list[list[int]]]:
-    """A batch of small integers, and the rows of each of its microbatches, which all count.
+    """A batch of small numbers, and the rows of each of its microbatches, which all count.
 
-    ``kind`` says how they differ, one of ``KINDS``; empty: in any way. In half of the batches the
-    weights' sum is a power of two, so that nothing rounds; such sums hide in which dtype a trainer
-    divides.
+    ``kind`` says how they differ, one of ``KINDS``; empty: in any way. Most numbers are integers;
+    in half of the batches the weights' sum is a power of two, so that nothing rounds. Such numbers
+    hide in which dtype a trainer computes.
     """
     task = abilities.task
     weights = "mask" if task.vocabulary else abilities.weights
     numbers = [1, 0] if weights == "mask" else draw.one([[1, 0, 2, 3], [1, 0, 3, 259]])
     # Of few values, some are alike.
-    values: Sequence[Any] = draw.one([VALUES, VALUES[:7], WIDE])
-    values = range(task.vocabulary) if task.vocabulary else values
+    values: Any = range(task.vocabulary) or draw.one([VALUES, VALUES[:7], WIDE, FINE])
     lengths = range(1, min(most_length, draw.one([2, 1, 3, 12])) + 1)
 
     def row(draw: Draw) -> Row:
@@ -141,7 +141,7 @@ def microbatches(
             _raise(counted[-1 - at % len(counted)], weights)
     if kind == "unequal tokens" and len({*map(_total, groups)}) == 1:
         _raise(every[-1], weights)
-    batch = _batch(every, abilities, draw.one([1, 4, 16]))
+    batch = _batch(every, abilities, draw.one([1, 4, 16, 10]))
     keys = {"key": torch.arange(len(every))} if keyed else {}
     row_numbers = itertools.count()
     return batch | keys, [[next(row_numbers) for _ in rows] for rows in groups]
@@ -161,13 +161,13 @@ def _batch(rows: Sequence[Row], abilities: Abilities, divisor: int) -> Batch:
     fill: Any = -1 if task.vocabulary else (*[task.ignored["x"]] * 2, task.ignored["y"])
     wide = [row + [(0, fill)] * (longest - len(row)) for row in rows]
     w = torch.tensor([[weight for weight, _ in row] for row in wide])
-    values = torch.tensor([[value for _, value in row] for row in wide])
+    kind = torch.int64 if task.vocabulary else abilities.dtype
+    values = torch.tensor([[value for _, value in row] for row in wide], dtype=kind)
     if task.vocabulary:
         labels, mask = torch.where(w > 0, values, -100), (values >= 0).to(torch.int64)
         return {"input_ids": values.clamp(min=0), "attention_mask": mask, "labels": labels}
     if weights != "whole":
         w = w.to(torch.bool) if weights == "mask" else w.to(abilities.dtype) / divisor
-    values = values.to(abilities.dtype)
     return {"x": values[..., :2], "y": values[..., 2], "w": w}
 
 
