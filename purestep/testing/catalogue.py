@@ -5,7 +5,7 @@ They are the theorems that purestep's own proofs are about, put to a trainer tha
 
 import inspect
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -206,6 +206,8 @@ def _pure(trainer: Any, case: Case) -> bool:
 @TrainerLaw("T6", "purity", claim=_pure, parts=("bits", "inputs", "global state"))
 def _purity(draw: Draw, trainer: Any, part: str) -> Case:
     """The same start and data give the same bits; data and global state stay as they were."""
+    if part != "bits" and draw.one([False, True]):
+        return replace(_interrupted(draw, trainer, None, _dropout(draw, trainer)), part=part)
     return _written_twice(draw, trainer, "look", part, _dropout(draw, trainer))
 
 

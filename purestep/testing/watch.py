@@ -28,12 +28,10 @@ STATE: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
     "whether gradients are recorded": (torch.is_grad_enabled, torch.set_grad_enabled),
     "the default dtype": (torch.get_default_dtype, torch.set_default_dtype),
     "the number of threads": (torch.get_num_threads, torch.set_num_threads),
-    "the precision of products": (
-        torch.get_float32_matmul_precision, torch.set_float32_matmul_precision
-    ),
-    "whether all is deterministic": (
-        torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms
-    ),
+    "the precision of products":
+        (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
+    "whether all is deterministic":
+        (torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms),
     "the search for anomalies": (torch.is_anomaly_enabled, torch.autograd.set_detect_anomaly),
     "whether garbage is collected": (gc.isenabled, lambda on: (gc.disable, gc.enable)[on]()),
 }  # fmt: skip

@@ -112,7 +112,7 @@ def microbatches(
     weights = "mask" if task.vocabulary else abilities.weights
     numbers = [1, 0] if weights == "mask" else draw.one([[1, 0, 2, 3], [1, 0, 3, 259]])
     # Of few values, some are alike.
-    values: Any = range(task.vocabulary) or draw.one([VALUES, VALUES[:7], WIDE, FINE])
+    values: Any = range(task.vocabulary) or draw.one([VALUES, VALUES[:7], WIDE, FINE, VALUES[:2]])
     lengths = range(1, min(most_length, draw.one([2, 1, 3, 12])) + 1)
 
     def row(draw: Draw) -> Row:
@@ -173,10 +173,10 @@ def _batch(rows: Sequence[Row], abilities: Abilities, divisor: int) -> Batch:
 
 def problem_of(draw: Draw, abilities: Abilities, *, dropout: float = 0.0) -> Problem:
     """A model of small integers, and SGD with or without momentum and weight decay."""
-    rate, model = draw.one([0.25, 0.5, 0.0625]), abilities.task.model
+    rate, model = draw.one([0.25, 0.5, 0.0625, 0.1]), abilities.task.model
     if model is not None:
         return Problem(abilities.task, model, rate)
     *weight, bias = draw.one(VALUES)
     model = Linear(weight, bias, abilities.dtype, dropout)
-    numbers = [0.0, 0.5, 0.25] if abilities.momentum else [0.0]
+    numbers = [0.0, 0.5, 0.25, 0.9] if abilities.momentum else [0.0]
     return Problem(abilities.task, model, rate, draw.one(numbers), draw.one(numbers))
