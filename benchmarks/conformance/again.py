@@ -361,7 +361,10 @@ def cell(column: Mapping[str, Any], verdict: Mapping[str, Any], model: Any) -> d
     return {
         "of its formula": of_formula,
         "of each other": max(differ, by_loss),
-        "confirmed": equal and of_formula <= near and max(differ, by_loss) > 10 * near,
+        # Ten times as far as the formula is, or as rounding takes two computations of it.
+        "confirmed": equal
+        and of_formula <= near
+        and max(differ, by_loss) > 10 * max(of_formula, near / 100),
     }
 
 

@@ -15,7 +15,7 @@ from purestep.testing.bounds import bound
 from purestep.testing.problem import Batch, Linear, Problem
 from purestep.testing.specification import Specification, together
 from purestep.testing.trainer import Evaluating, Group, Observation, Trainer
-from purestep.testing.watch import Watch
+from purestep.testing.watch import Watch, same
 
 Act: TypeAlias = Literal["restart", "save", "look"] | Group
 """An update on a group; "save": the state is saved; "restart": the same, another update is lost,
@@ -231,7 +231,7 @@ def agree(trainer: Trainer, case: Case) -> bool:
                     factor = scale if name == "num_tokens" else 1.0
                     _close(case, name + on, have, factor * want, factor * allowed.reports[name])
     params = expected.params.items()
-    return all(bool(_same(each.params[name], p).all()) for each in second for name, p in params)
+    return all(bool(same(each.params[name], p).all()) for each in second for name, p in params)
 
 
 def _whole(group: Group) -> Batch | None:
@@ -243,15 +243,10 @@ def _close(
 ) -> None:
     """Each of the two may be off by the bound."""
     have, want = (torch.as_tensor(x, dtype=torch.float64).detach() for x in (have, want))
-    error = float(torch.where(_same(have, want), 0, have - want).norm())
+    error = float(torch.where(same(have, want), 0, have - want).norm())
     if not error <= 2 * allowed:
         moved = float((want - start).norm())
         shown, other = (f"{x.tolist()}"[:200] for x in (have, want))
         apart = f"they are {error:.3g} apart, and rounding explains {2 * allowed:.1g}"
         what = f"{what}: {shown} is not {other}; {apart}"
         raise DisagreementError(case, what, error / moved if moved else inf)
-
-
-def _same(have: Tensor, want: Tensor) -> Tensor:
-    """Where they are equal. What is no number in both runs is the same in both."""
-    return (have == want) | (have.isnan() & want.isnan())

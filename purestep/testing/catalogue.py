@@ -84,12 +84,11 @@ def _written_twice(
     size = draw.one(fitting[len(parts)])
     problem = problem_of(draw, abilities, dropout=dropout)
     batch, cut = microbatches(draw, abilities, parts, part, keyed=keyed)
-    shares: Any = [[] for _ in range(size)]
+    first: Any = [[] for _ in range(size)]
     for at, rows in enumerate(cut):
         owner = parts[at].one(range(size)) if abilities.uneven else at * size // len(cut)
-        shares[owner].append(Part(rows))
-    first = second = shares
-    every = [*range(len(task.weights(batch)))]
+        first[owner].append(Part(rows))
+    second, every = first, [*range(len(task.weights(batch)))]
     if change == "order":
         second = [[Part(draw.order(p.rows)) for p in draw.order(s)] for s in draw.order(first)]
         if second == first:
