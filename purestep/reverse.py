@@ -127,7 +127,7 @@ def backward(
         leaf.grad = None  # A loss that keeps its leaves does not keep the sums.
     came = any(map(is_not, sums.values, repeat(None)))
     if any(map(is_, before, repeat(None))):
-        unshare(sums.values, [*cotangents, *own, *tree.leaves_of(data)], before)
+        unshare(sums.values, [*cotangents, *own, *tree.flatten(data)[0]], before)
     return came
 
 

@@ -130,7 +130,7 @@ def alike(*trees: Tree) -> tuple[list[list[Tensor]], list[Any], set[torch.dtype]
     Kernels would not ask, and plain arithmetic would broadcast, or round to integers.
     """
     leaves, structure = tree.flatten(trees)
-    structures, dtypes = structure.children(), {leaf.dtype for leaf in leaves}
+    structures, dtypes = structure.children(), {*map(attrgetter("dtype"), leaves)}
     count = structures[0].num_leaves
     if structures != structures[:1] * len(trees) or not dtypes <= SUMS:
         return None
