@@ -91,7 +91,7 @@ def test_rates_learned_through_training_serve_unseen_runs(arguments: list[str]) 
 
 def test_what_is_learned_through_updates_adapts_in_as_many(arguments: list[str]) -> None:
     """What is trained in the ordinary way does not, with no rate; by five standard errors of the difference."""
-    plain, learned = (each.mean(-1) for each in maml.main(["--steps", "80", *arguments]))
+    plain, learned = (each.mean(-1) for each in maml.main(["--steps", "64", *arguments]))
     for gain in (learned[:, 0] - learned[:, maml.UPDATES], (plain - learned)[:, maml.UPDATES]):
         assert gain.mean() > 5 * gain.std() / len(gain) ** 0.5
     assert learned[:, maml.UPDATES].mean() < 0.75 * plain.mean(0).min()
