@@ -20,22 +20,17 @@ from benchmarks.unseen import (
     at_start,
     regrouped,
 )
-from benchmarks.unseen_third import (
+from benchmarks.unseen_second import (
     GROUPS,
-    KEY,
     PARAMS,
-    RATE,
     RESTORED,
     RESULT,
     SEED,
-    STATE,
     after_step,
     before_evaluation,
-    when_loaded,
 )
+from benchmarks.unseen_third import KEY, RATE, STATE, Edits, when_loaded
 from proofs.plain_mutants import BACKWARD, EACH, GUARD, REDUCED, TOTAL, objective
-
-Edits = list[tuple[str, str]]
 
 COUNTING = "        counts = ["
 NOT_TRAINING = ", training=False"
@@ -346,7 +341,7 @@ UNSEEN: list[tuple[str, str, Edits]] = [
     ),
     (
         "",
-        "parameters are rounded to float32 at random, by a generator that nobody seeds",
+        "parameters are rounded to float32 at random, by an unseeded generator",
         at_start("self.dither = torch.Generator(); self.dither.seed()")
         + after_step(
             f"[p.data.copy_((p.data * (1 + 2**-24 * (2 * torch.rand(p.shape, generator=self.dither, dtype=p.dtype) - 1))).float()) for p in {PARAMS}]"

@@ -26,21 +26,25 @@ from benchmarks.unseen import (
     at_start,
     regrouped,
 )
+from benchmarks.unseen_second import (
+    DROPS,
+    GROUPS,
+    PARAMS,
+    RESTORED,
+    RESULT,
+    SEED,
+    after_step,
+    before_evaluation,
+)
 from proofs.plain_mutants import BACKWARD, EACH, REDUCED, TOTAL, WEIGHTS, ZERO, objective
 
 Edits = list[tuple[str, str]]
 
-SEED = "manual_seed(1000 * key + column)"
-RESULT = "        return sum(sums) / total"
-DROPS = "if not self.problem.model.dropout:"
 KEY = 'key = int(batch["key"][row])'
-RESTORED = "self.models, states, self.updates = copy.deepcopy(saved)"
 STATE = "(self.models, [o.state_dict() for o in self.optimizers], self.updates)"
 MODELS = "[problem.module().eval() for _ in range(ranks)]"
 SUMS = "        sums = []\n"
 REDUCING = "        for params in zip("
-GROUPS = "for o in self.optimizers for g in o.param_groups"
-PARAMS = "self.models[rank].parameters()"
 RATE = "for g in optimizer.param_groups"
 
 
@@ -54,20 +58,9 @@ def given(expression: str) -> Edits:
     ]
 
 
-def after_step(line: str) -> Edits:
-    """A line after the optimizer has moved."""
-    step = "                optimizer.step()\n"
-    return [(step, f"{step}                {line}\n")]
-
-
 def counted(*lines: str) -> Edits:
     """Lines after all tokens are counted."""
     return [(TOTAL, TOTAL + "".join(f"        {line}\n" for line in lines))]
-
-
-def before_evaluation(*lines: str) -> Edits:
-    """Lines before an evaluation's tokens are counted."""
-    return [(OVER, "".join(f"        {line}\n" for line in lines) + OVER)]
 
 
 def when_saving(*lines: str) -> Edits:

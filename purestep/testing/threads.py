@@ -292,8 +292,8 @@ class _Run:
 
     def _refuse_the_impossible(self) -> None:
         """Errors for the ranks that wait for what will not come."""
-        both = self._waiting.items()
-        waiting = [its for rank, its in both if rank not in {*its.results, *its.errors}]
+        pairs = self._waiting.items()
+        waiting = [its for rank, its in pairs if rank not in {*its.results, *its.errors}]
         none_computes = len(waiting) + len(self._ended) == self._size
         for meeting in waiting:
             missing = {*next(iter(meeting.calls.values())).group} - {*meeting.calls}

@@ -31,7 +31,7 @@ STATE: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
     "the precision of products":
         (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
     "whether all is deterministic":
-        (torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms),
+        (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
     "the search for anomalies": (torch.is_anomaly_enabled, torch.autograd.set_detect_anomaly),
     "whether garbage is collected": (gc.isenabled, lambda on: (gc.disable, gc.enable)[on]()),
 }  # fmt: skip
