@@ -107,11 +107,13 @@ def _written_twice(
     numbers = range(6 if abilities.sgd or len(first) == size else 1)
     before = _updates(draw, abilities, numbers, size, keyed=keyed)
     joined = [[[batch for share in group for batch in share]] for group in before]
+    # Twice a half of a gradient is the gradient, to the bit.
+    joined = [[share * 2 if len(share) == 1 else share for share in group] for group in joined]
 
     def run(layout: Layout) -> Run:
         on = [f" on rank {rank}" if len(layout) > 1 else "" for rank in range(len(layout))]
         words = [f"rows {' | '.join(map(str, share))}" if share else "nothing" for share in layout]
-        earlier = before if len(layout) == size else joined
+        earlier = before if layout is second or change in ("order", "padding") else joined
         how = "; ".join(map("".join, zip(words, on, strict=True)))
         return Run([*earlier, written(batch, task, layout)], how, len(layout))
 

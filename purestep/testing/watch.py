@@ -64,8 +64,7 @@ class Watch:
 
     def changed(self) -> list[tuple[str, str]]:
         """What is not as it was."""
-        now = {name: read() for name, (read, _) in STATE.items()}
-        state = [name for name in STATE if not _alike(now[name], self._before[name])]
+        state = [name for name, old in self._before.items() if not _alike(STATE[name][0](), old)]
         return [*self._inputs, *(("global state", name) for name in state)]
 
     def end(self) -> None:

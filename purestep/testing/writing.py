@@ -141,7 +141,7 @@ def microbatches(
             _raise(counted[-1 - at % len(counted)], weights)
     if kind == "unequal tokens" and len({*map(_total, groups)}) == 1:
         _raise(every[-1], weights)
-    batch = _batch(every, abilities, draw.one([1, 4, 16, 10]))
+    batch = _batch(draw, abilities, every)
     keys = {"key": torch.arange(len(every))} if keyed else {}
     row_numbers = itertools.count()
     return batch | keys, [[next(row_numbers) for _ in rows] for rows in groups]
@@ -152,12 +152,12 @@ def _like(pattern: Row, row: Row) -> Row:
     return [(weight, row[at % len(row)][1]) for at, (weight, _) in enumerate(pattern)]
 
 
-def _batch(rows: Sequence[Row], abilities: Abilities, divisor: int) -> Batch:
+def _batch(draw: Draw, abilities: Abilities, rows: Sequence[Row]) -> Batch:
     """Rows as tensors; shorter ones are padded."""
     task, weights, longest = abilities.task, abilities.weights, max(map(len, rows))
     if task.vocabulary:
-        # The first token of a row is predicted by none.
-        longest, rows = longest + 1, [[(0, row[-1][1]), *row] for row in rows]
+        # The first token of a row is predicted by none, but may have a label.
+        longest, rows = longest + 1, [[(draw.one([1, 0]), row[-1][1]), *row] for row in rows]
     fill: Any = -1 if task.vocabulary else (*[task.ignored["x"]] * 2, task.ignored["y"])
     wide = [row + [(0, fill)] * (longest - len(row)) for row in rows]
     w = torch.tensor([[weight for weight, _ in row] for row in wide])
@@ -167,7 +167,7 @@ def _batch(rows: Sequence[Row], abilities: Abilities, divisor: int) -> Batch:
         labels, mask = torch.where(w > 0, values, -100), (values >= 0).to(torch.int64)
         return {"input_ids": values.clamp(min=0), "attention_mask": mask, "labels": labels}
     if weights != "whole":
-        w = w.to(torch.bool) if weights == "mask" else w.to(abilities.dtype) / divisor
+        w = w.bool() if weights == "mask" else w.to(abilities.dtype) / draw.one([1, 4, 16, 10])
     return {"x": values[..., :2], "y": values[..., 2], "w": w}
 
 
