@@ -106,9 +106,9 @@ class World:
 
 def values(results: Sequence[Any]) -> list[Any]:
     """The results of ranks of which none may have failed."""
-    for rank, result in enumerate(results):
-        if isinstance(result, BaseException):
-            raise AssertionError(f"rank {rank} failed: {result!r}") from result
+    failed = {at: each for at, each in enumerate(results) if isinstance(each, BaseException)}
+    for error in failed.values():
+        raise AssertionError(f"ranks failed: {failed}") from error
     return list(results)
 
 
