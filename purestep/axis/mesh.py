@@ -34,6 +34,10 @@ class MeshAxis(Ranks):
     values. A rank may hold no microbatch, also with ``compile=True``. If ``torch.compile`` takes
     the whole step, each rank needs one at least, if only of weight 0.
 
+    At the end call ``torch.distributed.barrier()``, then ``destroy_process_group()``. gloo's threads
+    hold tensors a moment longer, and a process that ends before them may abort
+    (pytorch/pytorch#190489).
+
     Args:
         mesh: from ``torch.distributed.device_mesh.init_device_mesh``, with ``mesh_dim_names``.
         dims: the name of a dimension, or several names in the order of the mesh.
