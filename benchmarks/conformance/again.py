@@ -29,13 +29,17 @@ Data = dict[str, Tensor]
 
 
 class Part(NamedTuple):
-    """A microbatch: the sum of its losses, how many count, how many rows and labels it has, and the same for each row."""
+    """A microbatch: the sum of its losses, how many count, how many rows and labels it has, and the same for each row.
+
+    ``unshifted``: how many labels it has where none is taken for granted.
+    """
 
     loss: Any
     counted: float
     rows: int
     labels: float
     each: Sequence[tuple[Any, float]]
+    unshifted: float
 
 
 def cross_entropies(logits: Tensor, labels: Tensor) -> Tensor:
@@ -130,8 +134,9 @@ def part(task: str, model: Any, data: Data, pad: int = 0) -> Part:
     shifted = data["labels"][:, 1:] != -100 if "labels" in data else torch.zeros(0)
     # torchtune's text data sets have a label at the first place of each row in which one counts.
     labels = float(shifted.sum() + (shifted.any(1).sum() if "labels" in data else 0))
+    unshifted = float((data["labels"] != -100).sum()) if "labels" in data else 0.0
     each = list(zip(weighted.sum(1), counts.sum(1).tolist(), strict=True))
-    return Part(weighted.sum(), float(counts.sum()), len(losses), labels, each)
+    return Part(weighted.sum(), float(counts.sum()), len(losses), labels, each, unshifted)
 
 
 def marked(state: Any) -> str:
@@ -180,6 +185,12 @@ def by_predictions(parts: Sequence[Part]) -> Any:
     return equation(parts)
 
 
+def by_unshifted(parts: Sequence[Part]) -> Any:
+    """Σ Sₖ / U, with U labels before the shift."""
+    unshifted = sum(p.unshifted for p in parts)
+    return sum(p.loss for p in parts) / unshifted if unshifted else 0.0
+
+
 def means_of_rows(parts: Sequence[Part]) -> Any:
     """The mean over all rows of their means."""
     rows = [row for p in parts for row in p.each]
@@ -200,6 +211,7 @@ FORMULAS: Mapping[str, Callable[[Sequence[Part]], Any]] = {
     "mean of means that are there": lambda parts: mean_of_means([p for p in parts if p.counted]),
     "sums": equation,
     "predictions": by_predictions,
+    "unshifted labels": by_unshifted,
     "rows": by_rows,
     "labels": by_labels,
     "row means": means_of_rows,
@@ -425,7 +437,7 @@ def _by_hand(rows: Sequence[Sequence[int]], pad: bool) -> Part:
     ]
     sums = [(sum(row), float(len(row))) for row in each]
     total, count = sum(g for g, _ in sums), sum(n for _, n in sums)
-    return Part(total, count, len(rows), count + sum(bool(n) for _, n in sums), sums)
+    return Part(total, count, len(rows), count + sum(bool(n) for _, n in sums), sums, count)
 
 
 def checked(columns: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:

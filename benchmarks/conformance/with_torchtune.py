@@ -63,9 +63,8 @@ def recipe_first_ignored(
 def labels_of(batch: Batch, first_label: bool) -> Tensor:
     """``labels = tokens.copy()`` in torchtune's text data sets has a label at the first place, too, which nothing predicts."""
     labels = batch["labels"].clone()
-    if first_label:
-        counts = (labels[:, 1:] != -100).any(1)
-        labels[:, 0] = torch.where(counts, batch["input_ids"][:, 0], -100)
+    counts = (labels[:, 1:] != -100).any(1) & first_label
+    labels[:, 0] = torch.where(counts, batch["input_ids"][:, 0], -100)
     return labels
 
 

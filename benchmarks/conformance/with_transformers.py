@@ -275,7 +275,7 @@ COLUMNS = [
         PACKAGES,
         "the docstring of transformers.TrainingArguments",
         ARGUMENTS,
-        gives="sums",
+        gives="unshifted labels",
         promises=SEEDS,
     ),
     Column(

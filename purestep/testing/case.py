@@ -54,9 +54,6 @@ class Case:
     scale: float = 1.0
     part: str = ""
 
-    def __repr__(self) -> str:
-        return self.code()
-
     def words(self) -> str:
         """The case in words, with all its numbers."""
         first = self.first or Run([], "the equation")
@@ -92,6 +89,8 @@ class Case:
                     lines += [_group(act), "it.update(group)"]
             lines.append("print(it.observe())")
         return "\n".join(lines)
+
+    __repr__ = code
 
     def coverage(self) -> dict[str, Any]:
         """What kind of case it is, in a few numbers."""

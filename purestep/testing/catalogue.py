@@ -207,7 +207,7 @@ def _pure(trainer: Any, case: Case) -> bool:
 @TrainerLaw("T6", "purity", claim=_pure, parts=("bits", "inputs", "global state"))
 def _purity(draw: Draw, trainer: Any, part: str) -> Case:
     """The same start and data give the same bits; data and global state stay as they were."""
-    if part != "bits" and draw.one([False, True]):
+    if part != "bits" and trainer.abilities.skips and draw.one([False, True]):
         return replace(_interrupted(draw, trainer, None, _dropout(draw, trainer)), part=part)
     return _written_twice(draw, trainer, "look", part, _dropout(draw, trainer))
 
@@ -240,9 +240,8 @@ def _interrupted(draw: Draw, trainer: Any, act: Act | None = None, dropout: floa
         acts.insert(place, act)
     how = f"{how} before update {' and '.join(str(place + 1) for place in places)}"
     first, second = Run(updates, "one run", size), Run(acts, how, size)
-    problem = problem_of(draw, abilities, dropout=dropout)
     compared = ("evaluation",) if saving else () if acts[-1] is act else Case.reports
-    return Case(problem, first, second, compared)
+    return Case(problem_of(draw, abilities, dropout=dropout), first, second, compared)
 
 
 @TrainerLaw("T7", "identity")

@@ -84,8 +84,7 @@ def counterexample(
             made = {place: option for place, option in change(draw.used).items() if option}
             if made not in seen and len(seen) < shrink:
                 seen.append(made)
-                other = Draw(made)
-                if smaller := broken(other):
+                if smaller := broken(other := Draw(made)):
                     draw, error = other, smaller
     return error
 

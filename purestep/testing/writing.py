@@ -156,8 +156,8 @@ def _batch(draw: Draw, abilities: Abilities, rows: Sequence[Row]) -> Batch:
     """Rows as tensors; shorter ones are padded."""
     task, weights, longest = abilities.task, abilities.weights, max(map(len, rows))
     if task.vocabulary:
-        # The first token of a row is predicted by none, but may have a label.
-        longest, rows = longest + 1, [[(draw.one([1, 0]), row[-1][1]), *row] for row in rows]
+        # The first token of a row is predicted by none.
+        longest, rows = longest + 1, [[(0, row[-1][1]), *row] for row in rows]
     fill: Any = -1 if task.vocabulary else (*[task.ignored["x"]] * 2, task.ignored["y"])
     wide = [row + [(0, fill)] * (longest - len(row)) for row in rows]
     w = torch.tensor([[weight for weight, _ in row] for row in wide])
@@ -165,7 +165,11 @@ def _batch(draw: Draw, abilities: Abilities, rows: Sequence[Row]) -> Batch:
     values = torch.tensor([[value for _, value in row] for row in wide], dtype=kind)
     if task.vocabulary:
         labels, mask = torch.where(w > 0, values, -100), (values >= 0).to(torch.int64)
-        return {"input_ids": values.clamp(min=0), "attention_mask": mask, "labels": labels}
+        batch = {"input_ids": values.clamp(min=0), "attention_mask": mask, "labels": labels}
+        # In text it has a label, too, which a task that shifts labels does not count.
+        text = batch | {"labels": torch.cat([values[:, :1], labels[:, 1:]], 1)}
+        alike = torch.equal(task.weights(text), task.weights(batch))
+        return draw.one([text, batch]) if alike else batch
     if weights != "whole":
         w = w.bool() if weights == "mask" else w.to(abilities.dtype) / draw.one([1, 4, 16, 10])
     return {"x": values[..., :2], "y": values[..., 2], "w": w}
