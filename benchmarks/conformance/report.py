@@ -255,7 +255,7 @@ def _of_heads(report: dict[str, Any]) -> str:
     e = report["evaluation"]
     first, second = e["of the first"], e["of the second"]
     return f"""
-## T1: transformers' heads, torchtune's recipe, mlx-lm, evaluation
+## T0 and T1: transformers' heads, torchtune's recipe, mlx-lm, evaluation
 
 **transformers' heads.** `Trainer` asks a model whether its `forward` takes `**kwargs`. If so, it passes `num_items_in_batch`, and
 does not divide the loss by `gradient_accumulation_steps`. Some models, as those that classify rows or tokens, take `**kwargs` and return a
@@ -269,6 +269,11 @@ of plain SGD: of two microbatches of two rows, and of one batch of the same four
 {len(doubled)} of these {len(heads)} are doubled; {" and ".join(right)} are right. It is known upstream: huggingface/transformers#47688. What
 to set: `compute_loss_func=`, which divides a sum by `num_items_in_batch`, makes the law hold; `model.accepts_loss_kwargs = False` brings
 back the mean of means, which is right for equal microbatches.
+
+**GPT-2 in `Trainer`.** `Trainer` counts the labels behind each row's first where it knows that the loss shifts them
+(huggingface/transformers#46204). It goes by `model.loss_type`, which transformers takes from the name of the class: `LlamaForCausalLM` has one,
+`GPT2LMHeadModel` has none. So N is too large by one for each row whose first token has a label, as in text, and T0 is wrong. What to set:
+`model.loss_type = "ForCausalLM"`, with which T0 holds, or -100 at the first place of each row.
 
 **torchtune's recipe** counts labels before it shifts them. A row of 2 tokens has 1 prediction but counts 2 labels; a row of 4 has 3
 and counts 4. With the row sums s₁ and s₂ of losses, in a microbatch each:
