@@ -90,7 +90,7 @@ HISTORY = [
     ("transformers", "#34191", "2024", "mean of microbatch means", "T1"),
     ("torchtune", "#1875", "2024", "mean of microbatch means", "T1"),
     ("transformers", "#34242", "2024", "labels counted over microbatches, not over ranks", "T2"),
-    ("transformers", "#46204", "2026", "labels counted before the shift: one too many for each row", "T1"),
+    ("transformers", "#46204", "2026", "labels counted before the shift: one too many for each row", "T0"),
     ("transformers", "#46903", "2026", "labels counted as if shifted, for a model that does not shift", "T1"),
     ("torchtitan; TRL", "#4174; #6439", "2026", "the mask is applied to the numerator alone", "T0, T4"),
     ("TRL", "#6478", "2026", "counted on other labels than the loss uses", "T0"),

@@ -81,7 +81,7 @@ def _first_screen(report: dict[str, Any]) -> str:
     def those(law: str, *findings: str) -> list[Any]:
         return [c for c in others if finding(c, law) in findings]
 
-    cut = those("T1", "wrong", "by design")
+    cut, scaled = those("T1", "wrong", "by design"), those("T0", "wrong")
     designed = those("T1", "by design")
     kept = those("T1", "holds")
     empty = [c for c in others if c["moved_by_momentum"]]
@@ -98,6 +98,7 @@ has a choice. What is wrong was found by running each trainer, on cases that are
 
 - {len(cut)} give another update where microbatches have different numbers of labels (T1). {len(designed)} of them say so, or promise equal
   microbatches only. {len(kept)} hold: {_names(kept)}.
+- {len(scaled)} count labels that their loss leaves out, so that even the update of one batch is too short (T0): {_names(scaled)}.
 - {len(empty)} move the parameters in an update without a single label, by momentum and by weight decay (T7).
 - A rank without any microbatch, beside one that has some, makes these hang: {"; ".join(hanging)}.
 - {len(unlike)} give other bits the second time. Those that seed global generators say so.

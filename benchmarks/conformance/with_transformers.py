@@ -387,8 +387,8 @@ COLUMNS = [
         promises=SEEDS,
     ),
     Column(
-        "Trainer.evaluate, GPT-2",
-        lambda: Evaluation(of_tokens(causal_lm(gpt2()))),
+        "Trainer.evaluate, Llama",
+        lambda: Evaluation(of_tokens(causal_lm(llama()))),
         PACKAGES,
         "the docstring of transformers.Trainer.evaluate",
         "“Run evaluation and returns metrics.” Each microbatch is one batch of the evaluation.",
