@@ -24,7 +24,7 @@ COLUMNS = [
 def test_verdicts_are_those_published(column: Column) -> None:
     published, trainer = PUBLISHED[column.name], column.make()
     laws = ["T0", "T1", "T3", "T4", "T7"]
-    found = {v.law.name: v.finding for v in ps.testing.judge(trainer, laws, cases=25, shrink=0)}
+    found = {v.law.name: v.finding for v in ps.testing.judge(trainer, laws, cases=12, shrink=0)}
     moved = by_hand.moved_by_momentum(trainer)
     if moved:
         found["T7"] = "wrong"

@@ -231,7 +231,7 @@ def test_a_llama_and_a_lora_load_where_they_were_saved(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     picture = tmp_path / "picture.png"
-    fewer = ["--steps", "3", "--lora-steps", "2", "--held-out", "12", *OPTIONS[-2:]]
+    fewer = ["--steps", "3", "--lora-steps", "2", "--held-out", "6", *OPTIONS[-2:]]
     huggingface.main([*fewer, "--out", str(tmp_path), "--picture", str(picture)])
     said = capsys.readouterr().out
     for folder, loaded in {"llama": "LlamaForCausalLM", "lora": "PeftModel"}.items():

@@ -34,8 +34,8 @@ class MeshAxis(Ranks):
     values. A rank may hold no microbatch, also with ``compile=True``. If ``torch.compile`` takes
     the whole step, each rank needs one at least, if only of weight 0.
 
-    At the end call ``torch.distributed.barrier()``, then ``destroy_process_group()``. The threads of
-    gloo hold tensors for a moment longer, and a process that ends before them may abort
+    At the end call ``torch.distributed.barrier()``, then ``destroy_process_group()``. Threads of
+    gloo's hold tensors for a moment longer, and a process that ends before them may abort
     (pytorch/pytorch#190489).
 
     Args:
