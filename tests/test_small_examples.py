@@ -66,8 +66,9 @@ def test_cuts_are_one_run(arguments: list[str], monkeypatch: pytest.MonkeyPatch)
             assert 0 < found < most < far["the usual loop, float64"][-1]
 
 
-def test_an_ensemble_is_its_runs(arguments: list[str]) -> None:
+def test_an_ensemble_is_its_runs(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """As far apart as runs whose learning rates are off by γₙ; at the lower half, where training is stable, to its end."""
+    monkeypatch.setattr(ensembles, "RUNS", 40)
     found = ensembles.main(["--steps", "24", *arguments])
     stable = slice(ensembles.RUNS // 2)
     factor = gamma(4 * ensembles.POINTS, torch.float64)
