@@ -35,8 +35,8 @@ class MeshAxis(Ranks):
     the whole step, each rank needs one at least, if only of weight 0.
 
     At the end call ``torch.distributed.barrier()``, then ``destroy_process_group()``. Threads of
-    gloo's hold tensors for a moment longer, and a process that ends before them may abort
-    (pytorch/pytorch#190489).
+    gloo still hold tensors when a collective returns. If Python ends before they let go, the
+    process may abort (pytorch/pytorch#190489).
 
     Args:
         mesh: from ``torch.distributed.device_mesh.init_device_mesh``, with ``mesh_dim_names``.

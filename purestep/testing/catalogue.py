@@ -106,16 +106,17 @@ def _written_twice(
     # Where an update that is not SGD has rounded in two ways, no later one has a bound.
     numbers = range(6 if abilities.sgd or len(first) == size else 1)
     before = _updates(draw, abilities, numbers, size, keyed=keyed)
-    joined = [[[batch for share in group for batch in share]] for group in before]
+    shares = [[batch for share in group for batch in share] for group in before]
     # Twice a half of a gradient is the gradient, to the bit.
-    joined = [[share * 2 if len(share) == 1 else share for share in group] for group in joined]
+    joined = [[share * 2 if len(share) == 1 else share] for share in shares]
 
     def run(layout: Layout) -> Run:
         on = [f" on rank {rank}" if len(layout) > 1 else "" for rank in range(len(layout))]
         words = [f"rows {' | '.join(map(str, share))}" if share else "nothing" for share in layout]
-        earlier = before if layout is second or change in ("order", "padding") else joined
+        own = layout is second or change in ("order", "padding") or not before
         how = "; ".join(map("".join, zip(words, on, strict=True)))
-        return Run([*earlier, written(batch, task, layout)], how, len(layout))
+        how += "" if own else ", after updates whose single microbatches are given twice"
+        return Run([*(before if own else joined), written(batch, task, layout)], how, len(layout))
 
     one, other = run(first), run(second)
     if change == "look":
@@ -198,9 +199,8 @@ def _pure(trainer: Any, case: Case) -> bool:
             raise DisagreementError(case, "the same run twice gives different bits", 0.0)
         return True
     for rank, seen in enumerate(outcome(trainer, case.problem, case.second)):
-        for part, what in seen.changed:
-            if part == case.part:
-                raise DisagreementError(case, f"{what} is not as it was on rank {rank}", 1.0)
+        for what in (what for part, what in seen.changed if part == case.part):
+            raise DisagreementError(case, f"{what} is not as it was on rank {rank}", 1.0)
     return True
 
 
