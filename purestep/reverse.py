@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Sequence
 from itertools import repeat
-from operator import attrgetter, is_, is_not
+from operator import attrgetter, is_not
 from typing import Any, NamedTuple, Protocol, cast
 
 import torch
@@ -105,6 +105,7 @@ def backward(
     if not terms:
         return False
     before = [*sums.values]
+    begun = all(map(is_not, before, repeat(None)))
     if not all(map(_REQUIRES_GRAD, own)) or [*map(_DTYPE, own)] != sums.dtypes:
         for leaf, dtype in zip(own, sums.dtypes, strict=True):
             # The loss may have frozen it, or run a backward pass.
@@ -122,13 +123,12 @@ def backward(
             run_backward(*given, allow_unreachable=True, accumulate_grad=True)
     else:
         run_backward(*given, allow_unreachable=True, accumulate_grad=True)
-    sums.values[:] = map(_GRAD, own)
+    if ready is not None or not begun:  # Else autograd has added to the same tensors.
+        sums.values[:] = map(_GRAD, own)
+        unshare(sums.values, [*cotangents, *own, *tree.flatten(data)[0]], before)
     for leaf in own:
         leaf.grad = None  # A loss that keeps its leaves does not keep the sums.
-    came = any(map(is_not, sums.values, repeat(None)))
-    if any(map(is_, before, repeat(None))):
-        unshare(sums.values, [*cotangents, *own, *tree.flatten(data)[0]], before)
-    return came
+    return any(map(is_not, sums.values, repeat(None)))
 
 
 def _handed_over(ready: Ready, before: list[Tensor | None], index: int, leaf: Tensor) -> None:

@@ -94,8 +94,9 @@ class OneProgram:
 
     def sum(self, sums: Sums, params: Tree) -> Sums:
         """The sums of all ranks, by the laws, under any transform."""
-        leaves, structure = tree.flatten(sums.grads)[0], tree.flatten(params)[1]
+        structure = tree.flatten(params)[1]
         places = tree.spread(structure)
+        leaves = tree.leaves_of(sums.grads) if places else []
         for at, place in enumerate(places):
             if self.gather == "step" and place and within(place.axis, self.axis):
                 leaves[at] = by_law("psum_scatter", leaves[at], place)
