@@ -83,14 +83,14 @@ def test_an_ensemble_is_its_runs(arguments: list[str], monkeypatch: pytest.Monke
 
 def test_learned_rates_serve_others(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """On unseen runs they are better than the best single rate by five standard errors."""
-    monkeypatch.setattr(hypergradients, "UPDATES", 5)
+    monkeypatch.setattr(hypergradients, "UPDATES", 3)
     gain = torch.sub(*hypergradients.main(["--steps", "16", *arguments]))[:, -1]
     assert gain.mean() > 5 * gain.std() / len(gain) ** 0.5
 
 
 def test_what_is_learned_adapts(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """What is trained in the ordinary way does not, with no rate; by five standard errors of the difference."""
-    monkeypatch.setattr(maml, "MOST", 4)
+    monkeypatch.setattr(maml, "MOST", 2)
     plain, learned = (each.mean(-1) for each in maml.main(["--steps", "80", *arguments]))
     for gain in (learned[:, 0] - learned[:, maml.UPDATES], (plain - learned)[:, maml.UPDATES]):
         assert gain.mean() > 5 * gain.std() / len(gain) ** 0.5
