@@ -25,7 +25,7 @@ OTHERS = {"__init__", "random", "remat", "state", "torch_private"}
 
 BUDGETS = {
     "core": 1071, "tree": 390, "axis": 1025, "sharding": 135, "optim": 830, "data": 602,
-    "checkpoint": 300, "losses": 370, "modules": 600, "compiling": 245, "others": 469,
+    "checkpoint": 300, "losses": 370, "modules": 603, "compiling": 245, "others": 466,
 }  # fmt: skip
 """Lines of code. What one room does not need, another may have; LIBRARY holds the sum."""
 

@@ -170,8 +170,7 @@ class FSDPModule:
     """As the class that ``fully_shard`` puts before a module's own is named."""
 
 
-class Sharded(FSDPModule, nn.Linear):
-    pass
+Sharded = type("Sharded", (FSDPModule, nn.Linear), {})
 
 
 def masked(way: str = "register_hook") -> nn.Module:
@@ -200,6 +199,7 @@ REFUSED: list[tuple[Callable[[], Any], Any, type[Exception], str]] = [
     (lambda: nn.Sequential(nn.DataParallel(linear())), None, TypeError, r"Sequential\.0 is a DataParallel.* module\.module"),
     (lambda: Sharded(D, D), None, TypeError, r"Sharded is a FSDPModule, no plain module: pass a module that fully_shard"),
     (lambda: torch.compile(linear()), None, TypeError, r"is a OptimizedModule.* compile=True"),
+    (lambda: type("Slotted", (nn.Linear,), {"__slots__": ("at",)})(D, D), None, TypeError, r"^Slotted has __slots__"),
     (lambda: {"w": torch.ones(1)}, None, TypeError, r"takes an nn\.Module, got dict"),
     (masked, None, TypeError, r"^weight has a hook on its gradient, .* Transform"),
     (lambda: masked("register_post_accumulate_grad_hook"), None, TypeError, r"^weight has a hook on its gradient, .* Transform"),
