@@ -27,6 +27,8 @@ def test_first_derivative(case: RealCase) -> None:
     assert_same(ps.grad_and_value(loss)(case.params, case.batch), expected)
     for transform in WAYS:
         assert_same(transform(ps.remat(loss))(case.params, case.batch), expected)
+    with torch.inference_mode():
+        assert_same(ps.grad_and_value(loss)(case.params, case.batch), expected)
 
 
 @given(drawn(real_case), st.booleans())

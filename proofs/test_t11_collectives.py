@@ -56,7 +56,7 @@ def scattering(**how: Any) -> Law:
 HOW: list[dict[str, Any]] = [
     {},
     {"tiled": True},
-    *({"dim": dim, "tiled": tiled} for dim in (0, 1, -1) for tiled in (False, True)),
+    *({"dim": dim, "tiled": tiled} for dim in (0, 1, 2, -1) for tiled in (False, True)),
 ]
 LAWS: dict[str, list[Law]] = {
     "psum": [(ps.psum, lambda x: x.sum(0).expand_as(x))],
@@ -71,14 +71,14 @@ TRANSPOSES: dict[str, Callable[[Tensor], Tensor]] = {
     "pmean": lambda y: y / len(y),
     "pvary": lambda y: y.sum(0).expand_as(y),
     "all_gather": lambda y: y.sum(0),
-    "psum_scatter": lambda y: y.T.expand(len(y), *y.T.shape),
+    "psum_scatter": lambda y: y.movedim(0, -1).expand(len(y), *y.shape[1:], len(y)),
 }
 
 
 def blocks(choose: Chooser) -> tuple[Tensor, int]:
-    """Integers, ``(ranks, 2, ranks)``: one block of shape (2, ranks) on every rank; and a way to call a law."""
+    """Integers, ``(ranks, 2, 3, ranks)``: one block of shape (2, 3, ranks) on every rank; and a way to call a law."""
     size = choose.randint(1, 4)
-    return integers((size, 2, size), choose.generator(), 8), choose.randrange(len(HOW))
+    return integers((size, 2, 3, size), choose.generator(), 8), choose.randrange(len(HOW))
 
 
 def called(name: str, way: int) -> Law:

@@ -7,6 +7,7 @@ for torch's own layer of a transformer.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -85,13 +86,9 @@ def by_module(params: Any, batch: Batch, apply: Any = ONCE) -> Tensor:
     return (made - batch["y"]).square()
 
 
-def by_checkpoints(params: Any, batch: Batch) -> Tensor:
-    """The same by the module that draws again in the backward pass."""
-    return by_module(params, batch, AGAIN)
-
-
 OWN: dict[str, Any] = {"axes": ["one", "threads"], "grad_and_value": ps.grad_and_value}
 """torch's checkpoints stand under no transform."""
+by_checkpoints = partial(by_module, apply=AGAIN)
 LOSSES: list[tuple[Loss, dict[str, Any]]] = [(by_hand, {}), (by_module, {}), (by_checkpoints, OWN)]
 
 

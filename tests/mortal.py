@@ -17,7 +17,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -126,11 +125,6 @@ def unfinished(folder: Path) -> list[Path]:
     return [*folder.glob("*.unfinished")]
 
 
-def has_moved(folder: Path, before: Path | None) -> bool:
-    """Whether a later checkpoint is there now."""
-    return ps.checkpoint.latest(folder) != before
-
-
 def kill_at_random(folder: Path, draw: random.Random, number: int) -> bool:
     """Lets them save a few times, and kills one or all a moment later; whether that was in the middle of a save."""
     for left in unfinished(folder):
@@ -141,7 +135,8 @@ def kill_at_random(folder: Path, draw: random.Random, number: int) -> bool:
     first = 0 if victims == processes else 1
     try:
         for _ in range(draw.randrange(first, 3)):
-            wait_until(partial(has_moved, folder, ps.checkpoint.latest(folder)), processes[0])
+            before = ps.checkpoint.latest(folder)
+            wait_until(lambda: ps.checkpoint.latest(folder) != before, processes[0])  # noqa: B023
         time.sleep(draw.uniform(0, 0.04))
         if number % 2 == 0:
             wait_until(lambda: unfinished(folder), processes[0])

@@ -72,6 +72,7 @@ DIFFERENCES: list[tuple[ps.optim.Optimizer, Any, Any, str]] = [
     (MASTERED, ONE, MASTERED.init({"w": torch.ones(3)}), r"\.master\['w'\] is .*\(3,\), and .*\(2,\) was expected"),
     (AVERAGED, ONE, ADAMW.init(ONE), r"it is AdamWState.*, and EmaState.* was expected"),
     (AVERAGED, ONE, AVERAGED.init({"w": torch.ones(3)}), r"\.average\['w'\] is .*\(3,\), and .*\(2,\) was expected"),
+    (STATEFUL["clipped adamw"], ONE, ADAMW.init(ONE), r"it is AdamWState.*, and \(\(\), AdamWState.* was expected"),
     (TORCHS, ONE, (), r"it is \(\), and TorchState.* was expected"),
     (TORCHS, ONE, TORCHS.init({"w": torch.ones(3)}), r"opt_state\.leaves\['w'\]\['exp_avg'\] is .*\(3,\)"),
 ]  # fmt: skip

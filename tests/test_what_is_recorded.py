@@ -22,13 +22,14 @@ def test_an_outer_derivative_by_the_data() -> None:
     assert x.grad == 2 * 3 * 2 * 2
 
 
-def test_forward_mode_reaches_through() -> None:
+@pytest.mark.parametrize("how", [*WAYS, {**WAYS[1], "compile": True}])
+def test_forward_mode_reaches_through(how: dict[str, Any]) -> None:
     """Dual numbers without functorch: the parameters' tangents are not lost."""
-    forward_ad = torch.autograd.forward_ad
-    with forward_ad.dual_level():
-        w = forward_ad.make_dual(torch.tensor([3.0]), torch.tensor([1.0]))
-        grads, *_ = ps.accumulate(squares, w, [{"x": torch.tensor([2.0])}], weight_fn=x_ones)
-        assert forward_ad.unpack_dual(grads).tangent == 2 * 4
+    step = ps.make_update_step(squares, SGD, weight_fn=x_ones, **how)
+    with torch.autograd.forward_ad.dual_level():
+        w = torch.autograd.forward_ad.make_dual(torch.tensor([3.0]), torch.tensor([1.0]))
+        new, _, _ = step(w, SGD.init(w), [{"x": torch.tensor([2.0])}])
+        assert torch.autograd.forward_ad.unpack_dual(new).tangent == 1 - 0.5 * 2 * 4
 
 
 @pytest.mark.parametrize("how", WAYS, ids=["own", "torch.func"])
