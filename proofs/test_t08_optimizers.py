@@ -124,15 +124,10 @@ SETTINGS: dict[str, list[dict[str, Any]]] = {
 }  # fmt: skip
 
 
-def kernels_of(name: str) -> list[dict[str, bool]]:
-    """Those that it has on the host."""
-    return KERNELS[: 3 if name in FUSED_TOO else 1 if name == "Muon" else 2]
-
-
 ALGORITHMS = {
-    name: (getattr(torch.optim, name), settings, kernels_of(name))
+    name: (getattr(torch.optim, name), settings, KERNELS[: 3 if name in FUSED_TOO else 1 if name == "Muon" else 2])
     for name, settings in SETTINGS.items()
-}
+}  # fmt: skip
 """A class of ``torch.optim``, settings of it, and the kernels that it has on the host."""
 RATES = ["number", "default", "tensor", "schedule"]
 CASES = [

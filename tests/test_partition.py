@@ -101,10 +101,6 @@ def test_partition_of_transforms() -> None:
         ps.optim.partition("b", {"a": SGD["fast"], "b": double})  # type: ignore[type-var]
 
 
-def by_size(params: Any) -> Any:
-    return tree.map(lambda leaf: "rest" if leaf.numel() < 32 else "matrix", params)
-
-
 @pytest.mark.parametrize("way", WAYS)
 def test_a_state_of_others_is_refused(way: str) -> None:
     """It never trains on with half of a state."""
@@ -113,6 +109,7 @@ def test_a_state_of_others_is_refused(way: str) -> None:
     adamws, state = ps.optim.partition(labels, both), optimizer.init(PARAMS)
     foreign = r"opt_state was not made by .* is .*, and \{'matrix': .*'rest': .*was expected"
     swapped = {"matrix": state["rest"], "rest": state["matrix"]}
+    by_size = tree.map(lambda leaf: "rest" if leaf.numel() < 32 else "matrix", PARAMS)
     of_others = ps.optim.partition(by_size, both).init(PARAMS)
     for one, other, message in (
         (optimizer, (), foreign),

@@ -55,8 +55,8 @@ MISTAKES: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"weight_fn": lambda m: -weight_fn(m)}, ValueError, "weights must be finite and not negative, but one is -1"),
     *(({"optimizer": optimizer}, TypeError, hint) for optimizer, hint in NO_OPTIMIZER),
     ({"optimizer": ps.optim.Optimizer(lambda p: {"t": 0}, lambda g, s, p: (p, s))}, TypeError, r"opt_state\['t'\] is of type int, no tensor: init and update return trees of tensors"),
-    ({"normalize": "mean"}, ValueError, "normalize='mean' must be one of 'loss', 'grads'"),
-    ({"on_nonfinite": "raise"}, ValueError, "on_nonfinite='raise' must be one of 'propagate', 'skip'"),
+    *(({name: "mean"}, ValueError, f"{name}='mean' must be one of {choices}")
+      for name, choices in {"normalize": "'loss', 'grads'", "gather": "'step', 'microbatch', 'loss'", "on_nonfinite": "'propagate', 'skip'"}.items()),
     *(({"accum_dtype": dtype}, ValueError, f"{dtype} must be a floating point dtype") for dtype in (torch.int64, torch.float8_e4m3fn)),
     ({"weight_fn": None}, ValueError, 'weight_fn=None .* pass normalize="grads", or a weight_fn'),
     ({"weight_fn": ONES}, TypeError, "weight_fn must be a function, got Tensor"),
@@ -75,6 +75,11 @@ MISTAKES: list[tuple[dict[str, Any], type[Exception], str]] = [
 def test_mistakes(arguments: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         step_with(**arguments)
+
+
+def test_evaluation_asks_where_to_gather() -> None:
+    with pytest.raises(ValueError, match="gather='mean' must be one of 'step'"):
+        ps.make_eval_step(loss_fn, gather="mean")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("microbatches", [MICROBATCH, ONES, Optax(ONES, ONES), iter([MICROBATCH])])
