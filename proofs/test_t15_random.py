@@ -88,8 +88,7 @@ def by_module(params: Any, batch: Batch, apply: Any = ONCE) -> Tensor:
 
 OWN: dict[str, Any] = {"axes": ["one", "threads"], "grad_and_value": ps.grad_and_value}
 """torch's checkpoints stand under no transform."""
-by_checkpoints = partial(by_module, apply=AGAIN)
-"""By the module that draws again in the backward pass."""
+by_checkpoints = partial(by_module, apply=AGAIN)  # draws again in the backward pass
 LOSSES: list[tuple[Loss, dict[str, Any]]] = [(by_hand, {}), (by_module, {}), (by_checkpoints, OWN)]
 
 

@@ -33,9 +33,7 @@ def check_module(module: Module) -> None:
             raise TypeError(f"{path} is a {wrapper}, no plain module: {_WRAPPERS[wrapper]}")
         slots = [base for base in type(each).__mro__ if getattr(base, "__slots__", ())]
         if slots and [*each.parameters()]:
-            raise TypeError(
-                f"{path} has __slots__, which copies would lack: remove it from the class"
-            )
+            raise TypeError(f"{path} has __slots__, which copies lack: remove it from the class")
         if getattr(each, "scale_grad_by_freq", False):
             raise ValueError(f"{path}.scale_grad_by_freq makes updates depend on the cut: unset it")
     for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
