@@ -5,11 +5,12 @@
 
 A mutant is the package with one small change: another operator, another constant, a condition turned
 around, a call that is dropped, two arguments in each other's place. The tests that run the changed
-statement are tried until one fails: the quickest for a minute, then those of the proofs, for two minutes in
+statement are tried until one fails: the quickest for half of ``--patience`` seconds, then those of the proofs for the other half,
 all by the clock of the recording. A mutant that takes three times as long is rejected; what it has started
 ends with it. ``--record`` runs all tests once and writes which of them run which lines; it needs the
 package ``coverage``, and takes twice the time of ``make test``. Messages of errors, annotations and
-docstrings are not changed, and tests that read the package's source instead of running it reject nothing.
+docstrings are not changed, nor is ``zip(strict=True)``, which only a mistake of the package itself meets.
+Tests that read the package's source instead of running it reject nothing.
 
 A mutant that survives is either told apart by no program (the same results, perhaps more slowly), or
 a law is missing. ``--table`` writes a line for each, whose last column is for the reason. What begins
@@ -18,8 +19,11 @@ with "equivalent" there does not count, in later runs, too, which keep the reaso
 
 import argparse
 import ast
+import gc
+import importlib
 import itertools
 import json
+import multiprocessing
 import os
 import random
 import shutil
@@ -27,13 +31,15 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
+import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import suppress
 from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import pytest
 
@@ -47,8 +53,14 @@ READING = ("proofs/test_mutants.py", "tests/test_house.py", "tests/test_package.
 """Tests of the package's source."""
 RANKS = "purestep/axis", "purestep/checkpoint", "purestep/sharding"
 """What processes of their own run above all, unseen by the recording."""
-FIRST, PATIENCE = 10, 120_000
-"""How many tests come first, and for how many milliseconds tests are tried on a mutant."""
+IMPORTED = (
+    "torch._inductor.compile_fx", "torch.distributed.checkpoint", "torch.distributed.tensor",
+    "torch.testing", "safetensors.torch", "transformers", "hypothesis.strategies",
+)  # fmt: skip
+"""What is imported once, for all mutants."""
+QUIETLY = ["-xqpno:cacheprovider", "--assert=plain", "-Wignore::pytest.PytestAssertRewriteWarning"]
+FIRST = 10
+"""How many tests come first."""
 
 COMPARISONS: dict[type[ast.cmpop], str] = {
     ast.Lt: "<=", ast.LtE: "<", ast.Gt: ">=", ast.GtE: ">", ast.Eq: "!=", ast.NotEq: "==",
@@ -139,6 +151,8 @@ def _computing(node: ast.AST, lines: range) -> Iterator[tuple[ast.AST, range]]:
         if name in ("annotation", "returns", "bases", "decorator_list"):
             continue
         for child in value if isinstance(value, list) else [value]:
+            if isinstance(child, ast.keyword) and child.arg == "strict":
+                continue
             if isinstance(child, ast.AST) and not isinstance(child, skipped):
                 inside = _lines(child) if isinstance(child, ast.stmt) else lines
                 yield child, inside
@@ -217,7 +231,7 @@ def record(file: Path, tests: list[str]) -> None:
     file.write_text(json.dumps(written))
 
 
-def tests_of(mutant: Mutant, recorded: Any) -> list[str]:
+def tests_of(mutant: Mutant, recorded: Any, patience: float) -> list[str]:
     """The tests that run the changed statement, behind the file's own examples.
 
     Of one that no test of this process runs, those that run any line of the file; and those of other processes.
@@ -231,16 +245,16 @@ def tests_of(mutant: Mutant, recorded: Any) -> list[str]:
     names, spent, chosen = recorded["names"], 0, [mutant.file]
     quick = sorted(found, key=times.__getitem__)
     ends = itertools.accumulate(times[at] for at in quick)
-    half = sum(end <= PATIENCE / 2 for end in ends)
+    half = sum(end <= 500 * patience for end in ends)
     proofs_first = sorted(quick[half:], key=lambda at: not names[at].startswith("proofs"))
     for at in quick[:half] + proofs_first:
         spent += times[at]
-        if spent <= PATIENCE or len(chosen) == 1:
+        if spent <= 1000 * patience or len(chosen) == 1:
             chosen.append(names[at])
     return chosen
 
 
-def rejected_by(mutant: Mutant, tests: list[str]) -> str | None:
+def rejected_by(mutant: Mutant, tests: list[str], patience: float) -> str | None:
     """The test that fails, or "time" where they do not end; None where all pass, or none runs."""
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         for name in ("tests", "proofs", "pyproject.toml", "README.md", "docs", "benchmarks"):
@@ -250,33 +264,51 @@ def rejected_by(mutant: Mutant, tests: list[str]) -> str | None:
         Path(folder, mutant.file).write_text(mutant.source)
         # Most of what is wrong shows in few tests, and those of others take seconds to import.
         parts = tests[:1], tests[1 : 1 + FIRST], tests[1 + FIRST :]
-        return next(filter(None, (_failure(Path(folder), part) for part in parts if part)), None)
+        results = (_failure(Path(folder), part, patience) for part in parts if part)
+        return next(filter(None, results), None)
 
 
-def _failure(folder: Path, tests: list[str]) -> str | None:
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests]
-    surroundings = {**os.environ, "PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"}
-    log = folder / "log"
-    with log.open("w") as output:
-        run = subprocess.Popen(
-            command, cwd=folder, env=surroundings, stdout=output, stderr=output,
-            stdin=subprocess.DEVNULL, start_new_session=True,
-        )  # fmt: skip
-        try:
-            code = run.wait(3 * PATIENCE / 1000)
-        except subprocess.TimeoutExpired:
-            return "time"
-        finally:
-            with suppress(ProcessLookupError):
-                os.killpg(run.pid, signal.SIGKILL)  # Ranks and all that they have started.
-            run.wait()
-    said = log.read_text(errors="replace")
+def _failure(folder: Path, tests: list[str], patience: float) -> str | None:
+    log, child = folder / "log", os.fork()
+    if not child:
+        _run(folder, log, tests)
+    ended, end = 0, time.monotonic() + 3 * max(patience, 60)
+    while not ended and time.monotonic() < end:
+        time.sleep(0.02)
+        ended, status = os.waitpid(child, os.WNOHANG)
+    with suppress(ProcessLookupError):
+        os.killpg(child, signal.SIGKILL)  # Ranks and all that they have started.
+    if not ended:
+        os.waitpid(child, 0)
+        return "time"
+    said, code = log.read_text(errors="replace"), os.waitstatus_to_exitcode(status)
     if code in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
         return None
     if code == pytest.ExitCode.USAGE_ERROR and "conftest" not in said:
-        raise RuntimeError(f"record again: {' '.join(command)}\n{said}")
+        raise RuntimeError(f"record again: {tests}\n{said}")
     failed = [line for line in said.splitlines() if line.startswith(("FAILED", "ERROR"))]
-    return failed[0] if failed else said[-300:]
+    return failed[0] if failed else said[-300:] or f"ended with {code}"
+
+
+def _run(folder: Path, log: Path, tests: list[str]) -> NoReturn:
+    """Runs tests of the folder in this process, which is a copy with torch imported, and ends it."""
+    os.setsid()
+    os.chdir(folder)
+    sys.path.insert(0, str(folder))
+    os.environ["PYTHONPATH"] = str(folder)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    for place in (1, 2):
+        os.dup2(output, place)
+    code: int = pytest.ExitCode.INTERNAL_ERROR
+    try:
+        code = pytest.main([*QUIETLY, *tests])
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
 
 
 def reasons_in(table: Path | None) -> dict[str, str]:
@@ -295,20 +327,31 @@ def main() -> None:
     parser.add_argument("--sample", type=int, default=300)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", default="", help="files that begin so, such as purestep/axis")
+    parser.add_argument("--kinds", nargs="*", default=[], help="as 'comparison'; nothing: all")
+    parser.add_argument("--patience", type=float, default=120, help="seconds of tests for each")
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--table", type=Path, help="where survivors are listed, with reasons")
     given = parser.parse_args()
+    os.environ["OMP_NUM_THREADS"] = "1"
+    for name in IMPORTED:
+        importlib.import_module(name)
+    gc.freeze()
     if given.record:
         record(given.record, given.tests)
         return
     files = [path for path in sorted(PACKAGE.rglob("*.py")) if path.parent.name not in LEFT_OUT]
     every = [mutant for path in files for mutant in mutants_of(path)]
     every = [mutant for mutant in every if mutant.file.startswith(given.only)]
+    every = [mutant for mutant in every if not given.kinds or mutant.kind in given.kinds]
     drawn = random.Random(given.seed).sample(every, min(given.sample, len(every)))
     recorded, reasons = json.loads(given.recorded.read_text()), reasons_in(given.table)
-    survivors = []
-    with ThreadPoolExecutor(given.workers) as pool:
-        runs = {pool.submit(rejected_by, one, tests_of(one, recorded)): one for one in drawn}
+    survivors, patience = [], given.patience
+    forks = multiprocessing.get_context("fork")
+    with ProcessPoolExecutor(given.workers, forks) as pool:
+        runs = {
+            pool.submit(rejected_by, one, tests_of(one, recorded, patience), patience): one
+            for one in drawn
+        }
         for done, run in enumerate(as_completed(runs), 1):
             mutant, test = runs[run], run.result()
             verdict = "rejected" if test else "SURVIVES"

@@ -145,6 +145,9 @@ def test_policy_gradient_ends_where_it_is_clipped() -> None:
     slopes = torch.tensor([-0.5, 0.0, -1.0, 1.0, -1.25, 1.25, 0.0, 1.5], dtype=torch.float64)
     assert ((losses - expected).abs() <= gamma(8, torch.float64) * 2).all()
     assert ((pull(torch.ones_like(ratio))[0] - slopes).abs() <= gamma(8, torch.float64) * 2).all()
+    for edge in (0.0, (1.0, 0.0)):
+        losses = ps.losses.policy_gradient(ratio, ratio, advantages, clip=edge)
+        assert torch.equal(losses, -advantages)
 
 
 REFUSED: list[tuple[Any, str]] = [

@@ -35,7 +35,7 @@ NO_OPTIMIZER: list[tuple[Any, str]] = [
     *((each, SCHEDULE) for each in (SCHEDULER, SCHEDULER(TORCH_SGD, 3))),
     (ps.optim.adamw, r"got function: call it with its settings first"),
     (Optax(None, None), "got Optax: a NamedTuple of init"),
-    (None, "got NoneType"),
+    ((None, None), "got tuple: a NamedTuple of init"),
 ]
 SHIFTED = r"dimension 1 differs by one, as where loss_fn shifts the labels: shift"
 SHIFTING: dict[str, Any] = {
