@@ -52,7 +52,7 @@ LEFT_OUT = {"examples", "testing"}
 READING = ("proofs/test_mutants.py", "tests/test_house.py", "tests/test_package.py")
 """Tests of the package's source."""
 RANKS = "purestep/axis", "purestep/checkpoint", "purestep/sharding"
-"""What processes of their own run above all, unseen by the recording."""
+"""What other processes run above all, unseen by the recording."""
 IMPORTED = (
     "torch._inductor.compile_fx", "torch.distributed.checkpoint", "torch.distributed.tensor",
     "torch.testing", "safetensors.torch", "transformers", "hypothesis.strategies",
@@ -189,7 +189,7 @@ class Contexts:
             self.failed.add(report.nodeid)
 
     def noting(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """The function, which runs lines in other processes, where nobody sees them."""
+        """The function, which runs lines unseen: in other processes, or traced by a compiler."""
 
         @wraps(function)
         def noted(*args: Any, **how: Any) -> Any:
@@ -200,15 +200,16 @@ class Contexts:
 
 
 def record(file: Path, tests: list[str]) -> None:
-    """Writes which tests run which lines or other processes, and how long each test takes."""
+    """Writes which tests run which lines, or lines unseen, and how long each test takes."""
     from coverage import Coverage
+    from torch._dynamo import convert_frame
 
     measured = Coverage(data_file=None, source=[str(PACKAGE)])
     contexts = Contexts(measured)
     measured.start()
     from purestep.testing.processes import World
 
-    for owner, name in ((World, "run"), (subprocess, "run")):
+    for owner, name in ((World, "run"), (subprocess, "run"), (convert_frame, "_compile")):
         setattr(owner, name, contexts.noting(getattr(owner, name)))
     pytest.main(["-q", *tests], plugins=[contexts])
     measured.stop()
@@ -234,14 +235,15 @@ def record(file: Path, tests: list[str]) -> None:
 def tests_of(mutant: Mutant, recorded: Any, patience: float) -> list[str]:
     """The tests that run the changed statement, behind the file's own examples.
 
-    Of one that no test of this process runs, those that run any line of the file; and those of other processes.
+    Of one that no test is seen to run, those that run lines of the file and lines unseen.
     """
     lines, times = recorded["lines"].get(mutant.file, {}), recorded["times"]
     found = {at for line in mutant.lines for at in lines.get(str(line), [])}
+    of_file, unseen = {at for each in lines.values() for at in each}, {*recorded["elsewhere"]}
     if not found:
-        found = {at for each in lines.values() for at in each}
-    if not found or mutant.file.startswith(RANKS):
-        found |= {*recorded["elsewhere"]}
+        found = of_file & unseen or of_file | unseen
+    if mutant.file.startswith(RANKS):
+        found |= unseen
     names, spent, chosen = recorded["names"], 0, [mutant.file]
     quick = sorted(found, key=times.__getitem__)
     ends = itertools.accumulate(times[at] for at in quick)

@@ -427,9 +427,7 @@ def side_by_side(groups: Sequence[Sequence[Batch]]) -> list[Batch]:
     """Microbatches with a leading dimension of ranks, smaller ones filled up with zeros."""
     return [
         {
-            key: torch.stack(
-                [filled(part.get(key), [p[key] for p in parts if p]) for part in parts]
-            )
+            key: torch.stack([filled(p.get(key), [q[key] for q in parts if q]) for p in parts])
             for key in next(part for part in parts if part)
         }
         for parts in itertools.zip_longest(*groups, fillvalue={})

@@ -56,10 +56,8 @@ class Pair:
 def test_dims_are_trees() -> None:
     axis, pair = ps.VmapAxis(2), cast("Any", Pair)
     x, y = torch.arange(6).view(3, 2), torch.tensor(10)
-    program = axis.map(
-        lambda p: pair(ps.psum(p.a, axis), p.a + p.b), (pair(1, None),), pair(None, 1)
-    )
-    assert_same(program(pair(x, y)), pair(x.sum(1), x + 10))
+    run = axis.map(lambda p: pair(ps.psum(p.a, axis), p.a + p.b), (pair(1, None),), pair(None, 1))
+    assert_same(run(pair(x, y)), pair(x.sum(1), x + 10))
 
 
 NAMES: list[Any] = ["dp", ("dp", "cp"), cast("Any", dist.ProcessGroup)(0, 1)]

@@ -327,6 +327,7 @@ def test_examples_that_are_not_first_are_refused() -> None:
         for x, message in ((X[:, :3], "first dimension may be not"), (X, "first dimension is not")):
             with pytest.raises(ValueError, match=message):
                 apply(params, x, key=KEYS)
+    apply(params, X[:1, :1], key=KEYS[:1])
     called(functional.dropout, X[:, :3])
 
 

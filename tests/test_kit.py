@@ -180,13 +180,11 @@ def test_a_refusal_is_no_wrong_number() -> None:
     class Refusing(PlainLoop):
         def update(self, group: Sequence[Sequence[Batch]]) -> None:
             if len(group[0]) > 1:
-                raise ValueError("one microbatch, please")
+                raise ValueError("only one, please")
             super().update(group)
 
     (found,) = judged(Refusing(), "T1")
-    assert re.match(
-        r"refuses: ValueError: one microbatch, please \(test_kit.py:\d+, in update\)", found
-    )
+    assert re.match(r"refuses: ValueError: only one, please \(test_kit.py:\d+, in update\)", found)
     with pytest.raises(AssertionError, match=r"T1 .cut, equal tokens. is refused"):
         ps.testing.check(Refusing(), ["T1"], cases=20)
 
@@ -445,9 +443,7 @@ def test_the_command_line_in_an_empty_folder(
             status = end.code
         return status, "".join(capsys.readouterr())
 
-    wrong = [
-        f"{name}: {finding}  # a mean" for name, finding in known.items() if finding != "holds"
-    ]
+    wrong = [f"{law}: {finding}  # a mean" for law, finding in known.items() if finding != "holds"]
     accepted = tmp_path / "accepted.txt"
     accepted.write_text("\n".join(["# what we know", "", *wrong]))
     status, said = run(*laws, "--accept", "accepted.txt")

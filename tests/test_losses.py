@@ -20,7 +20,7 @@ vjp: Callable[..., Any] = torch.func.vjp
 @given(
     st.sampled_from([(), (3,), (2, 3), (2, 3, 1)]),
     st.sampled_from([0.0, 0.1]),
-    st.sampled_from([0.0, 1e-2]),
+    st.sampled_from([0.0, 1.0]),
     st.sampled_from([-100, 2]),
 )
 def test_equals_its_formula(
@@ -138,9 +138,7 @@ def test_policy_gradient_ends_where_it_is_clipped() -> None:
     ratio = torch.tensor([0.5, 0.5, 1.0, 1.0, 1.25, 1.25, 1.5, 1.5], dtype=torch.float64)
     advantages = torch.tensor([1.0, -1.0] * 4, dtype=torch.float64)
     how: Any = {"advantages": advantages, "clip": (0.25, 0.375)}
-    losses, pull = vjp(
-        lambda x: ps.losses.policy_gradient(x, torch.zeros_like(x), **how), ratio.log()
-    )
+    losses, pull = vjp(lambda x: ps.losses.policy_gradient(x, 0 * x, **how), ratio.log())
     expected = torch.tensor([-0.5, 0.75, -1.0, 1.0, -1.25, 1.25, -1.375, 1.5], dtype=torch.float64)
     slopes = torch.tensor([-0.5, 0.0, -1.0, 1.0, -1.25, 1.25, 0.0, 1.5], dtype=torch.float64)
     assert ((losses - expected).abs() <= gamma(8, torch.float64) * 2).all()

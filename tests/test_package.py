@@ -24,13 +24,11 @@ import purestep as ps
 ROOT = Path(__file__).parent.parent
 
 
-def python(*arguments: Any, cwd: Path = ROOT, interpreter: Any = sys.executable) -> str:
+def python(*args: Any, cwd: Path = ROOT, interpreter: Any = sys.executable) -> str:
     """What a program prints that must end well."""
-    run = subprocess.run(
-        [interpreter, *arguments], capture_output=True, text=True, timeout=240, cwd=cwd
-    )
+    run = subprocess.run([interpreter, *args], capture_output=True, text=True, timeout=240, cwd=cwd)
     assert run.returncode == 0, run.stdout + run.stderr
-    assert "-W" not in arguments or run.stderr == ""
+    assert "-W" not in args or run.stderr == ""
     return run.stdout
 
 

@@ -30,9 +30,7 @@ def integers(*shape: int, seed: int = 0) -> Tensor:
     return torch.randint(-2, 3, shape, generator=generator).double()
 
 
-PARAMS = [
-    {"w": integers(3, 3, seed=seed), "b": torch.tensor([1, -seed, 2]).double()} for seed in (1, 2)
-]
+PARAMS = [{"w": integers(3, 3, seed=n), "b": torch.tensor([1, -n, 2]).double()} for n in (1, 2)]
 X, W = integers(4, 3), integers(4)
 MANY = tree.map(lambda leaf: torch.stack([leaf, leaf + 1, -leaf]), PARAMS)
 ONE = torch.tensor(1.0, dtype=torch.float64)

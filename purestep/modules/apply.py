@@ -147,9 +147,10 @@ class Apply:
         self._models = huggingface.models_of(module)
         self._second = any(getattr(each, "batch_first", None) is False for each in module.modules())
         self._hooks_backward = hooks_backward(module.modules())
-        self._evaluates, self._known = False, set[Any]()
+        # Kinds of calls that were looked at. A compiler's, None, is not.
+        self._evaluates, self._known = False, set[Any]({None})
         self.eval = copy(self)
-        self.eval._evaluates, self.eval._known, self.eval.eval = True, set(), self.eval
+        self.eval._evaluates, self.eval._known, self.eval.eval = True, {None}, self.eval
 
     def __call__(
         self,
@@ -188,7 +189,7 @@ class Apply:
         with looked_at, noise:
             output = module(*args, **kwargs)
         huggingface.check_call(self._models, args, kwargs, output)
-        if kind not in self._known and kind is not None:
+        if kind not in self._known:
             watch.check_assigned(module, {n: held[n] for n in self._buffers if n not in carried})
             self._known.add(kind)
         if buffers is None:

@@ -13,22 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional
-from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_function
+from torch.overrides import TorchFunctionMode
 
 from purestep import random, tree
 from purestep.modules.attention import attention, multi_head
 from purestep.random import Keys, TokenKeys, fold_in
 from purestep.torch_private import checkpoint_frame
-
-
-def draws(_: object = None) -> bool:
-    """Whether a module draws from keys here.
-
-    >>> draws()
-    False
-    """
-    # Modes answer, if one can.
-    return has_torch_function((None,)) and bool(handle_torch_function(draws, (None,), None))
 
 
 class Keyed(TorchFunctionMode):
@@ -61,8 +51,6 @@ class Keyed(TorchFunctionMode):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func is draws:
-            return True
         if not torch.compiler.is_dynamo_compiling():
             self._follow()
         elif args and isinstance(args[0], FunctionType | MethodType | torch.nn.Module):

@@ -36,7 +36,7 @@ class Plan(NamedTuple):
     root: int
 
 
-def build(plan: Plan, tensors: Sequence[Tensor], evaluates: bool = False) -> Any:
+def build(plan: Plan, tensors: Sequence[Tensor], evaluates: bool) -> Any:
     """The module made anew around these tensors; a compiler traces it like any other code."""
     containers = [each.copy() for each in plan.containers]
     objects: list[Any] = [object.__new__(kind) for kind in plan.objects]
@@ -61,7 +61,7 @@ def plan_of(module: Module, tensors: Sequence[Tensor]) -> Plan:
 
     >>> module = torch.nn.Linear(2, 2, bias=False)
     >>> plan = plan_of(module, [module.weight])
-    >>> doubled = build(plan, [2 * module.weight])
+    >>> doubled = build(plan, [2 * module.weight], False)
     >>> torch.equal(doubled(torch.ones(2)), 2 * module(torch.ones(2)))
     True
     """
@@ -102,6 +102,7 @@ def held_by(module: Module) -> Iterator[tuple[str, Any]]:
 
     >>> module = torch.nn.Linear(2, 2)
     >>> module.seen = {"last": [torch.zeros(3)]}
+    >>> module.seen["itself"] = module.seen
     >>> [path for path, each in held_by(module) if isinstance(each, Tensor)]
     ['_parameters[weight]', '_parameters[bias]', 'seen[last][0]']
     """
