@@ -70,6 +70,8 @@ OPERATORS: dict[type[ast.operator], str] = {
     ast.Add: "-", ast.Sub: "+", ast.Mult: "/", ast.Div: "*", ast.FloorDiv: "*", ast.Mod: "*",
     ast.BitAnd: "|", ast.BitOr: "&", ast.Pow: "*",
 }  # fmt: skip
+EVEN = {"max", "min", "maximum", "minimum", "equal", "promote_types"}
+"""Functions whose first two arguments may change places."""
 
 
 class Mutant(NamedTuple):
@@ -140,7 +142,8 @@ def _changes_of(node: ast.AST) -> Iterator[tuple[str, Any, str]]:
         yield "dropped call", node, "pass"
     elif isinstance(node, ast.Call) and len(node.args) > 1:
         swapped = ast.Call(node.func, [*node.args[1::-1], *node.args[2:]], node.keywords)
-        if not any(isinstance(arg, ast.Starred) for arg in node.args[:2]):
+        name = ast.unparse(node.func).rpartition(".")[2]
+        if name not in EVEN and not any(isinstance(arg, ast.Starred) for arg in node.args[:2]):
             yield "swapped arguments", node, ast.unparse(swapped)
 
 

@@ -156,6 +156,7 @@ REFUSED: list[tuple[Any, str]] = [
     (lambda a, b: ps.losses.kl_divergence(a[0, 0], b[0, 0]), r"no classes"),
     (lambda a, b: ps.losses.linear_kl_divergence(a, a, b[:1], b), r"hidden of shape \(2, 2\) against teacher_hidden"),
     (lambda a, b: ps.losses.linear_kl_divergence(a, a, b, b[:1]), r"the same classes"),
+    (lambda a, b: ps.losses.linear_kl_divergence(a, a, a, b), r"weight of shape \(2, 1\) against hidden"),
     (lambda a, b: ps.losses.mse(a, b), r"targets of shape \(2, 1\) against predictions of shape \(2, 2\)"),
     (lambda a, b: ps.losses.mse(a, a, unit_dims=3), r"unit_dims=3 .* from 0 to 2"),
     (lambda a, b: ps.losses.dpo(a, a, b, a), r"reference_chosen of shape \(2, 1\)"),

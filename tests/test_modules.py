@@ -111,9 +111,9 @@ def test_params_are_written_back() -> None:
     assert torch.equal(module.a.weight, doubled["a.weight"])
     assert [p.data_ptr() for p in module.parameters()] == pointers
     module.a.register_buffer("n", torch.zeros(1))
-    module.c.register_buffer("n", module.a.n)
-    ps.to_module({}, module, buffers={"c.n": torch.ones(1)})
-    assert module.a.n == 1
+    module.d = module.a
+    ps.to_module({"d.bias": params["a.bias"]}, module, buffers={"d.n": torch.ones(1)})
+    assert torch.equal(module.a.n + module.a.bias, 1 + params["a.bias"])
 
 
 def test_checkpoints_compute_again_with_the_params_of_their_call() -> None:

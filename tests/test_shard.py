@@ -54,6 +54,8 @@ def test_a_zero_tree_has_a_zero_norm_with_a_zero_gradient() -> None:
     slopes, norms = axis.map(rank, in_dims=None)(torch.zeros(4))
     assert not norms.any()
     assert not any(slope.any() for slope in slopes)
+    slopes, norms = axis.map(rank, in_dims=None)(torch.full((4,), 0.25))
+    assert {*norms.tolist(), *slopes[0].view(-1)[:4].tolist()} == {0.5}
 
 
 def test_a_norm_is_one_number_in_the_dtype_of_sums() -> None:

@@ -113,9 +113,9 @@ def linear_kl_divergence(
         temperature: T, as in ``kl_divergence``.
         chunk: how many classes' logits are alive at once, as in ``linear_cross_entropy``.
 
-    >>> student, teacher = torch.zeros(3, 8), torch.zeros(3, 16)
-    >>> linear_kl_divergence(student, torch.ones(4, 8), teacher, torch.ones(4, 16))
-    tensor([0., 0., 0.])
+    >>> student, teacher = torch.zeros(3, 8), torch.ones(3, 1)
+    >>> linear_kl_divergence(student, torch.ones(2, 8), teacher, torch.tensor([[0.0], [1.0]]))
+    tensor([0.1109, 0.1109, 0.1109])
     """
     _check(hidden, weight, teacher_hidden.shape[:-1], "teacher_hidden without its features")
     _check(teacher_hidden, teacher_weight, hidden.shape[:-1], "hidden without its features")

@@ -30,8 +30,8 @@ def dpo(
 
     >>> import torch
     >>> won, lost, reference = torch.tensor([[-4.0], [-9.0], [-5.0]])
-    >>> dpo(won, lost, reference, reference, beta=1.0)
-    tensor([0.0067])
+    >>> dpo(won, lost, reference, reference)
+    tensor([0.4741])
     """
     chosen, rejected, reference_chosen, reference_rejected = paired(
         chosen=chosen,

@@ -80,8 +80,7 @@ def written_in_training(module: Module) -> list[str]:
         if isinstance(each, _BATCH_NORMS) and each.running_mean is None:
             names += [f"statistics of {path} ({_OF_THE_CUT})"]
         elif each.training and getattr(each, "track_running_stats", False):
-            own = each.named_buffers(recurse=False)
-            names += [f"{path}.{name}".removeprefix(".") for name, _ in own]
+            names += [f"{path}.{name}".removeprefix(".") for name, _ in each.named_buffers()]
     return names
 
 
