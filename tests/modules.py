@@ -235,7 +235,7 @@ def losses(output: Tensor) -> Tensor:
     return output.square().sum(-1)
 
 
-def grads(apply: ps.modules.Apply, params: Params, x: Tensor) -> Params:
+def grads(apply: Callable[..., Any], params: Params, x: Tensor) -> Params:
     sums = ps.accumulate(lambda p, x: losses(apply(p, x)), params, [x], weight_fn=ones)
     grads: Params = sums.grads
     return grads

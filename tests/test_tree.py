@@ -160,7 +160,7 @@ def test_a_prefix_is_paired_by_key(prefix: Any, whole: Any, expected: list[str])
 
 NO_PREFIXES: list[tuple[Any, Any]] = [
     ({"a": None, "b": "x"}, {"a": 1, "b": 2}), ({"a": {"x": "m"}}, {"a": 1}), ({"a": ()}, {"a": 1}),
-    ({"a": "m", "b": "m"}, {"a": 1}), ({}, {"a": 1}), (("m", "m"), [1, 2]), (["m"], [1, 2]),
+    ({"a": "m", "b": "m"}, {"a": 1}), ({}, {"a": 1}), (("m", "m"), [1, 2]), (["m"], [1, 2]), (["m"], {"a": 1}),
 ]  # fmt: skip
 
 

@@ -20,7 +20,7 @@ from purestep.axis.buckets import Buckets, at_once
 from purestep.axis.collectives import pvary
 from purestep.axis.protocol import Axis, Gather
 from purestep.axis.rows import by_law, sharded, summed_over
-from purestep.tree.shard import Place, is_shard, own, own_programs
+from purestep.tree.shard import Place, is_shard, own
 from purestep.types import Params, Ready, Tree
 
 
@@ -121,4 +121,4 @@ def scatter(
 
 
 def _together(places: Sequence[Place], *looked_at: Tree) -> bool:
-    return tree.eager(*looked_at) and all(own_programs(place.axis) for place in places)
+    return tree.eager(*looked_at) and all(place.axis.own_programs for place in places)

@@ -7,7 +7,7 @@ from purestep import tree
 from purestep.axis import Axis, check_axis, pvary
 from purestep.axis.rows import filled_up
 from purestep.axis.whole import filled
-from purestep.tree.shard import Shard, own_programs
+from purestep.tree.shard import Shard
 from purestep.types import Tree
 
 
@@ -34,7 +34,7 @@ def _cut(whole: Tensor, axis: Axis, dim: int) -> Tensor | Shard:
         return whole.clone()  # A piece shares no memory with the whole.
     made = Shard(None, axis, tuple(whole.shape), dim)
     dim, place = made.dim, made.place
-    if own_programs(axis):
+    if axis.own_programs:
         # A copy, so that nothing keeps the whole alive.
         made.piece = whole.narrow(dim, *place.span).clone(memory_format=torch.contiguous_format)
         return made

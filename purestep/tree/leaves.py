@@ -150,6 +150,8 @@ def global_norm(tree: Tree) -> Tensor:
 
     >>> global_norm({"a": torch.tensor([3.0]), "b": torch.tensor([4.0])})
     tensor(5.)
+    >>> global_norm([torch.full((2**14,), 3.0), torch.full((2**14,), 4.0)])
+    tensor(640.)
     """
     leaves, structure = flatten(tree)
     if not leaves:
@@ -205,8 +207,8 @@ def _norm(x: Tensor) -> Tensor:
 def all_finite(tree: Tree) -> Tensor:
     """Returns whether all leaves are finite; for a ``Shard``, on all ranks of its axis.
 
-    >>> all_finite({"w": torch.tensor([1.0, float("nan")])})
-    tensor(False)
+    >>> all_finite({"w": torch.tensor([1.0, float("nan")])}), all_finite({})
+    (tensor(False), tensor(True))
     """
     leaves, structure = flatten(tree)
     if not (places := spread(structure)):

@@ -89,7 +89,7 @@ class Place(NamedTuple):
     @property
     def piece_shape(self) -> tuple[int, ...]:
         """The shape that a piece has here."""
-        length = self.span[1] if own_programs(self.axis) else self.length
+        length = self.span[1] if self.axis.own_programs else self.length
         return *self.shape[: self.dim], length, *self.shape[self.dim + 1 :]
 
     def holds(self, piece: Tensor) -> bool:
@@ -128,14 +128,9 @@ def is_shard(node: Any) -> bool:
     return type(node) is Shard
 
 
-def own_programs(axis: Any) -> bool:
-    """Whether each rank of the axis runs its own program, in which pieces have their own length."""
-    return bool(getattr(axis, "own_programs", False))
-
-
 def own(leaf: Tensor, place: Place | None) -> Tensor:
     """The leaf, with zeros where a piece is filled up."""
-    if place is None or own_programs(place.axis):
+    if place is None or place.axis.own_programs:
         return leaf
     length, whole = place.length, place.shape[place.dim]
     if length * place.axis.size == whole:
