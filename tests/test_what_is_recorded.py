@@ -25,10 +25,11 @@ def test_an_outer_derivative_by_the_data() -> None:
 @pytest.mark.parametrize("how", [*WAYS, {**WAYS[1], "compile": True}])
 def test_forward_mode_reaches_through(how: dict[str, Any]) -> None:
     """Dual numbers without functorch: the parameters' tangents are not lost."""
-    step = ps.make_update_step(squares, SGD, weight_fn=x_ones, **how)
+    optimizer = ps.optim.master_weights(SGD)
+    step = ps.make_update_step(squares, optimizer, weight_fn=x_ones, **how)
     with torch.autograd.forward_ad.dual_level():
         w = torch.autograd.forward_ad.make_dual(torch.tensor([3.0]), torch.tensor([1.0]))
-        new, _, _ = step(w, SGD.init(w), [{"x": torch.tensor([2.0])}])
+        new, _, _ = step(w, optimizer.init(w), [{"x": torch.tensor([2.0])}])
         assert torch.autograd.forward_ad.unpack_dual(new).tangent == 1 - 0.5 * 2 * 4
 
 
