@@ -163,8 +163,8 @@ def _computing(node: ast.AST, lines: range) -> Iterator[tuple[ast.AST, range]]:
 
 
 def _lines(statement: Any) -> range:
-    """The lines of a statement, without those that stand indented below it."""
-    below = getattr(statement, "body", None)
+    """The lines of a statement, without those that stand indented below it; all of a function's."""
+    below = None if isinstance(statement, ast.FunctionDef) else getattr(statement, "body", None)
     end = below[0].lineno if below else statement.end_lineno + 1
     return range(statement.lineno, max(end, statement.lineno + 1))
 

@@ -58,6 +58,8 @@ def test_a_state_is_complete_and_detached_and_update_leaves_it_alone(name: str) 
     state = optimizer.init(tree.map(lambda leaf: leaf.clone().requires_grad_(), PARAMS))
     assert not any(leaf.requires_grad for leaf in tree.leaves_of(state))
     assert len([*states_of(optimizer, PARAMS, [GRADS] * 2)]) == 2
+    with pytest.raises(ValueError, match="this update reads the params"):
+        optimizer.update(GRADS, state, None)
 
 
 @pytest.mark.parametrize("name", RECIPES)

@@ -200,6 +200,8 @@ def _way_out(kind: type) -> str:
 
 def refuse(init: Init, grads: Tree, state: OptState, params: Params) -> NoReturn:
     """Says which of them is not like the others."""
+    if params is None:
+        raise ValueError("this update reads the params: call update(grads, state, params)")
     raise ValueError(
         foreign(init, state, params)
         or f"grads are not like params: {tree.difference(grads, params, 'grads')}"
