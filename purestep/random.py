@@ -139,8 +139,7 @@ def bernoulli(key: Tensor, p: float, shape: Sequence[int] = ()) -> Tensor:
     >>> bernoulli(key(0), 0.5, (4,))
     tensor([ True, False, False, False])
     """
-    limit = limit_of(p)
-    return _drawn(key, shape, lambda word: word < limit)
+    return _drawn(key, shape, below(p))
 
 
 def dropout(x: Tensor, p: float, key: Keys) -> Tensor:
@@ -162,10 +161,10 @@ def dropout(x: Tensor, p: float, key: Keys) -> Tensor:
     >>> dropout(x[1:, :2], 0.5, keys[1:])
     tensor([[0., 0.]])
     """
-    limit = limit_of(p)
+    words = below(p)
     if p == 0:
         return x
-    return scaled(x, drawn_for(x, key, lambda word: word < limit), p)
+    return scaled(x, drawn_for(x, key, words), p)
 
 
 def scaled(x: Tensor, dropped: Tensor, p: float) -> Tensor:
@@ -293,16 +292,13 @@ def _drawn_for_tokens(
     shape: Sequence[int], key: TokenKeys, of: Callable[[Tensor], Tensor]
 ) -> Tensor:
     keys, positions = key
-    _check_keys(keys)
-    *rows, length = keys.shape
-    extra = len(shape) - keys.ndim
-    if extra == 1 and [*shape[:-1]] == [*rows, length]:
+    if (*shape[:-1],) == keys.shape:
         return _drawn_by_fours(keys[..., None], [positions[..., None]], shape[-1], of)
-    if extra == 2 and [*shape[:-3], *shape[-2:]] == [*rows, length, length]:
+    if (*shape[:-3], *shape[-2:]) == (*keys.shape, *keys.shape[-1:]):
         heads = torch.arange(shape[-3], device=keys.device).view(-1, 1, 1)
         last, own = positions[..., None, None, :], keys[..., None, :, None]
         others = [heads, positions[..., None, :, None]]
-    elif extra == 0 and [*shape] == [*rows, length]:
+    elif (*shape,) == keys.shape:
         last, own, others = positions, keys, []
     else:
         raise ValueError(
@@ -360,15 +356,16 @@ def _new_key(key: Tensor, number: int | Tensor, purpose: int) -> Tensor:
     return made
 
 
-def limit_of(p: float) -> int:
-    """The words below it come with probability p.
+def below(p: float) -> Callable[[Tensor], Tensor]:
+    """Which words are among the lowest, which come with probability p.
 
-    >>> limit_of(0.5) == 2**31
-    True
+    >>> below(0.5)(torch.tensor([2**31 - 1, 2**31]))
+    tensor([ True, False])
     """
     if not 0 <= p <= 1:
         raise ValueError(f"{p=} must be a probability, from 0 to 1")
-    return round(p * 2**32)
+    limit = round(p * 2**32)
+    return lambda word: word < limit
 
 
 def _check_keys(key: Any) -> None:

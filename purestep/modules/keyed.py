@@ -83,7 +83,7 @@ class Keyed(TorchFunctionMode):
 
     def _dropped(self, x: Tensor, p: float) -> Tensor:
         """Which elements are dropped, at the next place."""
-        rows, limit, pairs = self._shape, random.limit_of(p), x
+        rows, words, pairs = self._shape, random.below(p), x
         if x.shape[: len(rows)] != rows and x.shape[:1] == (self._tokens.numel(),):
             pairs = x.unflatten(0, self._tokens)
         other = pairs.shape[: len(rows)] != rows
@@ -95,7 +95,7 @@ class Keyed(TorchFunctionMode):
                 "torch.vmap, or say which token is whose, by key=ps.random.token_keys("
                 "keys[:, None], mask, positions), each of shape (rows, length)"
             )
-        return random.drawn_for(pairs, self._next(), lambda word: word < limit).view(x.shape)
+        return random.drawn_for(pairs, self._next(), words).view(x.shape)
 
     def _drop(self, x: Tensor, p: float) -> Tensor:
         return random.scaled(x, self._dropped(x, p), p)
