@@ -333,6 +333,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", default="", help="files that begin so, such as purestep/axis")
     parser.add_argument("--kinds", nargs="*", default=[], help="as 'comparison'; nothing: all")
+    parser.add_argument("--tried", type=Path, help="those in this file are not drawn; then added")
     parser.add_argument("--patience", type=float, default=120, help="seconds of tests for each")
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--table", type=Path, help="where survivors are listed, with reasons")
@@ -348,6 +349,9 @@ def main() -> None:
     every = [mutant for path in files for mutant in mutants_of(path)]
     every = [mutant for mutant in every if mutant.file.startswith(given.only)]
     every = [mutant for mutant in every if not given.kinds or mutant.kind in given.kinds]
+    tried = given.tried.read_text() if given.tried and given.tried.exists() else ""
+    known = {*tried.splitlines()}
+    every = [mutant for mutant in every if mutant.words not in known]
     drawn = random.Random(given.seed).sample(every, min(given.sample, len(every)))
     recorded, reasons = json.loads(given.recorded.read_text()), reasons_in(given.table)
     survivors, patience = [], given.patience
@@ -361,6 +365,9 @@ def main() -> None:
             mutant, test = runs[run], run.result()
             verdict = "rejected" if test else "SURVIVES"
             print(f"{done:4} {verdict} {mutant.words}\n       {test}", flush=True)
+            if given.tried:
+                with given.tried.open("a") as file:
+                    print(mutant.words, file=file)
             if test is None:
                 survivors.append(mutant.words)
     reasons = {**reasons, **{words: reasons.get(words, "") for words in survivors}}

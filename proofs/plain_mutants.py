@@ -27,9 +27,7 @@ def build(bug: Bug) -> Trainer:
     """The loop with the bug in it."""
     source = inspect.getsource(plain_loop)
     for old, new in bug.patches:
-        assert source.count(old) == 1, (
-            f"{bug.number}: {old!r} stands {source.count(old)} times in the loop"
-        )
+        assert source.count(old) == 1, f"{bug.number}: {old!r} stands {source.count(old)} times"
         source = source.replace(old, new)
     module = ModuleType(f"plain_loop_{bug.number}")
     exec(compile(source, module.__name__, "exec"), module.__dict__)

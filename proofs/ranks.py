@@ -267,9 +267,8 @@ def check_tensor_parallel(run: Run, drawn: Drawn, columns: int) -> None:
     groups = [group for group in groups for _ in range(columns)]
     state = case.params, case.opt_state
     states = [laid_out(copied(state), LAYOUTS[i % 3]) for i in range(len(groups))]
-    for found in run(
-        Ranks(len(groups), how.bucket_bytes, 2), program, *zip(*states, strict=True), groups
-    ):
+    ranks = Ranks(len(groups), how.bucket_bytes, 2)
+    for found in run(ranks, program, *zip(*states, strict=True), groups):
         assert_same(found, expected)
 
 

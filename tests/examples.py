@@ -11,10 +11,8 @@ SMALL = st.lists(st.integers(0, 9), max_size=6)
 
 def examples_of(lengths: list[int]) -> list[dict[str, Tensor]]:
     """Examples that know their own number."""
-    return [
-        {"tokens": torch.full((n,), i), "labels": torch.full((n,), i)}
-        for i, n in enumerate(lengths)
-    ]
+    numbers = [torch.full((length,), number) for number, length in enumerate(lengths)]
+    return [{"tokens": each, "labels": each.clone()} for each in numbers]
 
 
 def partitions(items: list[int]) -> Iterator[list[list[int]]]:

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, strategies as st
+from hypothesis import example, given, strategies as st
 from torch import Tensor
 
 import purestep as ps
@@ -30,6 +30,7 @@ def shifted(ids: list[int], mask: list[int]) -> list[int]:
     st.sampled_from([None, torch.bool, *INTEGERS]),
     st.integers(0, 999),
 )
+@example([2], 3, torch.int32, torch.bool, 0)
 def test_labels_are_the_next_tokens(
     leading: list[int], length: int, dtype: torch.dtype, mask_dtype: torch.dtype | None, seed: int
 ) -> None:

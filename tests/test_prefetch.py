@@ -211,7 +211,7 @@ def test_prefetch_of_groups_that_are_left_early(depth: int) -> None:
 def test_prefetch_reads_no_further_than_its_depth() -> None:
     """Of groups without microbatches, too, which take no room."""
     asked = iter(range(10**9))
-    groups = ps.prefetch(([] for _ in asked), "cpu", 2)
+    groups = ps.prefetch(([] for _ in asked), "cpu")
     next(groups)
     time.sleep(0.2)
     # One in use, two ahead, one in the thread's hands.

@@ -84,6 +84,8 @@ def packing(lengths: Sequence[int], *, max_tokens: int, multiple_of: int = 1) ->
 
     >>> packing([3, 1, 2, 0, 1], max_tokens=4)
     [[0], [2], [1, 4]]
+    >>> packing([], max_tokens=1)
+    []
     """
     if max_tokens < 1 or multiple_of < 1:
         raise ValueError(f"pack: {max_tokens=} and {multiple_of=} must be at least 1")
