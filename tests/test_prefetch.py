@@ -199,6 +199,7 @@ def test_prefetch_of_groups_that_are_left_early(depth: int) -> None:
         next(first)
         for _ in range(min(depth, 3)):
             assert made.acquire(timeout=20), "the room of copies that were dropped is used again"
+    assert not made.acquire(timeout=0.1), "there is no more room than before"
     next(groups)
     second = next(groups)
     assert len(list(second)) == 3
