@@ -53,9 +53,10 @@ def compiled_gathers(over: Any, rank: int, gather: Gather, whole: bool) -> Any:
     return [ps.unshard(each(*given)) for each in (compiled, eager)]
 
 
-@pytest.mark.parametrize(
-    ("gather", "whole"), [("step", False), ("loss", False), ("microbatch", True)]
-)
+GATHERS = [("step", False), ("loss", False), ("microbatch", True)]
+
+
+@pytest.mark.parametrize(("gather", "whole"), GATHERS)
 def test_compiled_gathers(world: World, gather: Gather, whole: bool) -> None:
     """The compiler that torch has is slow: one rank is enough to show that it takes collectives."""
     size = 1 if whole else 2

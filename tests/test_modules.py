@@ -132,10 +132,10 @@ def test_checkpoints_compute_again_with_the_params_of_their_call() -> None:
     assert_equal(*results)
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["collections", "tied", "parametrized", "attention", "keeping", "helped", "checkpointed"],
-)
+GRAPHS = ["collections", "tied", "parametrized", "attention", "keeping", "helped", "checkpointed"]
+
+
+@pytest.mark.parametrize("name", GRAPHS)
 def test_compiled_it_is_one_graph(name: str, fresh_compiler: None) -> None:
     """But for hooks and objects that lead back to the module. It keeps neither params nor module."""
     module, x = made(name), data()
