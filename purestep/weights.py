@@ -161,7 +161,7 @@ def check_total(total: float) -> None:
     ...
     ValueError: num_tokens, the sum of all weights, overflows: it comes out as inf, ...
     """
-    if not 0 <= total < (2**63 if isinstance(total, int) else math.inf):
+    if not 0 <= total < math.inf:
         raise ValueError(
             f"num_tokens, the sum of all weights, overflows: it comes out as {total}, and nothing "
             "was updated. Integers are summed in int64 and floats in float64: make the weights "

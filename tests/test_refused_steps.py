@@ -52,7 +52,7 @@ MISTAKES: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({**SHIFTING, "normalize": "grads"}, ValueError, SHIFTED),
     *(({"loss": lambda p, m, output=output: output}, TypeError, NO_LOSS) for output in (3.0, None, torch.tensor([1, 2]))),
     ({"loss": lambda p, m: (loss_fn(p, m), 1)}, TypeError, r"one loss per token, or name the parts as ps\.LossTerms\(tokens.* got tuple"),
-    ({"weight_fn": lambda m: -weight_fn(m)}, ValueError, "weights must be finite and not negative, but one is -1"),
+    ({"weight_fn": lambda m: torch.tensor([0, -1])}, ValueError, "weights must be finite and not negative, but one is -1"),
     *(({"optimizer": optimizer}, TypeError, hint) for optimizer, hint in NO_OPTIMIZER),
     ({"optimizer": ps.optim.Optimizer(lambda p: {"t": 0}, lambda g, s, p: (p, s))}, TypeError, r"opt_state\['t'\] is of type int, no tensor: init and update return trees of tensors"),
     *(({name: "mean"}, ValueError, f"{name}='mean' must be one of {choices}")
