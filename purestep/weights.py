@@ -187,6 +187,9 @@ def checked_weights(weights: Tensor) -> Tensor:
 
     Negative and non-finite values are refused on the host; on an accelerator, under
     ``torch.compile`` and under a dispatch mode they go unchecked.
+
+    >>> checked_weights(torch.tensor([2**53, 0])).sum() == 2**53
+    tensor(True)
     """
     if not isinstance(weights, Tensor) or weights.is_complex():
         found = weights.dtype if isinstance(weights, Tensor) else type(weights).__name__

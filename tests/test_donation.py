@@ -41,7 +41,8 @@ CASES: list[tuple[Any, str]] = [
 def test_leaves_and_data_that_share_memory_are_refused(make: Any, refused: str) -> None:
     """Before anything is written, by any strides."""
     params = make(torch.arange(8.0))
-    group = [{"x": torch.ones(1)}, {"x": params.pop("x")}]
+    beside = ["a word", torch.eye(2).to_sparse()]
+    group = [{"x": torch.ones(1), "beside": beside}, {"x": params.pop("x")}]
     shape, apart = params["a"].shape, tree.map(torch.clone, params)
     how: Any = {"weight_fn": lambda m: torch.ones(shape)}
     loss_fn: Any = lambda p, m: p["a"] * p["b"] * m["x"]  # noqa: E731
