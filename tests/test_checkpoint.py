@@ -241,11 +241,11 @@ def test_the_last_steps_are_kept(tmp_path: Path) -> None:
     (folder / f"{left[0]}.unfinished" / "new").write_text("killed")
     for name in ("notes", "7", "00000001.txt", "00000002.unfinished"):
         (folder / name).write_text("mine")
-    for step in (7, 20, 20):
-        ps.checkpoint.save_step(folder, step, state, keep=2)
+    for step in (7, 20, 20, 21):
+        ps.checkpoint.save_step(folder, step, state, keep=9)
     with ps.checkpoint.Background() as background:
-        background.save_step(folder, 100000000, state, keep=2)
-    expected = {"00000020", "100000000", "notes", "7", "00000001.txt"}
+        background.save_step(folder, 100000000, state)
+    expected = {"00000020", "00000021", "100000000", "notes", "7", "00000001.txt"}
     expected |= {f"{name}.unfinished" for name in kept}
     assert files(folder) == expected
     assert ps.checkpoint.latest(folder) == folder / "100000000"

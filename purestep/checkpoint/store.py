@@ -121,9 +121,9 @@ def save_step(folder: File, step: int, tree: Tree, keep: int = 3) -> None:
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     for step in range(100, 600, 100):
-    ...         save_step(folder, step, {"w": torch.ones(2)}, keep=2)
+    ...         save_step(folder, step, {"w": torch.ones(2)})
     ...     sorted(path.name for path in Path(folder).iterdir())
-    ['00000400', '00000500']
+    ['00000300', '00000400', '00000500']
     """
     path = begin(folder, step, keep)
     save(path, tree)

@@ -89,9 +89,9 @@ def warmup_cosine_decay_schedule(
 
     As in optax, ``decay_steps`` is the length of the whole schedule, the warm-up included.
 
-    >>> schedule = warmup_cosine_decay_schedule(0.0, 1.0, warmup_steps=2, decay_steps=4)
-    >>> schedule(torch.tensor([0, 1, 2, 3, 4])).tolist()
-    [0.0, 0.5, 1.0, 0.5, 0.0]
+    >>> schedule = warmup_cosine_decay_schedule(0.0, 1.0, warmup_steps=1, decay_steps=3)
+    >>> schedule(torch.tensor([0, 1, 2, 3])).tolist()
+    [0.0, 1.0, 0.5, 0.0]
     """
     if not 0 < warmup_steps < decay_steps:
         raise ValueError(

@@ -129,7 +129,7 @@ def scale_by_adam(b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8) -> Tran
 
     >>> transform = scale_by_adam()
     >>> params = {"w": torch.tensor([0.0, 0.0])}
-    >>> transform.update({"w": torch.tensor([5.0, -0.1])}, transform.init(params), params)[0]
+    >>> transform.update({"w": torch.tensor([5.0, -0.1])}, transform.init(params), None)[0]
     {'w': tensor([ 1., -1.])}
     """
 
