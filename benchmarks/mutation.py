@@ -58,7 +58,7 @@ IMPORTED = (
     "torch.testing", "safetensors.torch", "transformers", "hypothesis.strategies",
 )  # fmt: skip
 """What is imported once, for all mutants."""
-QUIETLY = ["-xqpno:cacheprovider", "--assert=plain", "-Wignore::pytest.PytestAssertRewriteWarning"]
+QUIETLY = ["-qpno:cacheprovider", "--assert=plain", "-Wignore::pytest.PytestAssertRewriteWarning"]
 FIRST = 10
 """How many tests come first."""
 
@@ -214,7 +214,7 @@ def record(file: Path, tests: list[str]) -> None:
 
     for owner, name in ((World, "run"), (subprocess, "run"), (convert_frame, "_compile")):
         setattr(owner, name, contexts.noting(getattr(owner, name)))
-    pytest.main(["-q", *tests], plugins=[contexts])
+    pytest.main([*QUIETLY, *tests], plugins=[contexts])
     measured.stop()
     data = measured.get_data()
     # Without those that fail as it is, or read what others run.
@@ -307,7 +307,7 @@ def _run(folder: Path, log: Path, tests: list[str]) -> NoReturn:
         os.dup2(output, place)
     code: int = pytest.ExitCode.INTERNAL_ERROR
     try:
-        code = pytest.main([*QUIETLY, *tests])
+        code = pytest.main(["-x", *QUIETLY, *tests])
     except BaseException:
         traceback.print_exc()
     finally:

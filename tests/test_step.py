@@ -2,11 +2,13 @@
 
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import Tensor
 
 import purestep as ps
+from purestep.step import is_new
 from tests.line import MICROBATCH, PARAMS, SGD, loss_fn, step_with, weight_fn
 
 
@@ -38,8 +40,12 @@ def test_an_overflowing_count_is_not_applied_where_it_cannot_be_read() -> None:
     assert w[1] == PARAMS["w"] != w[0]
 
 
-def given(microbatch: Tensor) -> Tensor:
-    return microbatch
+given: Any = lambda microbatch: microbatch  # noqa: E731
+
+
+def test_a_structure_that_cannot_be_compared_is_a_new_one() -> None:
+    """A node class of the user's may keep an array."""
+    assert is_new({0: [numpy.ones(2)]}, 0, PARAMS)
 
 
 def test_counts_exactly() -> None:
