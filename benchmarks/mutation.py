@@ -42,6 +42,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import pytest
+import torch
 
 if TYPE_CHECKING:
     from coverage import Coverage
@@ -205,14 +206,13 @@ class Contexts:
 def record(file: Path, tests: list[str]) -> None:
     """Writes which tests run which lines, or lines unseen, and how long each test takes."""
     from coverage import Coverage
-    from torch._dynamo import convert_frame
 
     measured = Coverage(data_file=None, source=[str(PACKAGE)])
     contexts = Contexts(measured)
     measured.start()
     from purestep.testing.processes import World
 
-    for owner, name in ((World, "run"), (subprocess, "run"), (convert_frame, "_compile")):
+    for owner, name in ((World, "run"), (subprocess, "run"), (torch, "compile")):
         setattr(owner, name, contexts.noting(getattr(owner, name)))
     pytest.main([*QUIETLY, *tests], plugins=[contexts])
     measured.stop()
