@@ -29,10 +29,8 @@ ONE: dict[str, Any] = {"axes": ["one"], "ranks": [1], "donate": False}
 
 def step_with(system: System, drawn: Drawn) -> Any:
     """The case's step on one rank."""
-    case, how, _ = drawn
-    return system.make_update_step(
-        case.loss_fn, case.optimizer, weight_fn=weights_of, **how.settings
-    )
+    (case, how, _), make = drawn, system.make_update_step
+    return make(case.loss_fn, case.optimizer, weight_fn=weights_of, **how.settings)
 
 
 def storages(value: Any) -> set[torch.UntypedStorage]:

@@ -134,7 +134,7 @@ def test_half_precision_is_summed_wide_under_vmap() -> None:
 
 
 def test_a_term_of_a_microbatch_without_tokens_may_be_anything() -> None:
-    """A mean over its tokens, say."""
+    """A mean over its tokens, say. So may its value where another member of an ensemble has some."""
 
     def loss_fn(w: Tensor, m: dict[str, Tensor]) -> ps.LossTerms:
         mean = (m["w"] * w * m["x"]).sum() / m["w"].sum()
@@ -142,6 +142,10 @@ def test_a_term_of_a_microbatch_without_tokens_may_be_anything() -> None:
 
     sgd, full = ps.optim.sgd(0.5), {"x": torch.ones(2), "w": torch.ones(2)}
     step = ps.make_update_step(loss_fn, sgd, weight_fn=lambda m: m["w"])
-    new, _, metrics = step(ONE, sgd.init(ONE), [full, {**full, "w": torch.zeros(2)}])
+    group = [full, {**full, "w": torch.zeros(2)}]
+    new, _, metrics = step(ONE, sgd.init(ONE), group)
     assert metrics.num_microbatches == 1
     assert new == 0
+    both = [{key: torch.stack([m[key], full[key]]) for key in full} for m in group]
+    _, _, of_both = torch.vmap(step, (None, None, 0))(ONE, sgd.init(ONE), both)
+    assert of_both.loss.tolist() == [2, 2]

@@ -148,10 +148,11 @@ def delayed(grads: Any, state: Any, params: Any) -> Any:
     return state, grads
 
 
+FIRST = [ps.optim.momentum(0.5), ps.optim.Transform(tree.zeros_like, delayed)]
+
+
 @pytest.mark.parametrize("behind", ["clip", "decay", "momentum"])
-@pytest.mark.parametrize(
-    "first", [ps.optim.momentum(0.5), ps.optim.Transform(tree.zeros_like, delayed)]
-)
+@pytest.mark.parametrize("first", FIRST)
 def test_what_comes_behind_a_part_leaves_its_state_alone(first: Any, behind: str) -> None:
     """It may write to the updates that it gets, and they are not the state's memory."""
     optimizer = ps.optim.chain(first, TRANSFORMS[behind], ps.optim.descend(1.0))

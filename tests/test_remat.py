@@ -132,9 +132,10 @@ def written_later(x: Tensor) -> Tensor:
     return y
 
 
-@pytest.mark.parametrize(
-    "use", [written_later, lambda x: ps.remat(lambda p: p["x"].mul_(2) ** 3)({"x": x})]
-)
+WRITING: Any = [written_later, lambda x: ps.remat(lambda p: p["x"].mul_(2) ** 3)({"x": x})]
+
+
+@pytest.mark.parametrize("use", WRITING)
 def test_arguments_that_are_written_to_are_refused(use: Function) -> None:
     """In a tree, too."""
     with pytest.raises(RuntimeError, match="an inplace operation"):
