@@ -43,9 +43,7 @@ def test_nothing_is_kept_of_a_call(name: str) -> None:
 
 
 @pytest.mark.parametrize("settings", [{}, {"compile": TRACED}], ids=["eager", "compiled"])
-def test_what_a_call_leaves_behind_is_not_there_in_the_next(
-    settings: Any, fresh_compiler: None
-) -> None:
+def test_what_a_call_leaves_behind_is_gone_in_the_next(settings: Any, fresh_compiler: None) -> None:
     """Another object holds a list of the module, and keeps it."""
     module = made("keeping")
     params, apply = ps.from_module(module)

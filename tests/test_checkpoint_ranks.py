@@ -40,9 +40,7 @@ LOCAL = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_any_number_of_ranks_loads_what_any_number_saves(
-    three: World, world: World, path: Path
-) -> None:
+def test_any_number_of_ranks_loads_what_others_save(three: World, world: World, path: Path) -> None:
     """And torch does, and ranks load pieces of a file."""
     together(world, save, path)
     state: dict[str, Any] = dict(ps.state_dict(zeros(whole())))

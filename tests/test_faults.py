@@ -212,9 +212,7 @@ CASES: list[tuple[str, Arguments]] = [
 
 @pytest.mark.parametrize("bucket_bytes", [8, 1 << 20])
 @pytest.mark.parametrize(("name", "how"), CASES)
-def test_a_fault_is_told_on_every_rank(
-    ranks: Run, name: str, how: Arguments, bucket_bytes: int
-) -> None:
+def test_faults_reach_every_rank(ranks: Run, name: str, how: Arguments, bucket_bytes: int) -> None:
     """Nothing waits for a timeout."""
     args = range(4), [name] * 4, [how] * 4
     check_fault(name, ranks(faulty_step, *args, bucket_bytes=bucket_bytes))

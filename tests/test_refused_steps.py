@@ -110,9 +110,12 @@ NO_PARAMS: list[tuple[Any, type[Exception], str]] = [
 
 @pytest.mark.parametrize(("params", "error", "message"), NO_PARAMS)
 def test_params_that_are_none(params: Any, error: type[Exception], message: str) -> None:
+    """For evaluation, too."""
     step: Any = ps.make_update_step(loss_fn, SGD, weight_fn=weight_fn)
-    with pytest.raises(error, match=message):
-        step(params, (), [])
+    evaluate = ps.make_eval_step(loss_fn, weight_fn=weight_fn)
+    for call in (partial(step, params, ()), partial(evaluate, params)):
+        with pytest.raises(error, match=message):
+            call([])
 
 
 INITS: list[ps.optim.Optimizer] = [
