@@ -106,9 +106,9 @@ def warmup_cosine_decay_schedule(
 def join_schedules(schedules: Sequence[Schedule], boundaries: Sequence[int]) -> Schedule:
     """Each schedule until its boundary, the next one from there on, counting from 0 again.
 
-    >>> halves = [lambda step: 0.0 * step, lambda step: 1.0 * step]
+    >>> halves = [lambda step: 1.0 * step, lambda step: 5.0 * step]
     >>> join_schedules(halves, [2])(torch.arange(4)).tolist()
-    [0.0, 0.0, 0.0, 1.0]
+    [0.0, 1.0, 0.0, 5.0]
     """
     if len(boundaries) != len(schedules) - 1:
         raise ValueError(
