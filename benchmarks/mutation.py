@@ -5,8 +5,8 @@
 
 A mutant is the package with one small change: another operator, another constant, a condition turned
 around, a call that is dropped, two arguments in each other's place. The tests that run the changed
-statement are tried until one fails: the quickest for half of ``--patience`` seconds, then those of the proofs for the other half,
-all by the clock of the recording. A mutant that takes three times as long is rejected; what it has started
+statement are tried until one fails, for ``--patience`` seconds by the clock of the recording: for half of
+them the quickest, then those of the proofs. A mutant that takes three times as long is rejected; what it has started
 ends with it. ``--record`` runs all tests once and writes which of them run which lines; it needs the
 package ``coverage``, and takes twice the time of ``make test``. Messages of errors, annotations and
 docstrings are not changed, nor is ``zip(strict=True)``, which only a mistake of the package itself meets.
@@ -71,7 +71,7 @@ OPERATORS: dict[type[ast.operator], str] = {
     ast.Add: "-", ast.Sub: "+", ast.Mult: "/", ast.Div: "*", ast.FloorDiv: "*", ast.Mod: "*",
     ast.BitAnd: "|", ast.BitOr: "&", ast.Pow: "*",
 }  # fmt: skip
-EVEN = {"max", "min", "maximum", "minimum", "equal", "promote_types"}
+SYMMETRIC = {"max", "min", "maximum", "minimum", "equal", "promote_types"}
 """Functions whose first two arguments may change places."""
 
 
@@ -144,7 +144,7 @@ def _changes_of(node: ast.AST) -> Iterator[tuple[str, Any, str]]:
     elif isinstance(node, ast.Call) and len(node.args) > 1:
         swapped = ast.Call(node.func, [*node.args[1::-1], *node.args[2:]], node.keywords)
         name = ast.unparse(node.func).rpartition(".")[2]
-        if name not in EVEN and not any(isinstance(arg, ast.Starred) for arg in node.args[:2]):
+        if name not in SYMMETRIC and not any(isinstance(arg, ast.Starred) for arg in node.args[:2]):
             yield "swapped arguments", node, ast.unparse(swapped)
 
 

@@ -23,8 +23,7 @@ def times(groups: Groups, name: str, factor: float) -> Groups:
 
 def with_floats(groups: Groups) -> Groups:
     """The same, with targets that can be infinite; copies, which may be written to."""
-    copied = lambda m: {**m, "y": m["y"].to(m["x"].dtype, copy=True)}  # noqa: E731
-    return [[*map(copied, group)] for group in groups]
+    return [[{**m, "y": m["y"].to(m["x"].dtype, copy=True)} for m in group] for group in groups]
 
 
 @theorem("T7", st.tuples(steps(), st.booleans()))

@@ -294,7 +294,7 @@ def test_from_torch_is_torch(name: str, kernel: dict[str, bool], number: int, se
         assert rate == torch.tensor(0.05, dtype=dtype)
 
 
-HOW = {
+FUSED = {
     "lr": st.sampled_from([0.1, 1e-3]),
     "betas": st.sampled_from([(0.9, 0.999), (0.5, 0.9), (0.0, 0.95)]),
     "eps": st.sampled_from([1e-8, 1e-3]),
@@ -302,7 +302,9 @@ HOW = {
 }
 
 
-@given(st.fixed_dictionaries(HOW), st.booleans(), st.booleans(), st.booleans(), st.integers(0, 999))
+@given(
+    st.fixed_dictionaries(FUSED), st.booleans(), st.booleans(), st.booleans(), st.integers(0, 2**20)
+)
 def test_adamw_is_the_fused_kernel(
     how: dict[str, Any], masked: bool, scheduled: bool, whole: bool, seed: int
 ) -> None:

@@ -252,9 +252,9 @@ def drawn_for(x: Tensor, key: Keys, of: Callable[[Tensor], Tensor]) -> Tensor:
     >>> drawn_for(torch.ones(2), key(0), lambda word: word).equal(bits(key(0), (2,)))
     True
     """
+    _check_keys(key.keys if isinstance(key, TokenKeys) else key)
     if isinstance(key, TokenKeys):
         return _drawn_for_tokens(x.shape, key, of)
-    _check_keys(key)
     if x.shape[: key.ndim] != key.shape:
         raise ValueError(
             f"keys of shape {tuple(key.shape)} for {tree.kind(x)}: its first dimensions must be "

@@ -75,7 +75,10 @@ def test_what_trains_is_chosen_and_tied_params_are_one() -> None:
     assert [*ps.from_module(module, trainable="*.bias")[0]] == ["a.bias", "b.bias", "frozen.bias"]
     params, apply = ps.from_module(module, trainable=lambda name, p: p.ndim == 2 and "b" in name)
     assert [*params] == ["b.weight"]
-    scaled = lambda p, x: apply(ps.tree.map(lambda leaf: 1 * leaf, p), x)  # noqa: E731
+
+    def scaled(p: Any, x: Tensor) -> Any:
+        return apply({name: 1 * leaf for name, leaf in p.items()}, x)
+
     wanted = modules.backward(module, data())["b.weight"]
     for each in (apply, scaled):
         assert torch.equal(grads(each, params, data())["b.weight"], wanted)

@@ -53,10 +53,10 @@ def test_published_words(counters: Any, key: Any, words: Any) -> None:
 @pytest.mark.parametrize("shape", [(), (9,), (3, 6), (2, 3, 5), (2, 1, 3, 7)])
 def test_an_element_is_drawn_by_its_coordinates(shape: tuple[int, ...]) -> None:
     """The counters are the coordinates, the last one first and by fours, with which of four words."""
-    keys = [0, 2**63, 2**64 - 3]
+    keys = [0, 5, 2**63, 2**64 - 3]
     drawn = ps.random.bits(torch.stack([*map(ps.random.key, keys)]), shape)
     assert drawn.dtype == torch.int64
-    assert drawn.shape == (3, *shape)
+    assert drawn.shape == (4, *shape)
     places = itertools.product(*map(range, shape))
     for (row, key), place in itertools.product(enumerate(keys), places):
         last, *others = [*place[::-1], 0, 0, 0, 0][:4]
@@ -250,8 +250,10 @@ REFUSED: list[tuple[Callable[[], object], str]] = [
     (lambda: ps.random.key(0.5), "whole number of 64 bits"),  # type: ignore[arg-type]
     (lambda: ps.random.bits(torch.ones(2)), r"float32 of shape \(2,\) is no key"),
     (lambda: ps.random.bits(3), "is no key"),  # type: ignore[arg-type]
+    (lambda: ps.random.split(torch.ones(2)), r"float32 of shape \(2,\) is no key"),
     (lambda: ps.random.split(3), "is no key"),  # type: ignore[arg-type]
     (lambda: ps.random.token_keys(torch.ones(2, 3), *torch.ones(2, 2, 3)), r"float32 of shape \(2, 3\) is no key"),
+    (lambda: ps.random.dropout(SQUARE, 0.5, TokenKeys(SQUARE, SQUARE)), r"float32 of shape \(3, 2\) is no key"),
     (lambda: ps.random.dropout(SQUARE, 0.5, 3), "is no key: keys are tensors"),  # type: ignore[arg-type]
     (lambda: ps.random.fold_in(KEY, torch.ones(1)), "must be whole numbers"),
     (lambda: ps.random.bernoulli(KEY, 1.5), "p=1.5 must be a probability"),

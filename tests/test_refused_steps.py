@@ -36,6 +36,7 @@ NO_OPTIMIZER: list[tuple[Any, str]] = [
     (ps.optim.adamw, r"got function: call it with its settings first"),
     (Optax(None, None), "got Optax: a NamedTuple of init"),
     ((None, None), "got tuple: a NamedTuple of init"),
+    (None, "got NoneType"),
 ]
 SHIFTED = r"dimension 1 differs by one, as where loss_fn shifts the labels: shift"
 SHIFTING: dict[str, Any] = {

@@ -40,7 +40,8 @@ def test_an_overflowing_count_is_not_applied_where_it_cannot_be_read() -> None:
     assert w[1] == PARAMS["w"] != w[0]
 
 
-given: Any = lambda microbatch: microbatch  # noqa: E731
+def given(microbatch: Tensor) -> Tensor:
+    return microbatch
 
 
 def test_a_structure_that_cannot_be_compared_is_a_new_one() -> None:

@@ -61,7 +61,7 @@ def plan_of(module: Module, tensors: Sequence[Tensor]) -> Plan:
 
     >>> module = torch.nn.Linear(2, 2, bias=False)
     >>> plan = plan_of(module, [module.weight])
-    >>> doubled = build(plan, [2 * module.weight], False)
+    >>> doubled = build(plan, [2 * module.weight], evaluates=False)
     >>> torch.equal(doubled(torch.ones(2)), 2 * module(torch.ones(2)))
     True
     """
