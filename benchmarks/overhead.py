@@ -33,7 +33,7 @@ from torch.nn import functional
 import purestep as ps
 from benchmarks import peers, step, timing
 from purestep import tree
-from purestep.torch_private import foreach_add_, fused_adamw_
+from purestep.torch_private import foreach, fused_adamw_
 
 SIZES = [32, 64, 64, 10]
 ROWS, BLOCK = 32, 30
@@ -129,7 +129,7 @@ def unchecked(problem: peers.Problem) -> peers.Way:
             loss = loss + torch.dot(losses.detach(), seed)
         norm = peers.norm_of(grads)
         if num_tokens > 0:
-            foreach_add_(steps, 1)
+            foreach("add_")(steps, 1)
             fused_adamw_(
                 params, grads, mu, nu, [], steps, lr=peers.LEARNING_RATE, beta1=b1, beta2=b2, eps=peers.EPS,
                 weight_decay=peers.WEIGHT_DECAY, amsgrad=False, maximize=False,

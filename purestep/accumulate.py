@@ -7,15 +7,19 @@ there is no pass over the gradients to scale them, and nothing to forget.
 """
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.profiler import record_function
 
 from purestep import checks, tree
 from purestep.grad_and_value import grad_and_value
 from purestep.modes import ReverseModes, reverse_modes
 from purestep.objective import divisors_of
 from purestep.reverse import Inputs, Sums as Gradients, filled
+from purestep.torch_private import is_profiling
 from purestep.tree import accumulation_dtype
 from purestep.types import (
     Count,
@@ -113,7 +117,8 @@ def accumulate(
             microbatch = tree.unflatten(kind, data)
         inputs = Inputs(leaves, structure, microbatch, weights, divisors, check)
         run = modes.recorded if recorded else modes.plain
-        beside = run(inputs, sums, ready if position == last else None)
+        with profiler_range("purestep.microbatch"):
+            beside = run(inputs, sums, ready if position == last else None)
         losses.append(beside.loss)
         if group.counted is None:
             asked.append(beside.weights)
@@ -138,6 +143,21 @@ def accumulate(
         grads = [grad.clone() for grad in grads]
     loss = total_loss(losses, leaves[0] if leaves else torch.zeros(()))
     return Sums(tree.unflatten(structure, grads), loss, counted, aux)
+
+
+def profiler_range(name: str) -> AbstractContextManager[Any]:
+    """Names what runs in the context, for ``torch.profiler``. Where none runs, it does nothing.
+
+    >>> from torch.profiler import profile
+    >>> with profile() as prof, profiler_range("purestep.example"):
+    ...     pass
+    >>> [event.key for event in prof.key_averages()]
+    ['purestep.example']
+    """
+    # A range takes as long as a small operation, so none is opened in vain.
+    if torch.compiler.is_dynamo_compiling() or not is_profiling():
+        return nullcontext()
+    return record_function(name)
 
 
 def plus(so_far: Tree, aux: Tree) -> Tree:

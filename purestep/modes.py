@@ -99,6 +99,14 @@ def gradients(
     return grads, Beside(loss, weights, tree.unflatten(kind, aux), reached)
 
 
+def keep_generators(device: torch.device) -> Any:
+    """Restores the random generators of the host and of the device at the end of the context."""
+    has_generator = hasattr(getattr(torch, device.type, None), "get_rng_state")
+    if device.type == "cpu" or not has_generator:
+        return torch.random.fork_rng(devices=[])
+    return torch.random.fork_rng(devices=[device], device_type=device.type)
+
+
 def by_users(grad_and_value: GradAndValue) -> Differentiate:
     """The same by the user's ``grad_and_value(f, has_aux=True)(leaves)``."""
 
@@ -156,7 +164,7 @@ def compiled(loss_fn: LossFn, compile: bool | Compiler) -> Reverse:
         if inputs.check and so_far is None:
             # What refuses a call does not see a trace. Its draws are made again.
             own = [leaf.detach().requires_grad_() for leaf in inputs.leaves]
-            with torch.enable_grad(), torch.random.fork_rng(devices=[]):
+            with torch.enable_grad(), keep_generators(inputs.leaves[0].device):
                 loss_fn(tree.unflatten(inputs.structure, own), inputs.microbatch)
         beside: Beside
         made, beside = one(params, so_far, dtypes, *inputs[2:5])

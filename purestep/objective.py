@@ -97,9 +97,9 @@ def value(
     total: Tensor | None = None
     for term, share in zip(terms, cotangents, strict=True):
         term = term.detach() if constant else term
-        worth = (term * share).sum()
-        known = tree.number_at_hand(worth) if constant else None
-        if known is None or not math.isfinite(known):
+        worth = (term * share).sum() if constant and term.is_cpu else None
+        known = None if worth is None else tree.number_at_hand(worth)
+        if worth is None or known is None or not math.isfinite(known):
             worth = (torch.where(share != 0, term, 0) * share).sum()
         total = worth if total is None else total + worth
     assert total is not None

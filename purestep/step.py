@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from purestep import checks, tree
-from purestep.accumulate import accumulate
+from purestep.accumulate import accumulate, profiler_range
 from purestep.axis import Axis, Gather, LocalAxis
 from purestep.compiling import Compiler
 from purestep.grad_and_value import grad_and_value
@@ -24,6 +24,7 @@ from purestep.modes import reverse_modes
 from purestep.objective import divisors_of
 from purestep.optim.base import Optimizer, check_optimizer, explain, held_back, in_place
 from purestep.sharding import joined, per_microbatch
+from purestep.tree import foreach
 from purestep.types import (
     GradAndValue,
     LossFn,
@@ -114,9 +115,10 @@ def make_update_step(
             new = is_new(checked, ranks.rank, params)
             if new:
                 checks.check_inputs(params, opt_state, microbatches, axis, donate)
-            group = weigh(microbatches, weight_fn if normalize == "loss" else None)
+            with profiler_range("purestep.count"):
+                group = weigh(microbatches, weight_fn if normalize == "loss" else None)
+                total = ranks.agree(count(group), params, opt_state, len(microbatches))
             ready = ranks.buckets(params, accum_dtype)
-            total = ranks.agree(count(group), params, opt_state, len(microbatches))
             if gather == "microbatch":
                 group = joined(group, ranks.rounds(len(microbatches)))
             sums = accumulate(
@@ -130,7 +132,8 @@ def make_update_step(
                 modes=per_microbatch(modes) if gather == "microbatch" else modes,
                 check=new,
             )
-            sums = ranks.sum(sums, params)
+            with profiler_range("purestep.reduce"):
+                sums = ranks.sum(sums, params)
 
         if normalize == "grads":
             total = sums.counted
@@ -147,9 +150,10 @@ def make_update_step(
             applied=applied,
             aux=sums.aux,
         )
-        new_params, new_opt_state = transition(
-            optimizer, sums.grads, opt_state, params, applied, donate=donate
-        )
+        with profiler_range("purestep.optimizer"):
+            new_params, new_opt_state = transition(
+                optimizer, sums.grads, opt_state, params, applied, donate=donate
+            )
         if axis.own_programs:
             checks.check_unrecorded(new_params, axis)
         # A loss is checked where it is called, and in part only where nothing is recorded.
@@ -171,18 +175,19 @@ def divided(sums: Sums) -> Sums:
     tensor(2.)
     """
     n, limits = divisors_of(sums.counted).num_tokens, torch.finfo(sums.loss.dtype)
-    known, in_place = tree.number_at_hand(n), tree.eager(sums.grads)
+    known = tree.number_at_hand(n)
     if known is not None and not limits.tiny <= known <= limits.max:
         raise ValueError(
             f"num_tokens, the sum of all weights, is {known}, by which losses in {sums.loss.dtype} "
             "cannot be divided: scale the weights, which changes nothing else"
         )
 
-    def quotient(total: Tensor) -> Tensor:
-        return total.div_(n) if in_place else (total / n).to(total.dtype)
-
-    grads = tree.map(quotient, sums.grads)
-    return sums._replace(grads=grads, loss=(sums.loss / n).to(sums.loss.dtype))
+    loss = (sums.loss / n).to(sums.loss.dtype)
+    if tree.eager(sums.grads):
+        foreach.divide_(tree.leaves_of(sums.grads), n)
+        return sums._replace(loss=loss)
+    grads = tree.map(lambda total: (total / n).to(total.dtype), sums.grads)
+    return sums._replace(grads=grads, loss=loss)
 
 
 def is_new(checked: dict[int, list[tree.Structure]], rank: int, params: Params) -> bool:
@@ -237,7 +242,9 @@ def transition(
             return params, opt_state
         if not donate:
             state = leaves[: len(leaves) - structure.child(2).num_leaves]
-            copies = [*map(torch.clone, state), *leaves[len(state) :]]
+            # On the host, foreach operations are loops, and looking for kinds takes longer.
+            copies = [*map(torch.clone, state)] if applied.is_cpu else foreach.clone(state)
+            copies += leaves[len(state) :]
             params, opt_state, grads = tree.unflatten(structure, copies)
         if applied.is_cpu and not applied:
             return params, opt_state

@@ -89,10 +89,17 @@ version: Callable[[Tensor], int] = _private("Tensor._version.__get__")
 
 # Kernels for many leaves at once.
 
-foreach_add_: Callable[..., None] = _private("_foreach_add_")
-foreach_mul_: Callable[..., None] = _private("_foreach_mul_")
-foreach_norm: Callable[..., tuple[Tensor, ...]] = _private("_foreach_norm")
+
+def foreach(name: str) -> Callable[..., Any]:
+    """Returns ``torch._foreach_NAME``, one of a family of kernels for lists of tensors."""
+    kernel: Callable[..., Any] = _private(f"_foreach_{name}")
+    return kernel
+
+
 fused_adamw_: Callable[..., None] = _private("_fused_adamw_")
+
+is_profiling: Callable[[], bool] = _private("autograd._profiler_enabled")
+"""Whether ``torch.profiler`` runs in this thread."""
 
 # Process groups. A torch that was built without torch.distributed has none of these.
 
@@ -106,10 +113,14 @@ flattened: Callable[[Any], Any] = _private("distributed.device_mesh.DeviceMesh._
 """The mesh as one dimension, with one process group."""
 
 
-def collectives_begun(group: Any) -> int | None:
-    """How many collectives a process group has begun; None where its backend does not count."""
+def collectives_begun(group: Any, device: torch.device) -> int | None:
+    """How many collectives of a device's tensors a process group has begun.
+
+    None where its backend does not count. The group itself would answer for its default backend,
+    which is that of the host in a group of "cpu:gloo,cuda:nccl".
+    """
     try:
-        number: int = group._get_sequence_number_for_group()
+        number: int = group._get_backend(device)._get_sequence_number_for_group()
     except (AttributeError, RuntimeError):
         return None
     return number
@@ -130,6 +141,28 @@ def never_compiled_alone(function: Callable[..., Any]) -> None:
         eval_frame.set_code_exec_strategy(function.__code__, skip)
     except (ImportError, AttributeError):
         pass
+
+
+def graph_pass(rewrite: Callable[[Any], None], file: str, extra: str = "") -> Any:
+    """Makes a pass over inductor's graphs, with a name by which inductor caches what it compiles.
+
+    With a plain function, inductor compiles anew in each process: "Unsupported post grad custom
+    pass". The name changes with the ``file`` that holds the pass, and with ``extra``, which is all
+    else that the pass depends on. A torch without the class takes the function.
+    """
+    try:
+        from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
+    except ImportError:
+        return rewrite
+
+    class NamedPass(CustomGraphPass):  # type: ignore[misc, unused-ignore]
+        def __call__(self, graph: Any) -> None:
+            rewrite(graph)
+
+        def uuid(self) -> Any:
+            return get_hash_for_files((file,), extra)
+
+    return NamedPass()
 
 
 def watching(look: Callable[[Any, Any, Any], None]) -> Any:

@@ -57,3 +57,15 @@ class Touched(TorchDispatchMode):
         if not func.is_view and (self.numel is None or self.numel in touched):
             self.counts[func.overloadpacket.__name__] += 1
         return result
+
+
+class Operations(TorchDispatchMode):
+    """Counts the operations that run while it is entered, views included, by their names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names[str(func)] += 1
+        return func(*args, **(kwargs or {}))

@@ -12,6 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import purestep as ps
 from proofs.strategies import RECIPES
 from purestep import tree
+from purestep.optim.elementwise import HOST_BYTES
 from tests.layers import network, rows
 from tests.memory import LiveBytes, Touched
 
@@ -128,9 +129,10 @@ def test_normalising_takes_one_pass_at_most(normalize: Any) -> None:
     matmul = {k: counts[k].pop("mm") for k in counts}
     assert matmul[8] == 8 * matmul[1]
     # The copy that the optimizer works on is the only one of the state.
-    optimizer_and_norm = {"_foreach_norm": 1, "clone": LAYERS, "_foreach_add_": 1}
+    optimizer_and_norm = {"_foreach_norm": 1, "clone": LAYERS}
+    optimizer_and_norm["_foreach_add_"] = TREE // HOST_BYTES
     if normalize == "grads":
-        optimizer_and_norm |= {"div_": LAYERS}
+        optimizer_and_norm |= {"_foreach_div_": 1}
     assert counts[1] == optimizer_and_norm
     assert counts[8] == {**optimizer_and_norm, "add_": 7 * LAYERS}
 

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from purestep import tree
-from purestep.axis.collectives import within
 from purestep.axis.protocol import Axis, Gather
-from purestep.axis.rows import by_law, summed_over
+from purestep.axis.rows import by_law, sharded, sum_axes
 from purestep.axis.whole import whole
 from purestep.types import Count, Ready, Sums, Tree
 from purestep.weights import check_count
@@ -54,15 +54,12 @@ class LocalAxis:
 
 
 @dataclass
-class OneProgram:
+class OneProgram(AbstractContextManager["OneProgram"]):
     """The session of ranks that run one program, alone, simulated or compiled: they are alike."""
 
     axis: Axis
     gather: Gather
     rank = 0
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         pass
@@ -95,12 +92,15 @@ class OneProgram:
         """The sums of all ranks, by the laws, under any transform."""
         structure = tree.flatten(params)[1]
         places = tree.spread(structure)
-        leaves = tree.leaves_of(sums.grads) if places else []
-        for at, place in enumerate(places):
-            if self.gather == "step" and place and within(place.axis, self.axis):
-                leaves[at] = by_law("psum_scatter", leaves[at], place)
-            over = summed_over(place, self.axis)
+        if not places:
+            total: Sums = self.axis.apply_tree("psum", sums)
+            check_count(total.counted)
+            return total
+        leaves = tree.leaves_of(sums.grads)
+        for at, place in sharded(places, self.axis).items() if self.gather == "step" else ():
+            leaves[at] = by_law("psum_scatter", leaves[at], place)
+        for at, over in enumerate(sum_axes(places, self.axis)):
             leaves[at] = leaves[at] if over is None else over.apply("psum", leaves[at])
-        total: Sums = self.axis.apply_tree("psum", sums._replace(grads=()) if places else sums)
+        total = self.axis.apply_tree("psum", sums._replace(grads=()))
         check_count(total.counted)
-        return total._replace(grads=tree.unflatten(structure, leaves)) if places else total
+        return total._replace(grads=tree.unflatten(structure, leaves))

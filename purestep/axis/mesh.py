@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -75,7 +76,7 @@ class MeshAxis(Ranks):
         self._group: Any = flat.get_group()
         self._members = frozenset(dist.get_process_group_ranks(self._group))
         self.size, self._rank = flat.size(), flat.get_local_rank()
-        self.device = torch.device(mesh.device_type)
+        self.device = current_device(mesh.device_type)
         self._where = Group(self._group.group_name, flat.size(), ", ".join(map(repr, self.dims)))
 
     @property
@@ -86,7 +87,12 @@ class MeshAxis(Ranks):
     @property
     def meetings(self) -> int | None:
         """How many collectives its group has begun; None where the backend does not count."""
-        return torch_private.collectives_begun(self._group)
+        return torch_private.collectives_begun(self._group, self.device)
+
+    @property
+    def meets_on_host(self) -> bool:
+        """Whether its group has a backend for the host: all but a group made with "nccl" alone."""
+        return self.on_host or "cpu:" in dist.get_backend_config(self._group)
 
     @property
     def rank(self) -> int:
@@ -174,6 +180,24 @@ class Group(NamedTuple):
         return f"MeshAxis({self.dims}, {self.size} rank{'s' if self.size > 1 else ''})"
 
 
+def current_device(kind: str) -> torch.device:
+    """The device of this type on which the process computes, with its index.
+
+    >>> current_device("cpu")
+    device(type='cpu')
+    """
+    if kind == "cpu":
+        return torch.device("cpu")
+    return torch.device(kind, torch.get_device_module(kind).current_device())
+
+
+LOST = re.compile(
+    r"connection|timed? ?out|peer|broken pipe|socket|read error|closed|aborted|remote process",
+    re.IGNORECASE,
+)
+"""What backends say of ranks that are gone or late."""
+
+
 @contextmanager
 def _explained(group: Group) -> Iterator[None]:
     """Within it, a broken connection is an error that says what to look for."""
@@ -181,6 +205,8 @@ def _explained(group: Group) -> Iterator[None]:
         yield
     except RuntimeError as error:
         what, *_ = str(error).split("\n")
+        if not isinstance(error, dist.DistError) and not LOST.search(what):
+            raise  # an argument that the backend does not take
         raise RankError(
             f"a collective over {group} failed: most likely another rank has died, or is late by "
             "more than the group's timeout, and its own output says why. This process group is "

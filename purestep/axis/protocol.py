@@ -33,8 +33,8 @@ class RankError(RuntimeError):
 class Session(Protocol):
     """One update, as the ranks of an axis talk about it: ``with axis.session(...) as ranks``.
 
-    Call ``buckets`` where gradients are to be summed, then ``agree``, then ``sum``, on every rank
-    in this order. An exception inside the ``with`` reaches all ranks.
+    Call ``agree``, then ``buckets`` if gradients are to be summed, then ``sum``, on every rank in
+    this order. An exception inside the ``with`` reaches all ranks.
 
     >>> from purestep import LocalAxis
     >>> one = Count(torch.tensor(3), torch.tensor(1))

@@ -31,6 +31,8 @@ class Ranks(ABC):
     """
 
     own_programs = True
+    shares_backward_thread = False
+    """Whether ranks are threads: the backward passes on an accelerator all run in one thread."""
     size: int
     device: torch.device
 
@@ -71,6 +73,11 @@ class Ranks(ABC):
         """Whether what the ranks exchange can be read without waiting for a device."""
         return self.device.type == "cpu"
 
+    @property
+    def meets_on_host(self) -> bool:
+        """Whether the ranks can exchange tensors of the host, whatever their device."""
+        return self.on_host
+
     def apply(self, law: str, x: Tensor) -> Tensor:
         """The law over the ranks, with its transpose, under any transform."""
         if tree.eager(x):
@@ -84,6 +91,10 @@ class Ranks(ABC):
             return tree.map(partial(self.apply, law), x)
         if law != "psum" or not leaves:
             return x
+        if not self.on_host and any(leaf.is_cpu for leaf in leaves):
+            # A group of a device's backend has no collectives for the host.
+            total = self.apply_tree(law, tree.map(lambda leaf: tree.brought(leaf, self.device), x))
+            return tree.map(lambda here, leaf: here.to(leaf.device), total, x)
         buckets = Buckets(self, dict(enumerate(leaves)), [leaf.dtype for leaf in leaves])
         return tree.unflatten(structure, [*map(laid_out_like, leaves, buckets.finish(leaves))])
 

@@ -34,7 +34,29 @@ def summed_over(place: Place | None, axis: Axis) -> Axis | None:
 
 def sharded(places: Spread, axis: Axis) -> dict[int, Place]:
     """The leaves that are sharded over the axis or a part of it, by position."""
-    return {at: place for at, place in enumerate(places) if place and within(place.axis, axis)}
+    # Leaves share few axes, and to compare two of thousands of ranks takes as long as a kernel.
+    parts: dict[int, bool] = {}
+    found: dict[int, Place] = {}
+    for at, place in enumerate(places):
+        if place is None:
+            continue
+        if id(place.axis) not in parts:
+            parts[id(place.axis)] = within(place.axis, axis)
+        if parts[id(place.axis)]:
+            found[at] = place
+    return found
+
+
+def sum_axes(places: Spread, axis: Axis) -> list[Axis | None]:
+    """``summed_over`` of each leaf, which compares each pair of axes once."""
+    axes: dict[int, Axis | None] = {}
+    found: list[Axis | None] = []
+    for place in places:
+        key = id(place and place.axis)
+        if key not in axes:
+            axes[key] = summed_over(place, axis)
+        found.append(axes[key])
+    return found
 
 
 def by_law(law: str, x: Tensor, place: Place) -> Tensor:

@@ -15,7 +15,7 @@ from purestep import tree
 from purestep.axis import agreement
 from purestep.axis.buckets import Buckets, laid_out_like
 from purestep.axis.protocol import Gather
-from purestep.axis.rows import sharded, summed_over
+from purestep.axis.rows import sharded, sum_axes
 from purestep.axis.whole import whole
 from purestep.types import Count, Ready, Sums, Tree
 
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 
 GATHERS = "the number of microbatches, each of which gathers params (add some of weight zero)"
+FAILED = -1
+"""In the place of a fingerprint, which is not negative."""
 EARLY = "the buckets that have left before a collective inside the loss (add 0 * w.sum() to it)"
 
 
@@ -53,6 +55,8 @@ class OwnPrograms:
     def agree(self, here: Count, params: Tree, opt_state: Tree, microbatches: int) -> Count:
         """The sum of all ranks' counts, where all are about to do the same."""
         axis = self._axis
+        if axis.shares_backward_thread:
+            _check_backward_threads(axis, params)
         if not tree.untransformed(params, opt_state, here):
             raise _recorded(axis)
         trees = {"params": params, "opt_state": opt_state, "settings": self._settings}
@@ -61,6 +65,7 @@ class OwnPrograms:
         compared = {name: agreement.described(name, x) for name, x in trees.items()}
         self._gathers = self._gather != "step" and bool(sharded(compared["params"].places, axis))
         number = agreement.digest(*(each.number for each in compared.values()))
+        self._number = number
         self._holds = microbatches > 0
         sent = self._meet(agreement.message(axis, self._holds, number, here))
         read = agreement.read_later(sent)
@@ -78,7 +83,7 @@ class OwnPrograms:
         leaves, structure = tree.flatten(params)
         places: Any = tree.spread(structure) or [None] * len(leaves)
         apart = sharded(places, self._axis) if self._gather == "step" else {}
-        over: Any = {at: summed_over(place, self._axis) for at, place in enumerate(places)}
+        over: Any = dict(enumerate(sum_axes(places, self._axis)))
         mine = {at: leaf for at, leaf in enumerate(leaves) if at in apart or over[at]}
         dtypes = [dtype or tree.accumulation_dtype(leaf.dtype) for leaf in leaves]
         self._buckets = Buckets(self._axis, mine, dtypes, apart, over)
@@ -96,10 +101,26 @@ class OwnPrograms:
         self._buckets.begin()
 
     def rounds(self, microbatches: int) -> int:
-        """The largest number of microbatches of any rank."""
-        self._first()
-        mine = torch.tensor([microbatches], device=self._axis.device)
-        return int(self._axis.where.meet("all_gather", mine).max())
+        """The largest number of microbatches of any rank.
+
+        The host has to know it before the first gather. Beside a device, ranks meet on the host if
+        the process group can, so that no host waits for what a device still computes.
+        """
+        axis = self._axis
+        if axis.on_host:
+            mine = torch.tensor([microbatches])
+            return int(axis.where.meet("all_gather", mine).max())
+        if not axis.meets_on_host:
+            self._first()
+        mine = torch.tensor([microbatches, self._number % 2**62], device=self._rounds_device)
+        numbers = axis.where.meet("all_gather", mine).view(axis.size, 2).tolist()
+        if any(number != numbers[0][1] for _, number in numbers):
+            self._first()  # which says who has failed, or differs
+        return int(max(count for count, _ in numbers))
+
+    @property
+    def _rounds_device(self) -> torch.device:
+        return torch.device("cpu") if self._axis.meets_on_host else self._axis.device
 
     def sum(self, sums: Sums, params: Tree) -> Sums:
         """The sums of all ranks; those without microbatches take part with zeros."""
@@ -149,9 +170,22 @@ class OwnPrograms:
         axis = self._axis
         if self._next == "sum" and (self._gathers or not axis.on_host):
             return  # The others wait for its loss, or read nothing, until its process ends.
+        begins = self._next == "agree"
         self._meet(agreement.message(axis, failed=True))
+        if begins and self._gather == "microbatch" and axis.meets_on_host and not axis.on_host:
+            axis.where.meet("all_gather", torch.tensor([0, FAILED]))  # where others are next
         if axis.on_host:
             axis.gather_object("".join(format_exception_only(error)).strip())
+
+
+def _check_backward_threads(axis: Ranks, params: Tree) -> None:
+    for leaf in tree.leaves_of(params):
+        if leaf.device.type != "cpu":
+            raise ValueError(
+                f"{axis} runs ranks as threads, but params are on {leaf.device}, whose backward "
+                "passes all run in one thread, where ranks would wait for each other for ever: "
+                "take ps.VmapAxis, or a process for each rank with ps.MeshAxis"
+            )
 
 
 def _recorded(axis: Ranks) -> ValueError:

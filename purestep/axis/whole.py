@@ -19,7 +19,7 @@ from purestep import tree
 from purestep.axis.buckets import Buckets, at_once
 from purestep.axis.collectives import pvary
 from purestep.axis.protocol import Axis, Gather
-from purestep.axis.rows import by_law, sharded, summed_over
+from purestep.axis.rows import by_law, sharded, sum_axes
 from purestep.tree.shard import Place, is_shard, own
 from purestep.types import Params, Ready, Tree
 
@@ -35,8 +35,7 @@ def whole(params: Params, axis: Axis, gather: Gather) -> Params:
     if not places:
         return pvary(params, axis)
     inside = sharded(places, axis)
-    for at, leaf in enumerate(leaves):
-        over = summed_over(places[at], axis)
+    for at, (leaf, over) in enumerate(zip(leaves, sum_axes(places, axis), strict=True)):
         leaf = own(leaf, places[at])
         leaves[at] = leaf if over is None else pvary(leaf, over)
     if gather == "step":

@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from purestep import state, tree as trees
 from purestep.axis import RankError
+from purestep.axis.agreement import digest
 from purestep.checkpoint import file
 from purestep.checkpoint.file import UNFINISHED, File, damaged, naming
 from purestep.sharding import to_dtensor
@@ -54,22 +55,39 @@ def agreed(
     if group is None:
         return act()
     error: Exception | None = None
+    mine: set[str] = set()
     try:
         result = act()
-        mine: set[str] | str = said(result)
+        mine = said(result)
+        note: int | str = digest(sorted(mine))
     except Exception as caught:
-        error, mine = caught, repr(caught)
-    heard: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(heard, mine, group=group)
-    for rank, theirs in enumerate(heard):
-        if isinstance(theirs, str):
-            raise error or RankError(f"rank {rank} failed, and all ranks with it: {theirs}")
-        if theirs != heard[0]:
-            raise ValueError(
-                f"rank {rank} differs from rank 0 in {min(theirs ^ heard[0])}: give all ranks "
-                "one path, on a disk that they share, and trees of one structure"
-            )
+        error, note = caught, repr(caught)
+    notes = gather_objects(group, note)
+    for rank, other in enumerate(notes):
+        if isinstance(other, str):
+            raise error or RankError(f"rank {rank} failed, and all ranks with it: {other}")
+    if len({*notes}) > 1:
+        raise difference(group, mine)
     return result
+
+
+def gather_objects(group: Group, value: Any) -> list[Any]:
+    """Gathers a small object of each rank."""
+    values: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group=group)
+    return values
+
+
+def difference(group: Group, mine: set[str]) -> ValueError:
+    """Names the first rank that differs from rank 0, which alone sends all that it has."""
+    first: list[Any] = [mine]
+    dist.broadcast_object_list(first, group=group, group_src=0)
+    differences = gather_objects(group, min(mine ^ first[0], default=None))
+    rank, what = next((rank, what) for rank, what in enumerate(differences) if what is not None)
+    return ValueError(
+        f"rank {rank} differs from rank 0 in {what}: give all ranks one path, on a disk that they "
+        "share, and trees of one structure"
+    )
 
 
 def write(path: File, slots: Mapping[str, Slot], group: Group) -> None:

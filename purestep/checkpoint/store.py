@@ -189,6 +189,8 @@ class Background(AbstractContextManager["Background"]):
     and keeps its exit code.
 
     Ranks that save together make a gloo process group at the first call, so their steps can go on.
+    Each process then holds a socket to each other process: at thousands of ranks, raise their limit
+    of open files.
     All ranks make the same calls in the same order, the end of the block included. Call ``wait()``
     before ``torch.distributed.destroy_process_group()``, which would end a save of ranks.
 

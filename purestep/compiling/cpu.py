@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, distributed, library
 from torch.fx import Graph, Node
 
-from purestep.torch_private import onednn_linear
+from purestep.torch_private import graph_pass, onednn_linear
 
 _aten = torch.ops.aten
 
@@ -40,22 +40,26 @@ COSTLY = frozenset([
 def options() -> dict[str, Any]:
     """Options of ``torch.compile``.
 
-    >>> options()["post_grad_custom_post_pass"].__name__
-    'rewritten'
+    >>> sorted(options())
+    ['cpp_wrapper', 'post_grad_custom_post_pass']
     """
     ranks = distributed.is_available() and distributed.is_initialized()
     return {
         "cpp_wrapper": not (torch.accelerator.is_available() or ranks),
-        "post_grad_custom_post_pass": rewritten,
+        "post_grad_custom_post_pass": graph_pass(rewritten, __file__, _cpu_name()),
     }
 
 
 def rewritten(graph: Graph) -> None:
     """Rewrites a graph in place."""
     split_addmm(graph)
-    if onednn_is_faster(torch.cpu.get_capabilities().get("cpu_name", "")):
+    if onednn_is_faster(_cpu_name()):
         use_onednn(graph)
     compute_once(graph)
+
+
+def _cpu_name() -> str:
+    return str(torch.cpu.get_capabilities().get("cpu_name", ""))
 
 
 def split_addmm(graph: Graph) -> None:

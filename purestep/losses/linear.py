@@ -46,7 +46,8 @@ def linear_cross_entropy(
     Args:
         hidden: of shape ``labels.shape + (features,)``.
         weight: (classes, features), such as that of ``lm_head``, or of a tied embedding.
-        labels: class numbers, or ``ignore_index``.
+        labels: class numbers, or ``ignore_index``. Others are refused. On a device or under a
+            compiler, where the host cannot look, their loss and gradients are NaN.
         bias: (classes,), added to the logits.
         ignore_index: the label of positions that are no tokens, as in ``cross_entropy``.
         label_smoothing: how much of the target is spread evenly over all classes.
@@ -89,7 +90,12 @@ def linear_cross_entropy(
         losses = losses + label_smoothing * (picked - total / classes)
     if z_loss:
         losses = losses + z_loss * z.square()
-    return torch.where(present, losses.reshape(labels.shape), 0)
+    losses = losses.reshape(labels.shape)
+    if known is None:
+        # Where the host cannot look, a wrong label makes its loss and its gradients NaN.
+        wrong = present & ((labels < 0) | (labels >= classes))
+        losses = losses * torch.where(wrong, torch.nan, 1.0).to(losses.dtype)
+    return torch.where(present, losses, 0)
 
 
 def linear_kl_divergence(

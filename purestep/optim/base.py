@@ -159,13 +159,6 @@ def held_back(grads: Tree, applied: Tensor) -> Tree:
     return tree.map(lambda grad: torch.where(applied, grad, 0), grads)
 
 
-def written(old: Tensor, new: Tensor, applied: Tensor | None) -> Tensor:
-    """``new`` written over ``old`` where ``applied`` holds; fresh where ``new`` is recorded."""
-    if applied is not None:
-        new = torch.where(applied, new, old)
-    return new.to(old.dtype) if new.requires_grad else old.copy_(new)
-
-
 def check_params(params: Params) -> None:
     """Refuses what is no tree of tensors, where an optimizer is the first to see it."""
     way_out = "optimizer.init takes the tree of tensors that loss_fn takes. Of a module, take "

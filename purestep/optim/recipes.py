@@ -8,12 +8,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from purestep.optim.arithmetic import Arithmetic, Number
 from purestep.optim.base import Optimizer, Transform, chain
-from purestep.optim.leafwise import Columns, OfLeaf, leafwise, multiply_add, number, root
+from purestep.optim.elementwise import Columns, Formula, Kind, elementwise
 from purestep.optim.partition import Mask, masked
 from purestep.optim.schedules import LearningRate, check_rate
 from purestep.optim.transforms import add_decayed_weights, momentum as momentum_transform
-from purestep.torch_private import foreach_add_, fused_adamw_
+from purestep.torch_private import fused_adamw_
+from purestep.tree import foreach
 from purestep.types import State, Tree
 
 
@@ -38,15 +40,10 @@ def descend(learning_rate: LearningRate) -> Optimizer[State]:
     """
     check_rate(learning_rate)
 
-    def rule(step: Tensor, rate: float | Tensor) -> OfLeaf:
-        return lambda u, param: (multiply_add(param, -rate, u),)
+    def rule(ops: Arithmetic, step: Tensor, rate: Number) -> Formula:
+        return lambda updates, params: (ops.add_(params, updates, -rate),)
 
-    def kernel(step: Tensor, numbers: Any, applied: None, columns: Columns) -> Sequence[Tensor]:
-        updates, params = columns
-        foreach_add_(params, updates, alpha=-float(numbers[0]))
-        return params
-
-    return leafwise(Optimizer, DescentState, [learning_rate], rule, kernel)
+    return elementwise(Optimizer, DescentState, [learning_rate], rule)
 
 
 def sgd(
@@ -96,6 +93,18 @@ class AdamWState(NamedTuple):
     nu: Tree
 
 
+FUSED_ADAMW = {
+    Kind((torch.float32, params_dtype, torch.float32, torch.float32), device, is_contiguous=True)
+    for params_dtype, device in [
+        (torch.float32, "cpu"),
+        (torch.float32, "cuda"),
+        (torch.bfloat16, "cuda"),
+        (torch.float16, "cuda"),
+    ]
+}
+"""What torch's kernel takes. Params in half precision are widened for it."""
+
+
 def adamw(
     learning_rate: LearningRate,
     b1: float = 0.9,
@@ -137,45 +146,52 @@ def adamw(
         plain = adamw(learning_rate, b1, b2, eps, 0.0)
         return masked(mask, adamw(learning_rate, b1, b2, eps, weight_decay), plain)
 
-    def rule(step: Tensor, rate: float | Tensor, decay: float | Tensor) -> OfLeaf:
+    def rule(ops: Arithmetic, step: Tensor, rate: Number, decay: Number) -> Formula:
         rate = rate.to(torch.float64) if isinstance(rate, Tensor) else rate
-        mu_correction = 1 - b1 ** step.to(torch.float64)
-        nu_root = (1 - b2 ** step.to(torch.float64)).sqrt()
-        kept, moving = 1 - rate * decay, -(rate / mu_correction)
+        count = step.to(torch.float64)
+        nu_root = (1 - b2**count).sqrt()
+        shrinking, moving = 1 - rate * decay, -rate / (1 - b1**count)
 
-        def of_leaf(grad: Tensor, param: Tensor, mu: Tensor, nu: Tensor) -> tuple[Tensor, ...]:
-            grad = grad.to(mu.dtype)
-            mu = torch.lerp(mu, grad, 1 - b1)
-            nu = torch.addcmul(nu * b2, grad, grad, value=1 - b2)
-            shrunk = param.to(mu.dtype) * number(kept, mu)
-            deviation = root(nu) / number(nu_root, nu) + eps
-            moved = shrunk + number(moving, mu) * mu / deviation
-            return moved.to(param.dtype), mu, nu
+        def formula(grads: Any, params: Any, mu: Any, nu: Any) -> tuple[Any, Any, Any]:
+            grads = ops.cast(grads, mu)
+            mu = ops.lerp_(mu, grads, 1 - b1)
+            nu = ops.addcmul_(ops.mul_(nu, b2), grads, grads, 1 - b2)
+            deviation = ops.add_(ops.div_(ops.sqrt(nu), nu_root), eps)
+            direction = ops.div_(ops.mul(mu, moving), deviation)
+            shrunk = ops.mul_(ops.cast(params, mu), shrinking)
+            return ops.add_(shrunk, direction), mu, nu
 
-        return of_leaf
+        return formula
 
     constants: Any = {"beta1": b1, "beta2": b2, "eps": eps, "amsgrad": False, "maximize": False}
 
-    def kernel(step: Tensor, numbers: Any, applied: Any, columns: Columns) -> Sequence[Tensor]:
-        rate, decay = numbers
+    def fused(
+        step: Tensor, hyperparams: Sequence[Any], applied: Tensor | None, columns: Columns
+    ) -> list[Tensor]:
+        rate, decay = hyperparams
         grads, params, mu, nu = columns
         if not step.is_cpu:
             # On the host the kernel reads both as numbers; elsewhere it takes float32 alone.
             step = step.to(torch.float32)
             rate = rate.to(torch.float32) if isinstance(rate, Tensor) else rate
+        wide = params if params[0].dtype == torch.float32 else foreach.cast(params, mu)
         fused_adamw_(
-            *(params, grads, mu, nu, [], [step] * len(params)),
+            *(wide, grads, mu, nu, [], [step] * len(params)),
             **constants,
             lr=float(rate) if step.is_cpu else rate,
             weight_decay=float(decay),
             found_inf=None if applied is None else (~applied).to(torch.float32),
         )
+        # Where nothing is applied, rounding gives back what was widened.
+        if wide is not params:
+            foreach.copy_(params, wide)
         return params
 
     # To read a decay that lies on a device would wait for it: the formula does without.
     readable = not isinstance(weight_decay, Tensor) or weight_decay.is_cpu
-    numbers, home = [learning_rate, weight_decay], {(torch.float32, "cpu"), (torch.float32, "cuda")}
-    return leafwise(Optimizer, AdamWState, numbers, rule, kernel if readable else None, home=home)
+    hyperparams = [learning_rate, weight_decay]
+    kernel = fused if readable else None
+    return elementwise(Optimizer, AdamWState, hyperparams, rule, kernel, supported=FUSED_ADAMW)
 
 
 class LionState(NamedTuple):
@@ -222,15 +238,15 @@ def lion(
         plain = lion(learning_rate, b1, b2, 0.0)
         return masked(mask, lion(learning_rate, b1, b2, weight_decay), plain)
 
-    def rule(step: Tensor, rate: float | Tensor, decay: float | Tensor) -> OfLeaf:
-        def of_leaf(grad: Tensor, param: Tensor, mu: Tensor) -> tuple[Tensor, Tensor]:
-            grad = grad.to(mu.dtype)
-            direction = torch.lerp(mu, grad, 1 - b1)
+    def rule(ops: Arithmetic, step: Tensor, rate: Number, decay: Number) -> Formula:
+        def formula(grads: Any, params: Any, mu: Any) -> tuple[Any, Any]:
+            grads = ops.cast(grads, mu)
+            direction = ops.lerp(mu, grads, 1 - b1)
             # torch's sign of NaN is 0, which would hide it. So 0 times the direction is added.
-            sign = torch.add(direction.sign(), direction, alpha=0)
-            moved = multiply_add(param.to(mu.dtype) * number(1 - rate * decay, mu), -rate, sign)
-            return moved.to(param.dtype), torch.lerp(mu, grad, 1 - b2)
+            sign = ops.add_(ops.sign(direction), direction, 0)
+            shrunk = ops.mul_(ops.cast(params, mu), 1 - rate * decay)
+            return ops.add_(shrunk, sign, -rate), ops.lerp_(mu, grads, 1 - b2)
 
-        return of_leaf
+        return formula
 
-    return leafwise(Optimizer, LionState, [learning_rate, weight_decay], rule)
+    return elementwise(Optimizer, LionState, [learning_rate, weight_decay], rule)

@@ -2,28 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from purestep import tree
+from purestep.optim.arithmetic import Arithmetic, Number, as_scalar
 from purestep.optim.base import Transform
-from purestep.optim.leafwise import (
-    HOST,
-    Columns,
-    OfLeaf,
-    fits,
-    leafwise,
-    multiply_add,
-    number,
-    root,
-    widened,
-)
+from purestep.optim.elementwise import Formula, elementwise, widened
 from purestep.optim.partition import Mask, masked
-from purestep.torch_private import foreach_add_, foreach_mul_
+from purestep.tree import foreach
 from purestep.types import OptState, Params, Tree
 
 
@@ -36,25 +25,31 @@ def clip_by_global_norm(max_norm: float | Tensor) -> Transform:
     ({'w': tensor([0.6000, 0.8000])}, ())
     """
 
-    def clipped(grads: Tree, fitting: Callable[[list[Tensor]], bool]) -> Tree:
+    def flatten_wide(grads: Tree) -> tuple[list[Tensor], tree.Structure]:
         leaves, structure = tree.flatten(grads)
-        leaves = [widened(leaf) for leaf in leaves]
-        grads = tree.unflatten(structure, leaves)
-        norm = tree.global_norm(grads)
+        return [widened(leaf) for leaf in leaves], structure
+
+    def update(grads: Tree, state: OptState, params: Params) -> tuple[Tree, OptState]:
+        leaves, structure = flatten_wide(grads)
+        norm = tree.global_norm(tree.unflatten(structure, leaves))
         longer = norm > max_norm
         # Divided by 1 where nothing is clipped: a derivative reaches both branches.
         factor = torch.where(longer, max_norm / torch.where(longer, norm, 1), 1)
-        if factor.requires_grad or not fitting(leaves):
-            return tree.unflatten(structure, [leaf * number(factor, leaf) for leaf in leaves])
-        if leaves and factor != 1:
-            foreach_mul_(leaves, float(factor))
-        return grads
+        scaled = [leaf * as_scalar(factor, leaf) for leaf in leaves]
+        return tree.unflatten(structure, scaled), state
 
-    def update(grads: Tree, state: OptState, params: Params) -> tuple[Tree, OptState]:
-        return clipped(grads, lambda leaves: False), state
-
-    def update_(grads: Tree, state: OptState, params: Params, _: Any) -> tuple[Tree, OptState]:
-        return clipped(grads, partial(fits, HOST)), state
+    def update_(
+        grads: Tree, state: OptState, params: Params, applied: Tensor | None
+    ) -> tuple[Tree, OptState]:
+        leaves, structure = flatten_wide(grads)
+        is_dense = all(map(Tensor.is_contiguous, leaves))
+        if not is_dense or tree.any_requires_grad([*leaves, max_norm]):
+            return update(grads, state, params)
+        grads = tree.unflatten(structure, leaves)
+        factor = (max_norm / tree.global_norm(grads)).clamp(max=1).nan_to_num(1)
+        if leaves and (not factor.is_cpu or factor != 1):
+            foreach.scale_(leaves, factor)
+        return grads, state
 
     return Transform(lambda params: (), update, update_)
 
@@ -80,31 +75,17 @@ def momentum(decay: float | Tensor, *, nesterov: bool = False) -> Transform:
     {'w': tensor(2.)}
     """
 
-    def rule(step: None, decay: float | Tensor) -> OfLeaf:
-        def of_leaf(grad: Tensor, _: Tensor, trace: Tensor) -> tuple[Tensor, Tensor]:
+    def rule(ops: Arithmetic, step: None, decay: Number) -> Formula:
+        def formula(grads: Any, params: Any, trace: Any) -> tuple[Any, Any]:
             if nesterov:
-                trace = (trace * number(decay, trace) + grad).to(trace.dtype)
-                return multiply_add(grad, decay, trace), trace
-            trace = multiply_add(grad.to(trace.dtype), decay, trace)
-            return trace, trace
+                trace = ops.add_(ops.mul_(trace, decay), grads)
+                return ops.add_(grads, trace, decay), trace
+            updates = ops.add_(ops.cast(grads, trace), trace, decay)
+            return updates, ops.assign_(trace, updates)
 
-        return of_leaf
+        return formula
 
-    def kernel(step: None, numbers: Any, applied: None, columns: Columns) -> Sequence[Tensor]:
-        decay, (grads, _, trace) = float(numbers[0]), columns
-        if nesterov:
-            foreach_mul_(trace, decay)
-            foreach_add_(trace, grads)
-            foreach_add_(grads, trace, alpha=decay)
-        else:
-            # Two lists, for what comes next may write to the updates.
-            grads = [grad.to(t.dtype) for grad, t in zip(grads, trace, strict=True)]
-            foreach_add_(grads, trace, alpha=decay)
-            for old, new in zip(trace, grads, strict=True):
-                old.copy_(new)
-        return grads
-
-    return leafwise(Transform, MomentumState, [decay], rule, kernel, reads_params=False)
+    return elementwise(Transform, MomentumState, [decay], rule, reads_params=False)
 
 
 class AdamState(NamedTuple):
@@ -133,18 +114,20 @@ def scale_by_adam(b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8) -> Tran
     {'w': tensor([ 1., -1.])}
     """
 
-    def rule(step: Tensor) -> OfLeaf:
-        mu_correction = 1 - b1 ** step.to(torch.float64)
-        nu_correction = 1 - b2 ** step.to(torch.float64)
+    def rule(ops: Arithmetic, step: Tensor) -> Formula:
+        count = step.to(torch.float64)
+        mu_correction, nu_correction = 1 - b1**count, 1 - b2**count
 
-        def of_leaf(grad: Tensor, _: Tensor, mu: Tensor, nu: Tensor) -> tuple[Tensor, ...]:
-            mu = (b1 * mu + (1 - b1) * grad).to(mu.dtype)
-            nu = (b2 * nu + (1 - b2) * (grad * grad)).to(nu.dtype)
-            return (mu / mu_correction / (root(nu / nu_correction) + eps)).to(mu.dtype), mu, nu
+        def formula(grads: Any, params: Any, mu: Any, nu: Any) -> tuple[Any, Any, Any]:
+            grads = ops.cast(grads, mu)
+            mu = ops.lerp_(mu, grads, 1 - b1)
+            nu = ops.addcmul_(ops.mul_(nu, b2), grads, grads, 1 - b2)
+            deviation = ops.add_(ops.sqrt(ops.div(nu, nu_correction)), eps)
+            return ops.div_(ops.div(mu, mu_correction), deviation), mu, nu
 
-        return of_leaf
+        return formula
 
-    return leafwise(Transform, AdamState, [], rule, reads_params=False)
+    return elementwise(Transform, AdamState, [], rule, reads_params=False)
 
 
 def add_decayed_weights(weight_decay: float | Tensor, mask: Mask | None = None) -> Transform:
@@ -162,15 +145,9 @@ def add_decayed_weights(weight_decay: float | Tensor, mask: Mask | None = None) 
     # What does not decay is not touched, not even multiplied by zero.
     decays = isinstance(weight_decay, Tensor) or weight_decay != 0
 
-    def rule(step: None, weight_decay: float | Tensor) -> OfLeaf:
+    def rule(ops: Arithmetic, step: None, weight_decay: Number) -> Formula:
         if not decays:
-            return lambda grad, param: (grad,)
-        return lambda grad, param: (multiply_add(grad, weight_decay, param),)
+            return lambda grads, params: (grads,)
+        return lambda grads, params: (ops.add_(grads, params, weight_decay),)
 
-    def kernel(step: None, numbers: Any, applied: None, columns: Columns) -> Sequence[Tensor]:
-        grads, params = columns
-        if decays:
-            foreach_add_(grads, params, alpha=float(numbers[0]))
-        return grads
-
-    return leafwise(Transform, tuple, [weight_decay], rule, kernel)
+    return elementwise(Transform, tuple, [weight_decay], rule)

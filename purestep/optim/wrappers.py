@@ -3,12 +3,19 @@
 from functools import partial
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from purestep import tree
-from purestep.optim.base import Optimizer, check_optimizer, check_params, in_place, refuse, written
-from purestep.optim.leafwise import alike, number
+from purestep.optim.arithmetic import Arithmetic, Number
+from purestep.optim.base import (
+    Optimizer,
+    Transform,
+    check_optimizer,
+    check_params,
+    in_place,
+    refuse,
+)
+from purestep.optim.elementwise import Formula, elementwise, flatten_alike
 from purestep.types import OptState, Params, State, Tree
 
 
@@ -52,20 +59,41 @@ def master_weights(optimizer: Optimizer) -> Optimizer[State]:
         master = wide_copy(params)
         return MasterState(master, optimizer.init(master))
 
-    def rounding(update: Any, grads: Tree, opt_state: Any, params: Params, *applied: Any) -> Any:
-        if not isinstance(opt_state, MasterState) or not alike(grads, params, opt_state.master):
+    def wide_update(
+        update: Any, grads: Tree, opt_state: Any, params: Params, *applied: Any
+    ) -> tuple[Params, OptState]:
+        """Updates the float32 copy."""
+        if not isinstance(opt_state, MasterState) or not flatten_alike(
+            grads, params, opt_state.master
+        ):
             refuse(init, grads, opt_state, params)
         wide = tree.map(lambda grad, m: grad.to(m.dtype), grads, opt_state.master)
-        moved, inner = update(wide, opt_state.inner, opt_state.master, *applied)
+        moved: tuple[Params, OptState] = update(wide, opt_state.inner, opt_state.master, *applied)
+        return moved
 
-        def rounded(param: Tensor, m: Tensor) -> Tensor:
-            return written(param, m, *applied) if applied else m.to(param.dtype, copy=True)
+    def update(grads: Tree, opt_state: OptState, params: Params) -> tuple[Params, OptState]:
+        master, inner = wide_update(optimizer.update, grads, opt_state, params)
+        rounded = tree.map(lambda param, m: m.to(param.dtype, copy=True), params, master)
+        return rounded, MasterState(master, inner)
 
-        return tree.map(rounded, params, moved), MasterState(moved, inner)
+    def update_(
+        grads: Tree, opt_state: OptState, params: Params, applied: Tensor | None
+    ) -> tuple[Params, OptState]:
+        master, inner = wide_update(in_place(optimizer), grads, opt_state, params, applied)
+        assert rounding.update_ is not None
+        params, _ = rounding.update_(master, (), params, applied)
+        return params, MasterState(master, inner)
 
-    return Optimizer(
-        init, partial(rounding, optimizer.update), partial(rounding, in_place(optimizer))
-    )
+    return Optimizer(init, update, update_)
+
+
+def replace_params(ops: Arithmetic, step: None) -> Formula:
+    """Returns a formula whose new params are what stands in the place of the gradients."""
+    return lambda replacements, params: (replacements,)
+
+
+rounding: Optimizer = elementwise(Optimizer, tuple, [], replace_params)
+"""Writes a tree over the params, rounded to their dtypes."""
 
 
 def wide_copy(params: Params) -> Params:
@@ -83,6 +111,7 @@ def wide_copy(params: Params) -> Params:
 class EmaState(NamedTuple):
     """The mean of the params, at least in float32, and the state of the inner optimizer.
 
+    >>> import torch
     >>> from purestep.optim import sgd
     >>> ema(sgd(0.1), 0.5).init(torch.tensor(1.0)).average
     tensor(1.)
@@ -90,6 +119,12 @@ class EmaState(NamedTuple):
 
     average: Params
     inner: OptState
+
+
+class AverageState(NamedTuple):
+    """The mean alone, as the state of the transform that moves it."""
+
+    average: Params
 
 
 def ema(optimizer: Optimizer, decay: float | Tensor) -> Optimizer[State]:
@@ -104,6 +139,7 @@ def ema(optimizer: Optimizer, decay: float | Tensor) -> Optimizer[State]:
     Around ``master_weights`` it is the mean of the rounded params. Inside, it is that of the
     float32 params.
 
+    >>> import torch
     >>> from purestep.optim import sgd
     >>> optimizer = ema(sgd(1.0), 0.5)
     >>> params = torch.tensor(0.0)
@@ -118,17 +154,27 @@ def ema(optimizer: Optimizer, decay: float | Tensor) -> Optimizer[State]:
     def init(params: Params) -> EmaState:
         return EmaState(wide_copy(params), optimizer.init(params))
 
-    def averaged(update: Any, grads: Tree, opt_state: Any, params: Params, *applied: Any) -> Any:
-        if not isinstance(opt_state, EmaState) or not alike(grads, params, opt_state.average):
+    def move_average(ops: Arithmetic, step: None, decay: Number) -> Formula:
+        def formula(moved: Any, _: Any, average: Any) -> tuple[Any, Any]:
+            return moved, ops.lerp(average, ops.cast(moved, average), 1 - decay)
+
+        return formula
+
+    averaging = elementwise(Transform, AverageState, [decay], move_average, reads_params=False)
+
+    def average_after(
+        update: Any, update_average: Any, grads: Tree, opt_state: Any, params: Params, *applied: Any
+    ) -> tuple[Params, OptState]:
+        if not isinstance(opt_state, EmaState) or not flatten_alike(
+            grads, params, opt_state.average
+        ):
             refuse(init, grads, opt_state, params)
         moved, inner = update(grads, opt_state.inner, params, *applied)
-
-        def nearer(mean: Tensor, param: Tensor) -> Tensor:
-            new = torch.lerp(mean, param.to(mean.dtype), number(1 - decay, mean))
-            return written(mean, new, *applied) if applied else new
-
-        return moved, EmaState(tree.map(nearer, opt_state.average, moved), inner)
+        _, state = update_average(moved, AverageState(opt_state.average), None, *applied)
+        return moved, EmaState(state.average, inner)
 
     return Optimizer(
-        init, partial(averaged, optimizer.update), partial(averaged, in_place(optimizer))
+        init,
+        partial(average_after, optimizer.update, averaging.update),
+        partial(average_after, in_place(optimizer), averaging.update_),
     )

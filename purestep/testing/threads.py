@@ -39,6 +39,7 @@ class ThreadAxis(Ranks):
     """
 
     device = torch.device("cpu")
+    shares_backward_thread = True
 
     def __init__(self, size: int, *, bucket_bytes: int = BUCKET_BYTES) -> None:
         if not isinstance(size, int) or size < 1:

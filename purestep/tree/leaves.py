@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from purestep import torch_private
+from purestep.tree import foreach
 from purestep.tree.shard import Spread, own
 from purestep.tree.structure import flatten, leaves_of, plain, spread, unflatten
 from purestep.types import Tree
@@ -160,12 +161,13 @@ def global_norm(tree: Tree) -> Tensor:
     dtype = accumulation_dtype(functools.reduce(torch.promote_types, dtypes))
     if places := spread(structure):
         return _root(_over_axes(_squares, leaves, places)).to(dtype)
-    parts = leaves
-    if sum(map(Tensor.numel, leaves)) < SMALL * len(leaves):
-        parts = [torch.cat([*map(torch.flatten, leaves)])]
-    if not eager(parts):
-        return _norm(torch.stack([_norm(part) for part in parts]))
-    norms = torch_private.foreach_norm(parts, 2, dtype=dtype)
+    if leaves[0].is_cpu and sum(map(Tensor.numel, leaves)) < SMALL * len(leaves):
+        leaves = [torch.cat([*map(torch.flatten, leaves)])]
+    if not eager(leaves):
+        return _norm(torch.stack([_norm(leaf) for leaf in leaves]))
+    norms: list[Tensor] = []
+    for column in [leaves] if len(dtypes) == 1 else foreach.split_by_kind(leaves):
+        norms += foreach.norm(column, 2, dtype=dtype)
     return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
 
 
@@ -217,8 +219,14 @@ def all_finite(tree: Tree) -> Tensor:
 
 
 def _finite(leaves: list[Tensor]) -> Tensor:
-    # Both ends are as finite as all that lies between, and are found without writing anything.
-    ends = [end for leaf in leaves if leaf.numel() for end in torch.aminmax(leaf)]
-    if not ends:
-        return torch.tensor(True, device=leaves[0].device if leaves else None)
-    return torch.stack([end.isfinite() for end in ends]).all()
+    leaves = [leaf for leaf in leaves if leaf.numel()]
+    if not leaves:
+        return torch.tensor(True)
+    if leaves[0].is_cpu or not eager(leaves):
+        # Both ends are as finite as all that lies between, and are found without writing anything.
+        return torch.stack([end.isfinite() for leaf in leaves for end in torch.aminmax(leaf)]).all()
+    parts = []
+    for column in foreach.split_by_kind(leaves):
+        largest = torch.stack(foreach.norm(column, math.inf))
+        parts.append((largest < math.inf).all())  # NaN is not less
+    return parts[0] if len(parts) == 1 else torch.stack(parts).all()

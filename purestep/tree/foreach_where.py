@@ -1,0 +1,54 @@
+"""``foreach_where_``: a selection for a whole list of tensors, as one operation of torch's.
+
+torch has foreach forms of its arithmetic, but none of ``where``. Arithmetic cannot select floats: 0
+times NaN is NaN. It can select integers, and each float is one, by its bits:
+
+    old ← (old − new) · [not condition] + new
+
+Modulo 2ⁿ that is exact, so NaN, infinities and -0.0 are selected like any other value.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from purestep.tree import foreach
+
+INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""The integers of each size in bytes."""
+
+
+def select_by_bits(old: list[Tensor], new: list[Tensor], condition: Tensor) -> None:
+    """Writes ``new`` over ``old`` by three foreach kernels for each dtype."""
+    for positions in foreach.group_by_kind(old):
+        old_column = [old[position] for position in positions]
+        new_column = foreach.cast([new[position] for position in positions], old_column)
+        integer = INTEGERS[old_column[0].itemsize]
+        old_bits = [leaf.view(integer) for leaf in old_column]
+        new_bits = [leaf.view(integer) for leaf in new_column]
+        foreach.add_(old_bits, new_bits, alpha=-1)
+        foreach.mul_(old_bits, condition.logical_not().to(integer))
+        foreach.add_(old_bits, new_bits)
+
+
+def select_by_leaf(old: list[Tensor], new: list[Tensor], condition: Tensor) -> list[Tensor]:
+    """Selects leaf by leaf: for devices whose foreach operations are loops."""
+    return [torch.where(condition, one, other) for one, other in zip(new, old, strict=True)]
+
+
+_library = torch.library.Library("purestep", "FRAGMENT")
+_library.define("foreach_where(Tensor[] old, Tensor[] new, Tensor condition) -> Tensor[]")
+_library.impl("foreach_where", select_by_leaf, "CompositeExplicitAutograd")
+_library.define("foreach_where_(Tensor(a!)[] old, Tensor[] new, Tensor condition) -> ()")
+_library.impl("foreach_where_", select_by_bits, "CUDA")
+
+
+def write_where(old: Any, new: Any, condition: Tensor) -> None:
+    """Writes ``new`` over ``old`` if the condition is True."""
+    if condition.is_cuda:
+        torch.ops.purestep.foreach_where_(old, new, condition)
+    else:
+        foreach.copy_(old, torch.ops.purestep.foreach_where(old, new, condition))
