@@ -21,6 +21,7 @@ from purestep.objective import divisors_of
 from purestep.reverse import Inputs, Sums as Gradients, filled
 from purestep.torch_private import is_profiling
 from purestep.tree import accumulation_dtype
+from purestep.tree.opaque import detach, has_graph
 from purestep.types import (
     Count,
     GradAndValue,
@@ -94,7 +95,7 @@ def accumulate(
     divisors = total and divisors_of(total)
     recorded = not tree.eager() or tree.any_requires_grad([*leaves, *(total or ())])
     if recorded:
-        checks.check_no_parameters(params, leaves)
+        checks.check_no_graphless(params, leaves)
     versions = checks.versions_of(leaves) if check and tree.eager() else []
     losses: list[Tensor] = []
     asked: list[Tensor] = []
@@ -109,11 +110,15 @@ def accumulate(
         if weights is None and weight_fn is not None:
             weights = weights_of(weight_fn, microbatch)
         data, kind = tree.flatten(microbatch)
-        recorded = recorded or tree.any_requires_grad(data)
+        for leaf in data:
+            is_plain = type(leaf) is Tensor
+            with_graph = leaf.requires_grad and not leaf.is_leaf if is_plain else has_graph(leaf)
+            recorded = recorded or with_graph
         if not recorded:
             # A loss that marks its data, by requires_grad_() say, does not mark the caller's.
             for index, leaf in enumerate(data):
-                data[index] = leaf.detach() if isinstance(leaf, Tensor) else leaf
+                is_plain = type(leaf) is Tensor and not leaf.requires_grad
+                data[index] = leaf.detach() if is_plain else detach(leaf)
             microbatch = tree.unflatten(kind, data)
         inputs = Inputs(leaves, structure, microbatch, weights, divisors, check)
         run = modes.recorded if recorded else modes.plain
@@ -129,12 +134,7 @@ def accumulate(
 
     counted = group.counted or count_of(asked)
     if losses and not reached and has_tokens(counted):
-        raise ValueError(
-            "loss_fn gives losses that do not depend on params: no gradient reaches any of their "
-            "leaves. Perhaps it calls a module itself instead of what ps.from_module(module) or "
-            "torch.func.functional_call make of it, detaches what it returns, or computes under "
-            "torch.no_grad(); or all of it runs under torch.inference_mode(), which records nothing"
-        )
+        raise checks.unreached()
     if versions:
         checks.check_untouched(params, leaves, versions)
     grads = filled(sums, leaves)

@@ -108,16 +108,29 @@ def check_unrecorded(params: Params, axis: Axis) -> None:
         )
 
 
-def check_no_parameters(params: Params, leaves: Sequence[Any]) -> None:
-    """Refuses ``nn.Parameter``s that require grad: their graph would grow from step to step."""
+def check_no_graphless(params: Params, leaves: Sequence[Any]) -> None:
+    """Refuses leaves of autograd that require grad: their graph would grow from step to step."""
+    is_plain = tree.eager()
     for position, leaf in enumerate(leaves):
-        if isinstance(leaf, torch.nn.Parameter) and leaf.requires_grad:
+        # Under a transform, its own variables look like leaves.
+        is_graphless = isinstance(leaf, torch.nn.Parameter) or (is_plain and leaf.is_leaf)
+        if leaf.requires_grad and is_graphless:
             raise TypeError(
-                f"{_path(params, position)} is an nn.Parameter that requires grad: each step would "
-                "be recorded behind the one before. Take params, apply = ps.from_module(module), "
-                "or {name: p.detach() for name, p in module.named_parameters()}; and p.clone() "
-                "where you differentiate through steps"
+                f"{_path(params, position)} requires grad and was computed from nothing, as an "
+                "nn.Parameter: each step would be recorded behind the one before. Take params, "
+                "apply = ps.from_module(module), or p.detach() of each; and p.clone() where you "
+                "differentiate through steps"
             )
+
+
+def unreached() -> ValueError:
+    """The error for losses that no param leads to."""
+    return ValueError(
+        "loss_fn gives losses that do not depend on params: no gradient reaches any of their "
+        "leaves. Perhaps it calls a module itself instead of what ps.from_module(module) or "
+        "torch.func.functional_call make of it, detaches what it returns, or computes under "
+        "torch.no_grad(); or all of it runs under torch.inference_mode(), which records nothing"
+    )
 
 
 def _refuse_leaf(path: str, leaf: Any) -> NoReturn:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import cast
+from typing import TypeVar, cast
 
 from torch import Tensor
 
@@ -16,6 +16,8 @@ from purestep.reverse import Beside, Inputs, Sums as Gradients
 from purestep.types import EvalMetrics, LossFn, LossTerms, Microbatch, Params, Ready, WeightFn
 from purestep.weights import count, label_weights, weigh
 
+T = TypeVar("T")
+
 
 def make_eval_step(
     loss_fn: LossFn,
@@ -26,7 +28,8 @@ def make_eval_step(
 ) -> Callable[[Params, Sequence[Microbatch]], EvalMetrics]:
     """Makes a pure function ``eval_step(params, microbatches) -> metrics``.
 
-    It counts tokens as the update does, and computes no gradients.
+    It counts tokens as the update does, and computes no gradients. Under a transform of
+    ``torch.func`` its loss can be differentiated; otherwise metrics are detached.
 
     Args:
         loss_fn: as in ``make_update_step``. Leave out dropout and auxiliary losses.
@@ -61,7 +64,7 @@ def make_eval_step(
         if known is None:
             total = sums.counted
             loss = (loss / divisors_of(total).num_tokens).to(loss.dtype)
-        return cast("EvalMetrics", tree.detached(EvalMetrics(loss, *total, sums.aux)))
+        return detached(EvalMetrics(loss, *total, sums.aux))
 
     return eval_step
 
@@ -71,7 +74,12 @@ def forward(losses_of: Callable[[Microbatch], Tensor | LossTerms]) -> ReverseMod
 
     def mode(inputs: Inputs, sums: Gradients, ready: Ready | None) -> Beside:
         part = part_of(lambda _, microbatch: losses_of(microbatch), (), *inputs[2:5])
-        aux = tree.detached(part.aux)
-        return Beside(value(*tree.detached(part[:2])), part.weights, aux, True)
+        terms, cotangents = detached((part.terms, part.cotangents))
+        return Beside(value(terms, cotangents), part.weights, detached(part.aux), True)
 
     return ReverseModes(mode, mode)
+
+
+def detached(values: T) -> T:
+    """Detaches a tree, but under transforms: there its derivative would be 0 without a word."""
+    return cast("T", tree.detached(values)) if tree.untransformed() else values

@@ -23,7 +23,7 @@ from purestep.grad_and_value import grad_and_value
 from purestep.modes import reverse_modes
 from purestep.objective import divisors_of
 from purestep.optim.base import Optimizer, check_optimizer, explain, held_back, in_place
-from purestep.sharding import joined, per_microbatch
+from purestep.sharding import joined, per_backward, per_microbatch
 from purestep.tree import foreach
 from purestep.types import (
     GradAndValue,
@@ -99,6 +99,10 @@ def make_update_step(
     checks.check_choice("on_nonfinite", on_nonfinite, OnNonfinite)
     checks.check_normalize(normalize, weight_fn, accum_dtype)
     modes = reverse_modes(loss_fn, grad_and_value, compile)
+    if gather == "microbatch":
+        modes = per_microbatch(modes)
+    elif gather == "loss":
+        modes = per_backward(modes)
     settings = {
         "normalize": normalize,
         "weight_fn": "given" if weight_fn else "None",
@@ -129,7 +133,7 @@ def make_update_step(
                 total=total if normalize == "loss" else None,
                 accum_dtype=accum_dtype,
                 ready=ready,
-                modes=per_microbatch(modes) if gather == "microbatch" else modes,
+                modes=modes,
                 check=new,
             )
             with profiler_range("purestep.reduce"):
@@ -159,7 +163,9 @@ def make_update_step(
         # A loss is checked where it is called, and in part only where nothing is recorded.
         if new and len(microbatches) and tree.eager(params, opt_state):
             checked[ranks.rank] = [*checked.get(ranks.rank, [])[-7:], tree.flatten(params)[1]]
-        if sums.loss.requires_grad or not tree.is_empty(sums.aux) or not tree.eager():
+        # Under torch.func, where nobody would notice that a derivative is gone, they keep it.
+        may_require_grad = sums.loss.requires_grad or not tree.is_empty(sums.aux)
+        if may_require_grad and tree.untransformed():
             metrics = tree.detached(metrics)
         return new_params, new_opt_state, metrics
 

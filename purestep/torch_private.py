@@ -13,6 +13,7 @@ import inspect
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from operator import attrgetter
+from types import FunctionType
 from typing import Any, NoReturn
 
 import torch
@@ -105,7 +106,9 @@ is_profiling: Callable[[], bool] = _private("autograd._profiler_enabled")
 
 all_reduce: Callable[..., Tensor] = _private("ops._c10d_functional.all_reduce")
 """A collective that compiles, as are the next two; its result is there after ``wait``."""
-all_gather: Callable[..., Tensor] = _private("ops._c10d_functional.all_gather_into_tensor")
+all_gather_out: Callable[..., Tensor] = _private("ops._c10d_functional.all_gather_into_tensor_out")
+"""With ``out=``. Without it, gloo runs ALLGATHER_COALESCED. Its name has more than 15 characters, so
+gloo's two workers write it to memory of the heap, without a lock (docs/pages/why/gloo.md)."""
 reduce_scatter: Callable[..., Tensor] = _private("ops._c10d_functional.reduce_scatter_tensor")
 wait: Callable[[Tensor], Tensor] = _private("ops._c10d_functional.wait_tensor")
 
@@ -165,6 +168,20 @@ def graph_pass(rewrite: Callable[[Any], None], file: str, extra: str = "") -> An
     return NamedPass()
 
 
+def uncompiled(function: Any) -> Any | None:
+    """The function of which ``torch.compile`` has made this one; None if it did not.
+
+    ``module.compile()`` keeps such a function, of a method that is bound to the module.
+    """
+    if not isinstance(function, FunctionType):
+        return None
+    original: Any = vars(function).get("_torchdynamo_orig_callable")
+    code = getattr(original, "__code__", None)
+    if code is not None and "_dynamo" in code.co_filename:  # a wrapper around a method
+        return original.__wrapped__
+    return original
+
+
 def watching(look: Callable[[Any, Any, Any], None]) -> Any:
     """A context in which ``look`` gets each operation, and its arguments, before it runs."""
     from torch.utils._python_dispatch import TorchDispatchMode
@@ -214,6 +231,12 @@ def traced_metadata(structure: Any) -> Any:
 
 onednn_linear: Callable[..., Tensor] = _private("ops.mkldnn._linear_pointwise.default")
 """A product of matrices by oneDNN. A torch without oneDNN has none."""
+
+
+def forward_hooks(module: Any) -> list[Any]:
+    """The hooks on a module's own call. Where unknown, none."""
+    kinds = "_forward_pre_hooks", "_forward_hooks"
+    return [hook for kind in kinds for hook in getattr(module, kind, {}).values()]
 
 
 def hooks_backward(things: Iterable[Any]) -> bool:

@@ -95,5 +95,8 @@ def _spec(tensor: Tensor) -> TensorSpec:
 
 def _sum(name: str, tensor: Tensor, checksum: int) -> int:
     """Goes on with the checksum of names, dtypes, shapes and values."""
+    checksum = zlib.crc32(f"{name}: {kind(tensor)}".encode(), checksum)
+    if not tensor.nbytes:
+        return checksum  # Of the null pointer of an empty tensor, crc32 would begin again at 0.
     memory = (ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())
-    return zlib.crc32(memory, zlib.crc32(f"{name}: {kind(tensor)}".encode(), checksum))
+    return zlib.crc32(memory, checksum)

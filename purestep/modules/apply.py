@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 
 from purestep import tree
-from purestep.modules import huggingface, keyed, plan, refused, watch
+from purestep.modules import huggingface, keyed, outside, plan, refused, watch
 from purestep.random import Keys
 from purestep.torch_private import hooks_backward, never_compiled_alone
 
@@ -52,7 +52,10 @@ def from_module(
     writes to a tensor of the module or of params, or assigns to a buffer. It is also refused if it
     computes with a parameter of the module instead of params.
     There is no check under a compiler: call ``apply`` once without it. Each call makes the objects
-    that refer to the module anew. Closures and sets are shared.
+    that refer to the module anew. Closures are shared. Dicts and sets whose keys are layers are made
+    anew as well, and those outside that a hook fills by layer keep the module's own layers as keys.
+    What ``module.compile()`` and ``torch.compile`` have made of the module's methods runs as those
+    methods: compile the step instead.
 
     **Checkpoints** with ``use_reentrant=False`` recompute with the params of their call.
     ``torch.func`` does not support checkpoints, and a step refuses reentrant ones.
@@ -147,6 +150,8 @@ class Apply:
         self._models = huggingface.models_of(module)
         self._second = any(getattr(each, "batch_first", None) is False for each in module.modules())
         self._hooks_backward = hooks_backward(module.modules())
+        self._mappings = outside.find_mappings(module)
+        self._parts = [*module.modules()] if self._mappings else []
         # Kinds of calls that were looked at. A compiler's, None, is not.
         self._evaluates, self._known = False, set[Any]({None})
         self.eval = copy(self)
@@ -186,7 +191,10 @@ class Apply:
         held = {**self._constants, **carried}
         module = plan.build(self._plan, [*values, *held.values()], self._evaluates)
         noise = nullcontext() if key is None else keyed.Keyed(key, second=self._second)
-        with looked_at, noise:
+        names_of_parts: AbstractContextManager[object] = nullcontext()
+        if self._mappings and kind is not None:
+            names_of_parts = outside.rekeyed(self._mappings, self._parts, [*module.modules()])
+        with looked_at, noise, names_of_parts:
             output = module(*args, **kwargs)
         huggingface.check_call(self._models, args, kwargs, output)
         if kind not in self._known:

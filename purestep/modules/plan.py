@@ -1,9 +1,10 @@
 """A module's objects made anew around other tensors, by a plan that is made once.
 
-The plan follows attributes, containers, bound methods, partials and weak references. What leads to
-a part of the module is made anew, and so are the containers in the attributes of modules. All else
-is shared: closures, objects with slots, sets. What a call reaches through those is the module
-itself, which its first call shows.
+The plan follows attributes, containers and their keys, sets, bound methods, partials, weak
+references and functions that ``torch.compile`` has made. What leads to a part of the module is made
+anew, and so are the containers in the attributes of modules. A number that is the ``id`` of a part
+becomes that of the new part. All else is shared: closures, objects with slots. What a call reaches
+through those is the module itself, which its first call shows.
 """
 
 from __future__ import annotations
@@ -21,18 +22,22 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
+from purestep.torch_private import uncompiled
+
 
 class Plan(NamedTuple):
     """How a list of values grows: tensors, containers, objects, and what is made of them.
 
     The first containers are the attributes of the objects. ``places`` in containers are filled
-    last, so that things may refer to each other in circles.
+    last, so that things may refer to each other in circles. ``items`` are those of dicts whose keys
+    are made anew: the container, and the positions of key and value.
     """
 
     containers: list[Any]
     objects: list[type]
     made: list[tuple[Callable[..., Any], list[int]]]
     places: list[tuple[int, Any, int]]
+    items: list[tuple[int, int, int]]
     root: int
 
 
@@ -45,6 +50,8 @@ def build(plan: Plan, tensors: Sequence[Tensor], evaluates: bool) -> Any:
         values.append(make(*[values[part] for part in parts]))
     for index, key, part in plan.places:
         containers[index][key] = values[part]
+    for index, key, part in plan.items:
+        containers[index][values[key]] = values[part]
     compiling = torch.compiler.is_dynamo_compiling()
     for new, attributes in zip(objects, containers, strict=False):
         if evaluates and isinstance(new, Module):
@@ -71,22 +78,33 @@ def plan_of(module: Module, tensors: Sequence[Tensor]) -> Plan:
     first = [*tensors, *containers, *objects]
     at = {id(each): position for position, each in enumerate(first)}
     copies = [each.copy() for each in containers]
-    plan = Plan(copies, [type(each) for each in objects], [], [], at[id(module)])
+    plan = Plan(copies, [type(each) for each in objects], [], [], [], at[id(module)])
+    parts_by_id = _parts_by_id(module, tensors)
 
     def made(make: Callable[..., Any], parts: list[int]) -> int:
         plan.made.append((make, parts))
         return len(first) + len(plan.made) - 1
 
     def position_of(thing: Any) -> int:
+        if type(thing) is int and thing in parts_by_id:
+            return made(id, [at[thing]])
         if id(thing) not in at:
             maker = _maker(thing) if id(thing) in anew else None
             parts = [position_of(part) for _, part in _parts(thing)] if maker else []
             at[id(thing)] = made(maker or (lambda: thing), parts)
         return at[id(thing)]
 
+    def is_new(thing: Any) -> bool:
+        return id(thing) in anew or (type(thing) is int and thing in parts_by_id)
+
     for index, thing in enumerate(containers):
+        if isinstance(thing, dict) and any(map(is_new, thing)):
+            copies[index].clear()  # Filled again in its order.
+            for key, part in thing.items():
+                plan.items.append((index, position_of(key), position_of(part)))
+            continue
         for key, part in _parts(thing):
-            if id(part) in anew:
+            if is_new(part):
                 copies[index][key] = None
                 plan.places.append((index, key, position_of(part)))
     for index, thing in enumerate(objects):
@@ -119,12 +137,16 @@ def held_by(module: Module) -> Iterator[tuple[str, Any]]:
 def _made_anew(module: Module, tensors: Sequence[Tensor]) -> dict[int, Any]:
     """What leads to the module or to one of these tensors, and what its modules' calls may fill."""
     holders: dict[int, list[Any]] = {id(module): []}
+    parts_by_id = _parts_by_id(module, tensors)
     todo: list[Any] = [module]
     for thing in todo:
-        for _, part in _parts(thing):
-            if id(part) not in holders:
-                todo.append(part)
-            holders.setdefault(id(part), []).append(thing)
+        keys = [*thing] if isinstance(thing, dict) else []
+        for part in [*keys, *(part for _, part in _parts(thing))]:
+            # An int is no object to follow, but may be the id of one.
+            target = parts_by_id.get(part, part) if type(part) is int else part
+            if id(target) not in holders:
+                todo.append(target)
+            holders.setdefault(id(target), []).append(thing)
     anew: dict[int, Any] = {}
     todo = [*module.modules(), *tensors]
     todo += [each for _, each in held_by(module) if type(each) in _CONTAINERS]
@@ -135,6 +157,11 @@ def _made_anew(module: Module, tensors: Sequence[Tensor]) -> dict[int, Any]:
     return anew
 
 
+def _parts_by_id(module: Module, tensors: Sequence[Tensor]) -> dict[int, Any]:
+    """The module's parts by their ids, under which a module may look them up."""
+    return {id(part): part for part in [*module.modules(), *tensors]}
+
+
 _CONTAINERS = (dict, OrderedDict, defaultdict, list, deque)
 _ATOMS = (str, bytes, int, float, complex, type, ModuleType, Tensor)
 _CACHED = type(cache(len))
@@ -142,6 +169,8 @@ _MADE: dict[type, tuple[Callable[[Any], Any], Callable[..., Any]]] = {
     MethodType: (attrgetter("__func__", "__self__"), lambda f, owner: f.__get__(owner)),
     partial: (attrgetter("func", "args", "keywords"), lambda f, args, kw: partial(f, *args, **kw)),
     ref: (lambda to: (to(),), ref),
+    set: (tuple, lambda *members: set(members)),
+    frozenset: (tuple, lambda *members: frozenset(members)),
 }
 """The parts of such a thing, and what makes one of them."""
 
@@ -149,6 +178,8 @@ _MADE: dict[type, tuple[Callable[[Any], Any], Callable[..., Any]]] = {
 def _parts(thing: Any) -> list[tuple[Any, Any]]:
     """The keys and values of a thing: those that its maker takes, where it has one."""
     kind = type(thing)
+    if (original := uncompiled(thing)) is not None:
+        return [(0, original)]
     if kind in _MADE:
         return [*enumerate(_MADE[kind][0](thing))]
     if issubclass(kind, dict):
@@ -162,6 +193,8 @@ def _parts(thing: Any) -> list[tuple[Any, Any]]:
 def _maker(thing: Any) -> Callable[..., Any] | None:
     """What makes such a thing of its parts; None where it is shared."""
     kind = type(thing)
+    if uncompiled(thing) is not None:
+        return lambda original: original  # The step itself is what is to be compiled.
     if issubclass(kind, tuple):
         return kind if hasattr(kind, "_fields") else lambda *parts: kind(parts)
     if issubclass(kind, Tensor) or kind in _CONTAINERS or _is_object(thing):

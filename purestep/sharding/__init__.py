@@ -2,10 +2,10 @@
 
 from purestep.sharding.cut import shard, unshard
 from purestep.sharding.dtensor import from_dtensor, to_dtensor
-from purestep.sharding.gather import joined, per_microbatch
+from purestep.sharding.gather import joined, per_backward, per_microbatch
 from purestep.tree.shard import Shard
 
 __all__ = [
     "Shard", "shard", "unshard", "to_dtensor", "from_dtensor",
-    "joined", "per_microbatch",
+    "joined", "per_backward", "per_microbatch",
 ]  # fmt: skip

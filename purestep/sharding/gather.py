@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from purestep import tree
+from purestep import checks, tree
 from purestep.axis.whole import filled, scatter
 from purestep.modes import ReverseModes
 from purestep.reverse import Beside, Inputs, Reverse, Sums, filled as zeros_for_none
@@ -40,6 +40,24 @@ def joined(group: Group, rounds: int) -> Group:
 def per_microbatch(modes: ReverseModes) -> ReverseModes:
     """Each mode, at params that are gathered for one microbatch, and gradients in pieces again."""
     return ReverseModes(*(partial(_at_wholes, mode) for mode in modes))
+
+
+def per_backward(modes: ReverseModes) -> ReverseModes:
+    """Each mode, for losses that gather params themselves and scatter their gradients.
+
+    All ranks scatter together in the backward pass. One whose loss reaches no param has none, so it
+    raises before the next gather, with which the others would wait for it.
+    """
+    return ReverseModes(*(partial(_with_backward, mode) for mode in modes))
+
+
+def _with_backward(mode: Reverse, inputs: Inputs, sums: Sums, ready: Ready | None) -> Beside:
+    beside = mode(inputs, sums, ready)
+    if not beside.reached and any(
+        place and place.axis.own_programs for place in tree.spread(inputs.structure)
+    ):
+        raise checks.unreached()
+    return beside
 
 
 def _at_wholes(mode: Reverse, inputs: Inputs, sums: Sums, ready: Ready | None) -> Beside:
