@@ -88,7 +88,7 @@ def grad_untouched(system: System, drawn: Drawn) -> None:
     case, _, (group,) = drawn
     step = step_with(system, drawn)
     expected = step(case.params, case.opt_state, group)
-    params = tree.map(lambda leaf: leaf.clone().requires_grad_(), case.params)
+    params = tree.map(lambda leaf: leaf.detach().requires_grad_().clone(), case.params)
     for leaf in tree.leaves_of(params):
         leaf.grad = torch.full_like(leaf, 7)
     for grad_mode in (True, False):

@@ -6,6 +6,7 @@ Cheap comparisons run at every step. Deeper ones run at the first update with pa
 * Does the loss write to params? Does a checkpoint recompute with other ones?
 """
 
+import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn, get_args
 
@@ -18,10 +19,19 @@ from purestep.axis import Axis, check_axis, overlap, within
 from purestep.torch_private import version
 from purestep.types import LossFn, Microbatch, OptState, Params, WeightFn
 
+DONATED = "_donated_to_purestep"
+"""An attribute of the first leaf of each tree that a step has consumed."""
+
 
 def check_functions(loss_fn: LossFn, weight_fn: WeightFn | None, axis: Axis) -> None:
     """Refuses what is neither a function nor an axis."""
     check_callable("loss_fn", loss_fn)
+    if isinstance(loss_fn, torch.nn.Module) and [*loss_fn.parameters()]:
+        raise TypeError(
+            f"loss_fn is a module, {type(loss_fn).__name__}: take params, apply = "
+            "ps.from_module(module), and write loss_fn(params, microbatch), which calls "
+            "apply(params, ...) and returns one loss per token"
+        )
     if weight_fn is not None:
         check_callable("weight_fn", weight_fn)
     check_axis(axis)
@@ -123,6 +133,20 @@ def check_no_graphless(params: Params, leaves: Sequence[Any]) -> None:
             )
 
 
+def donated_again(name: str) -> ValueError:
+    """The error for a tree that an earlier step has consumed."""
+    return ValueError(
+        f"{name} was donated to an earlier step, which wrote the new values over it: go on with "
+        "what that step returned, or keep a copy, tree.map(torch.clone, params)"
+    )
+
+
+def consume(leaf: Tensor) -> Tensor:
+    """Marks a donated leaf, and returns another tensor in its memory."""
+    leaf.__dict__[DONATED] = True
+    return leaf.data  # An alias that no operation makes.
+
+
 def unreached() -> ValueError:
     """The error for losses that no param leads to."""
     return ValueError(
@@ -209,14 +233,14 @@ def check_untouched(params: Params, leaves: Sequence[Tensor], versions: Sequence
             )
 
 
-def leaves_behind(terms: Sequence[Tensor]) -> set[int]:
-    """The ids of the leaves by which autograd can differentiate these terms.
+def leaves_behind(terms: Sequence[Tensor]) -> list[Tensor]:
+    """The leaves by which autograd can differentiate these terms.
 
     Refuses reentrant checkpoints, whose own backward pass may reach params that this one skips.
     torch refuses those that it runs, but not one behind an input that no param leads to.
 
     >>> w = torch.ones((), requires_grad=True)
-    >>> leaves_behind([3 * w]) == {id(w)}
+    >>> leaves_behind([3 * w])[0] is w
     True
     """
     nodes, seen = [term.grad_fn for term in terms], set[Any]()
@@ -231,7 +255,38 @@ def leaves_behind(terms: Sequence[Tensor]) -> set[int]:
                     "use_reentrant=False, or to models of transformers "
                     'gradient_checkpointing_kwargs={"use_reentrant": False}'
                 )
-    return {id(node.variable) for node in seen if hasattr(node, "variable")}
+    return [node.variable for node in seen if hasattr(node, "variable")]
+
+
+def warn_of_constants(leaves: Sequence[Tensor], params: Sequence[Tensor]) -> None:
+    """Warns if a loss computes with the parameters of which params are copies.
+
+    It does so beside ``apply(params, ...)``, as by a penalty over ``module.parameters()``. They are
+    constants to a step, so the penalty has no gradient.
+    """
+    own = {*map(id, params)}
+    others = [x for x in leaves if isinstance(x, torch.nn.Parameter) and id(x) not in own]
+    if own.isdisjoint(map(id, leaves)):
+        return  # A loss that reaches no param at all is an error.
+    by_shape: dict[torch.Size, list[Tensor]] = {}
+    for p in params if others else ():
+        by_shape.setdefault(p.shape, []).append(p)
+    copied = [x for x in others if any(_equals(x, p) for p in by_shape.get(x.shape, ()))]
+    if copied:
+        warnings.warn(
+            f"loss_fn computes with {len(copied)} parameters of a module beside params, their "
+            f"copies, such as one of shape {tuple(copied[0].shape)}: to a step they are constants, "
+            "without a gradient. A penalty is over params.values(); what is meant to be constant "
+            "says so by detach()",
+            stacklevel=2,
+        )
+
+
+def _equals(x: Tensor, p: Tensor) -> bool:
+    """Whether the host sees equal values, which are not zeros or ones as in any new layer."""
+    if not (x.is_cpu and p.is_cpu and x.numel() and x.dtype == p.dtype):
+        return False
+    return torch.equal(x, p) and bool(x.min() != x.max())
 
 
 class recomputation(TorchFunctionMode):  # noqa: N801

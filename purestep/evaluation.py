@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import TypeVar, cast
 
+import torch
 from torch import Tensor
 
-from purestep import checks, tree
+from purestep import checks, hints, tree
 from purestep.accumulate import accumulate, total_loss
 from purestep.axis import Axis, Gather, LocalAxis
 from purestep.modes import ReverseModes
@@ -45,18 +47,24 @@ def make_eval_step(
     """
     checks.check_functions(loss_fn, weight_fn, axis)
     checks.check_choice("gather", gather, Gather)
+    looked_at: list[bool] = []  # whether random draws were looked for
     where: Gather = "loss" if gather == "loss" else "step"
     settings = {"weight_fn": "given" if weight_fn else "None", "gather": where, "evaluation": "yes"}
 
     def eval_step(params: Params, microbatches: Sequence[Microbatch], /) -> EvalMetrics:
         with axis.session(where, settings) as ranks:
             checks.check_params(params, axis)
+            if checks.DONATED in tree.leaves_of(params)[0].__dict__:
+                raise checks.donated_again("params")
             group = weigh(microbatches, weight_fn)
             total = ranks.agree(count(group), params, (), len(microbatches))
             known = total if weight_fn else None
             wholes = ranks.whole(params)
             modes = forward(lambda microbatch: loss_fn(wholes, microbatch))
-            sums = accumulate(loss_fn, (), group, weight_fn=None, total=known, modes=modes)
+            watched = nullcontext() if looked_at else hints.random_draws(device_of(params))
+            with watched:
+                sums = accumulate(loss_fn, (), group, weight_fn=None, total=known, modes=modes)
+            looked_at[:] = [True]
             losses = [sums.loss] if group.microbatches else []
             loss = total_loss(losses, tree.leaves_of(params)[0])
             sums = ranks.sum(sums._replace(loss=loss), ())
@@ -67,6 +75,12 @@ def make_eval_step(
         return detached(EvalMetrics(loss, *total, sums.aux))
 
     return eval_step
+
+
+def device_of(params: Params) -> torch.device:
+    """Returns the device of the first leaf."""
+    leaf: Tensor = tree.leaves_of(params)[0]
+    return leaf.device
 
 
 def forward(losses_of: Callable[[Microbatch], Tensor | LossTerms]) -> ReverseModes:

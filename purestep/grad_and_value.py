@@ -62,7 +62,7 @@ def grad_and_value(
             with torch.enable_grad():
                 value, aux_leaves = over_leaves(*own)
             # What else it depends on may be differentiated later, as in a loss.
-            others = checks.leaves_behind([value]) - {*map(id, own)}
+            others = {*map(id, checks.leaves_behind([value]))} - {*map(id, own)}
             plain = not (others and torch.is_grad_enabled())
         if plain:
             with checks.recomputation(own):

@@ -146,6 +146,12 @@ def matching_weights(terms: LossTerms, counted: Tensor | None) -> Tensor:
         weights = checked_weights(terms.weights)
     if weights is None:
         raise ValueError("weight_fn=None needs a loss_fn that returns LossTerms(tokens=, weights=)")
+    if terms.tokens.is_nested or weights.is_nested:
+        which = "losses" if terms.tokens.is_nested else "weights"
+        raise TypeError(
+            f"{which} are a nested tensor, whose shape cannot be compared: return .values() of "
+            "both, or pad them"
+        )
     if terms.tokens.shape != weights.shape:
         raise ValueError(
             f"losses of shape {tuple(terms.tokens.shape)} against weights of shape "

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from itertools import repeat
 from operator import attrgetter, is_not
 from typing import Any, NamedTuple, Protocol, cast
@@ -17,7 +18,7 @@ from typing import Any, NamedTuple, Protocol, cast
 import torch
 from torch import Tensor
 
-from purestep import checks, tree
+from purestep import checks, hints, tree
 from purestep.objective import part_of, value
 from purestep.torch_private import run_backward
 from purestep.types import Count, LossFn, Microbatch, Ready, Tree
@@ -71,7 +72,8 @@ def in_place(loss_fn: LossFn) -> Reverse:
     def reverse(inputs: Inputs, sums: Sums, ready: Ready | None) -> Beside:
         own = [*map(Tensor.requires_grad_, map(Tensor.detach, inputs.leaves))]
         params = tree.unflatten(inputs.structure, own)
-        with torch.enable_grad():
+        noted = hints.loss_errors() if inputs.check else nullcontext()
+        with torch.enable_grad(), noted:
             terms, cotangents, weights, aux = part_of(
                 loss_fn, params, inputs.microbatch, inputs.weights, inputs.divisors
             )
@@ -118,7 +120,7 @@ def backward(
             leaf.register_post_accumulate_grad_hook(hand_over)
     given: Any = tuple(terms), tuple(cotangents), False, False, tuple(own)
     if check:
-        checks.leaves_behind(terms)  # which refuses reentrant checkpoints
+        checks.warn_of_constants(checks.leaves_behind(terms), own)
         with checks.recomputation(own):
             run_backward(*given, allow_unreachable=True, accumulate_grad=True)
     else:

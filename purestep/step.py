@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import suppress
 from operator import attrgetter
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from purestep import checks, tree
+from purestep import checks, hints, tree
 from purestep.accumulate import accumulate, profiler_range
 from purestep.axis import Axis, Gather, LocalAxis
 from purestep.compiling import Compiler
@@ -41,6 +41,7 @@ from purestep.types import (
 from purestep.weights import count, label_weights, weigh
 
 _RECORDED = attrgetter("requires_grad")
+_MISSING: Any = object()
 
 Normalize = Literal["loss", "grads"]
 OnNonfinite = Literal["propagate", "skip"]
@@ -113,12 +114,20 @@ def make_update_step(
     checked: dict[int, list[tree.Structure]] = {}  # by rank, where threads share it
 
     def update_step(
-        params: ParamsT, opt_state: StateT, microbatches: Sequence[Microbatch], /
+        params: ParamsT, opt_state: StateT, microbatches: Sequence[Microbatch] = _MISSING, /
     ) -> tuple[ParamsT, StateT, StepMetrics]:
+        if microbatches is _MISSING:
+            raise TypeError(
+                "update_step(params, opt_state, microbatches) got two arguments: perhaps opt_state "
+                "is missing, which optimizer.init(params) makes"
+            )
         with axis.session(gather, settings) as ranks:
             new = is_new(checked, ranks.rank, params)
             if new:
-                checks.check_inputs(params, opt_state, microbatches, axis, donate)
+                with hints.swapped_arguments(optimizer.init, params, opt_state):
+                    checks.check_inputs(params, opt_state, microbatches, axis, donate)
+                if weight_fn is label_weights:
+                    hints.check_shifted(microbatches)
             with profiler_range("purestep.count"):
                 group = weigh(microbatches, weight_fn if normalize == "loss" else None)
                 total = ranks.agree(count(group), params, opt_state, len(microbatches))
@@ -169,6 +178,7 @@ def make_update_step(
             metrics = tree.detached(metrics)
         return new_params, new_opt_state, metrics
 
+    update_step.__qualname__ = "update_step"  # as errors name it
     return update_step
 
 
@@ -246,12 +256,20 @@ def transition(
             moved = optimizer.update(held_back(grads, applied), opt_state, params)
             params, opt_state = tree.select(applied, moved, (params, opt_state))
             return params, opt_state
-        if not donate:
-            state = leaves[: len(leaves) - structure.child(2).num_leaves]
+        num_params, num_state = structure.child(0).num_leaves, structure.child(1).num_leaves
+        firsts = {"params": 0, "opt_state": num_params} if num_state else {"params": 0}
+        for name, position in firsts.items():
+            if checks.DONATED in leaves[position].__dict__:
+                raise checks.donated_again(name)
+        if donate:
+            for position in firsts.values():
+                leaves[position] = checks.consume(leaves[position])
+        else:
             # On the host, foreach operations are loops, and looking for kinds takes longer.
+            state = leaves[: num_params + num_state]
             copies = [*map(torch.clone, state)] if applied.is_cpu else foreach.clone(state)
-            copies += leaves[len(state) :]
-            params, opt_state, grads = tree.unflatten(structure, copies)
+            leaves[: num_params + num_state] = copies
+        params, opt_state, grads = tree.unflatten(structure, leaves)
         if applied.is_cpu and not applied:
             return params, opt_state
         where = None if applied.is_cpu else applied

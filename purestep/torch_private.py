@@ -106,8 +106,9 @@ is_profiling: Callable[[], bool] = _private("autograd._profiler_enabled")
 
 all_reduce: Callable[..., Tensor] = _private("ops._c10d_functional.all_reduce")
 """A collective that compiles, as are the next two; its result is there after ``wait``."""
-all_gather_out: Callable[..., Tensor] = _private("ops._c10d_functional.all_gather_into_tensor_out")
-"""With ``out=``. Without it, gloo runs ALLGATHER_COALESCED. Its name has more than 15 characters, so
+_GATHER = "ops._c10d_functional.all_gather_into_tensor_out"
+all_gather_out: Callable[..., Tensor] = _private(_GATHER)
+"""With ``out=``. Without it, gloo runs ALLGATHER_COALESCED. That name has over 15 characters, so
 gloo's two workers write it to memory of the heap, without a lock (docs/pages/why/gloo.md)."""
 reduce_scatter: Callable[..., Tensor] = _private("ops._c10d_functional.reduce_scatter_tensor")
 wait: Callable[[Tensor], Tensor] = _private("ops._c10d_functional.wait_tensor")

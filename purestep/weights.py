@@ -140,7 +140,7 @@ def count_of(weights: Sequence[Tensor]) -> Count:
             dtype = torch.float64 if each.dtype.is_floating_point else torch.int64
             tokens.append(each.sum(dtype=dtype))
     if not tokens:
-        zero = torch.zeros((), dtype=torch.int64)
+        zero = torch.zeros((), dtype=torch.int64, device="cpu")
         return Count(zero, zero)
     together = tokens[0] if len(tokens) == 1 else torch.stack(tokens)
     return Count(together.sum() if together.ndim else together, torch.count_nonzero(together))

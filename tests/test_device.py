@@ -168,7 +168,8 @@ def test_steps_that_are_recorded() -> None:
     def recorded(params: Any, batch: Batch) -> Any:
         state = optimizer.init(params)
         own = tree.map(lambda leaf: leaf.clone().requires_grad_(), params)
-        grads = torch.autograd.grad(after(own, state, batch), tree.leaves_of(own))
+        copies = tree.map(torch.clone, own)
+        grads = torch.autograd.grad(after(copies, state, batch), tree.leaves_of(own))
         return torch.func.grad(after)(params, state, batch), [*grads]
 
     assert_same(*on_both(recorded, *problem()))

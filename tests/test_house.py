@@ -23,7 +23,7 @@ LONGEST = 400
 """Lines of code of a file."""
 
 ORDER = [
-    "types", "torch_private", "tree", "weights", "axis", "objective", "compiling", "checks",
+    "types", "torch_private", "tree", "weights", "hints", "axis", "objective", "compiling", "checks",
     "reverse", "grad_and_value", "modes", "sharding", "accumulate", "optim", "step", "evaluation",
     "random", "modules", "data", "remat", "losses", "state", "checkpoint", "testing", "examples",
 ]  # fmt: skip
@@ -36,7 +36,7 @@ SEAMS = {
     "tree/leaves.py": 13, "tree/alike.py": 1, "tree/structure.py": 2,
     "axis/laws.py": 1, "axis/ranks.py": 4, "axis/session.py": 1, "axis/whole.py": 1,
     "accumulate.py": 4, "modes.py": 2, "evaluation.py": 1, "grad_and_value.py": 1, "step.py": 5,
-    "checks.py": 2, "weights.py": 2, "remat.py": 2,
+    "checks.py": 3, "weights.py": 2, "remat.py": 2,
     "modules/apply.py": 1, "modules/keyed.py": 1, "modules/plan.py": 1,
     "optim/arithmetic.py": 1, "optim/partition.py": 2, "optim/torch_optim.py": 1,
     "optim/wrappers.py": 1,

@@ -64,7 +64,8 @@ def test_params_are_not_written_to(how: dict[str, Any], recorded: bool, name: st
             p[name].lerp_(m["x"], 0.5)
         return squares(p["w"], m)
 
-    params = {key: torch.zeros(1, requires_grad=recorded) for key in ("beside", "w")}
+    made = {key: torch.zeros(1, requires_grad=recorded) for key in ("beside", "w")}
+    params = {key: leaf.clone() for key, leaf in made.items()}
     with pytest.raises(ValueError, match=rf"loss_fn wrote to params\['{name}'\] in place"):
         ps.accumulate(loss_fn, params, [{"x": torch.ones(1)}], weight_fn=x_ones, **how)
 

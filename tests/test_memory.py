@@ -122,9 +122,10 @@ def test_normalising_takes_one_pass_at_most(normalize: Any) -> None:
     (params, x), optimizer = small(), ps.optim.sgd(0.1)
     step = ps.make_update_step(loss_fn, optimizer, weight_fn=weight_fn, normalize=normalize)
     counts = {}
+    state = optimizer.init(params)
     for microbatches in (1, 8):
         with Touched(WIDTH * WIDTH) as touched:
-            step(params, optimizer.init(params), [x] * microbatches)
+            step(params, state, [x] * microbatches)
         counts[microbatches] = touched.counts
     matmul = {k: counts[k].pop("mm") for k in counts}
     assert matmul[8] == 8 * matmul[1]

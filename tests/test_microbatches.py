@@ -197,10 +197,15 @@ SOURCES: dict[str, Callable[[], Any]] = {
 }  # fmt: skip
 
 
+def counted(m: Any) -> torch.Tensor:
+    """The default, under another name: these labels are the tokens."""
+    return ps.label_weights(m)
+
+
 @pytest.mark.parametrize("source", SOURCES)
 def test_sources_of_every_kind(source: str) -> None:
     """The tokens of each update, of four and two examples."""
-    step = ps.make_update_step(lambda w, m: w * m["labels"], SGD)
+    step = ps.make_update_step(lambda w, m: w * m["labels"], SGD, weight_fn=counted)
     w = torch.tensor(1.0)
     groups = ps.prefetch(ps.group(SOURCES[source](), 2), "cpu")
     assert [int(step(w, SGD.init(w), group)[2].num_tokens) for group in groups] == [9, 14]

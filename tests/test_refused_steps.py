@@ -1,6 +1,7 @@
 """Every mistake that a user of the step can make, and the words they see."""
 
 from collections import namedtuple
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -138,16 +139,19 @@ def test_init_refuses_them_too(optimizer: Any) -> None:
             optimizer.init(params)
 
 
+@pytest.mark.parametrize("leaf", [torch.nn.Parameter, torch.Tensor.requires_grad_])
 @pytest.mark.parametrize("donate", [False, True])
-def test_parameters_that_require_grad(donate: bool) -> None:
-    """Each step would be recorded behind the one before."""
-    params = {"w": torch.nn.Parameter(torch.tensor(1.0))}
+def test_leaves_that_require_grad(donate: bool, leaf: Callable[[Tensor], Tensor]) -> None:
+    """Each step would be recorded behind the one before. A copy of them has a graph, and is."""
+    params = {"w": leaf(torch.tensor(1.0))}
     step = ps.make_update_step(loss_fn, SGD, weight_fn=weight_fn, donate=donate)
-    refused = r"params\['w'\] is an nn\.Parameter that requires grad.*ps\.from_module"
+    refused = r"params\['w'\] requires grad and was computed from nothing.*ps\.from_module"
     with pytest.raises(TypeError, match=refused):
         step(params, SGD.init(params), [MICROBATCH])
     frozen = {"w": params["w"].detach()}
     assert not step(frozen, SGD.init(frozen), [MICROBATCH])[0]["w"].requires_grad
+    copies = {"w": params["w"].clone()}
+    assert step(copies, SGD.init(copies), [MICROBATCH])[0]["w"].requires_grad
 
 
 def test_what_is_refused_is_refused_again() -> None:

@@ -136,7 +136,7 @@ NOT_TAKEN: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "a function": (lambda: init(ps.optim.sgd), TypeError, CLASS),
     "another class": (lambda: init(int), TypeError, CLASS),
     "a closure": (lambda: init(torch.optim.LBFGS), TypeError, "LBFGS.*closure"),
-    "sparse gradients": (lambda: init(torch.optim.SparseAdam), RuntimeError, "does not support dense gradients"),
+    "sparse gradients": (lambda: init(torch.optim.SparseAdam), TypeError, "SparseAdam takes sparse gradients alone"),
     "a vector for Muon": (lambda: init(torch.optim.Muon, VECTOR), ValueError, r"torch\.optim\.Muon: .*2D.*ps\.optim\.partition"),
     "a state of numbers": (lambda: init(Counting), TypeError, r"Counting keeps 'steps' as int, .* tensors alone: .*ps\.optim\.Optimizer"),
     "an unknown setting": (lambda: init(torch.optim.SGD, beta=0.9), TypeError, "SGD.*unexpected keyword .*'beta'"),

@@ -17,7 +17,7 @@ ONES = {"x": torch.ones(1)}
 def test_an_outer_derivative_by_the_data() -> None:
     """A microbatch may require grad, the second one alone too: dataset distillation, say."""
     x = torch.tensor([2.0], requires_grad=True)
-    group = [{"x": torch.tensor([1.0])}, {"x": x}]
+    group = [{"x": torch.tensor([1.0])}, {"x": x.clone()}]
     ps.accumulate(squares, torch.tensor([3.0]), group, weight_fn=x_ones)[0].sum().backward()
     assert x.grad == 2 * 3 * 2 * 2
 
@@ -77,7 +77,7 @@ def test_mappings_are_seen_into() -> None:
     """By derivatives, and by donation: those that optree takes for leaves, as a tokenizer's BatchEncoding."""
     w, x = torch.ones(1), torch.tensor([2.0], requires_grad=True)
     step = ps.make_update_step(lambda w, m: w * m["x"].square(), SGD, weight_fn=x_ones)
-    step(w, SGD.init(w), [UserDict(ONES), UserDict(x=x)])[0].backward()
+    step(w, SGD.init(w), [UserDict(ONES), UserDict(x=x.clone())])[0].backward()
     assert x.grad == -0.5 * 2 * 2 / 2
     donating = ps.make_update_step(lambda w, m: w * m["x"], SGD, weight_fn=x_ones, donate=True)
     with pytest.raises(ValueError, match=r"but microbatches\[1\]\['x'\] shares its memory"):

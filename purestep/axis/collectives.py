@@ -63,6 +63,10 @@ def within(inner: Axis, axis: Axis) -> bool:
 def psum(x: Tree, axis: Axis) -> Tree:
     """Sums each leaf over all ranks. Every rank gets the same sum.
 
+    In a loss, write ``pvary(psum(x, axis), axis)``: each rank differentiates the losses of its
+    tokens, and ``pvary`` sums what all ranks send back to x. Without it, x gets this rank's part of
+    the gradient alone.
+
     >>> import torch
     >>> from purestep import VmapAxis
     >>> axis = VmapAxis(4)

@@ -112,14 +112,14 @@ class MeshAxis(Ranks):
 
     def launch(self, x: Tensor, law: str = "psum") -> Wait:
         """Starts a law on contiguous memory, which holds a psum itself after the wait."""
-        with _explained(self.where):
+        with lost_ranks_explained(self.where):
             if law == "psum":
                 work, met = dist.all_reduce(x, group=self._group, async_op=True), x
             else:
                 work, met = None, self.where.begin(law, x.view(-1))
 
         def wait() -> Tensor:
-            with _explained(self.where):
+            with lost_ranks_explained(self.where):
                 if work is None:
                     return torch_private.wait(met)
                 work.wait()
@@ -130,7 +130,7 @@ class MeshAxis(Ranks):
     def gather_object(self, value: Any) -> list[Any]:
         """All processes' values, in order of rank."""
         values: list[Any] = [None] * self.size
-        with _explained(self.where):
+        with lost_ranks_explained(self.where):
             dist.all_gather_object(values, value, group=self._group)
         return values
 
@@ -172,7 +172,7 @@ class Group(NamedTuple):
         """The law on a plain tensor."""
         if law == "pvary":
             return x.view_as(x)
-        with _explained(self):
+        with lost_ranks_explained(self):
             met = torch_private.wait(self.begin(law, x.reshape(-1)))
         shapes = {"psum": x.shape, "all_gather": (self.size, *x.shape), "psum_scatter": x.shape[1:]}
         return met.view(shapes[law])
@@ -200,8 +200,8 @@ LOST = re.compile(
 
 
 @contextmanager
-def _explained(group: Group) -> Iterator[None]:
-    """Within it, a broken connection is an error that says what to look for."""
+def lost_ranks_explained(group: object) -> Iterator[None]:
+    """A context in which a broken connection is an error that says what to look for."""
     try:
         yield
     except RuntimeError as error:

@@ -175,7 +175,7 @@ class OwnPrograms:
         if begins and self._gather == "microbatch" and axis.meets_on_host and not axis.on_host:
             axis.where.meet("all_gather", torch.tensor([0, FAILED]))  # where others are next
         if axis.on_host:
-            axis.gather_object("".join(format_exception_only(error)).strip())
+            axis.gather_object(format_exception_only(error)[0].strip())  # without its notes
 
 
 def _check_backward_threads(axis: Ranks, params: Tree) -> None:

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from purestep import state, tree as trees
 from purestep.axis import RankError
 from purestep.axis.agreement import digest
+from purestep.axis.mesh import lost_ranks_explained
 from purestep.checkpoint import file
 from purestep.checkpoint.file import UNFINISHED, File, damaged, naming
 from purestep.sharding import to_dtensor
@@ -74,7 +75,8 @@ def agreed(
 def gather_objects(group: Group, value: Any) -> list[Any]:
     """Gathers a small object of each rank."""
     values: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(values, value, group=group)
+    with lost_ranks_explained("the ranks of a checkpoint"):
+        dist.all_gather_object(values, value, group=group)
     return values
 
 

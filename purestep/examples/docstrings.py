@@ -28,11 +28,18 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 import purestep as ps
 from purestep import tree
-from purestep.examples import elastic, gpt, picture
+
+try:
+    from tqdm import tqdm
+
+    from purestep.examples import elastic, gpt, picture
+except ImportError as error:
+    raise SystemExit(
+        f"{error}: this example needs an extra, pip install 'purestep[examples]'"
+    ) from None
 from purestep.types import WeightFn
 
 Example = dict[str, Tensor]

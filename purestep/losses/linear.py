@@ -4,7 +4,7 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
-from purestep.losses.logits import check_temperature
+from purestep.losses.logits import as_labels, check_temperature
 from purestep.losses.vocabulary import (
     Head,
     above,
@@ -69,7 +69,7 @@ def linear_cross_entropy(
         )
     if soft_cap is not None and not soft_cap > 0:
         raise ValueError(f"soft_cap={soft_cap}: it divides logits, so take one above 0, or None")
-    labels = labels.to(torch.int64)  # In uint8, ignore_index would wrap around to 156.
+    labels = as_labels(labels)
     known = at_hand(labels)
     if known is not None:
         wrong = known[((known < 0) | (known >= classes)) & (known != ignore_index)]

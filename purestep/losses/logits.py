@@ -43,7 +43,7 @@ def cross_entropy(
             "logits need the labels' shape and then one dimension of classes"
         )
     logits = logits.to(accumulation_dtype(logits.dtype))
-    labels = labels.to(torch.int64)  # In uint8, ignore_index would wrap around to 156.
+    labels = as_labels(labels)
     rows, targets = logits, labels
     if labels.ndim != 1:  # A reshape is a node of the graph, which a small network feels.
         rows, targets = logits.reshape(-1, logits.shape[-1]), labels.reshape(-1)
@@ -54,6 +54,16 @@ def cross_entropy(
         return losses
     z = torch.logsumexp(logits, -1)
     return losses + torch.where(labels != ignore_index, z_loss * z.square(), 0)
+
+
+def as_labels(labels: Tensor) -> Tensor:
+    """Returns labels in int64; refuses floats, which would be truncated."""
+    if labels.is_floating_point() or labels.is_complex():
+        raise TypeError(
+            f"labels are {labels.dtype}, but they are class numbers: pass labels.long() if these "
+            "are whole numbers; for probabilities take ps.losses.kl_divergence"
+        )
+    return labels.to(torch.int64)  # In uint8, ignore_index would wrap around to 156.
 
 
 def kl_divergence(logits: Tensor, teacher_logits: Tensor, *, temperature: float = 1.0) -> Tensor:

@@ -24,6 +24,9 @@ from purestep.modules import huggingface, keyed, outside, plan, refused, watch
 from purestep.random import Keys
 from purestep.torch_private import hooks_backward, never_compiled_alone
 
+MAX_KINDS = 16
+"""Kinds of calls that are checked, by their keywords, flags and texts."""
+
 
 def from_module(
     module: Module, *, trainable: str | Callable[[str, Parameter], bool] | None = None
@@ -52,10 +55,9 @@ def from_module(
     writes to a tensor of the module or of params, or assigns to a buffer. It is also refused if it
     computes with a parameter of the module instead of params.
     There is no check under a compiler: call ``apply`` once without it. Each call makes the objects
-    that refer to the module anew. Closures are shared. Dicts and sets whose keys are layers are made
-    anew as well, and those outside that a hook fills by layer keep the module's own layers as keys.
-    What ``module.compile()`` and ``torch.compile`` have made of the module's methods runs as those
-    methods: compile the step instead.
+    that refer to the module anew, also in keys and sets. Closures are shared. Where a hook fills a
+    dict by layer, its keys stay the module's layers. Methods that were compiled before, as by
+    ``module.compile()``, run uncompiled: compile the step instead.
 
     **Checkpoints** with ``use_reentrant=False`` recompute with the params of their call.
     ``torch.func`` does not support checkpoints, and a step refuses reentrant ones.
@@ -146,12 +148,12 @@ class Apply:
         self._constants = {n: each.detach() for n, each in tensors.items() if n not in trained}
         self._buffers = {name: self._constants[name] for name in buffers}
         self._written = refused.written_in_training(module)
-        self._plan = plan.plan_of(module, [*tensors.values()])
+        self._mappings = outside.find_mappings(module)
+        self._parts = [*module.modules()] if self._mappings else []
+        self._plan = plan.plan_of(module, [*tensors.values()], self._mappings)
         self._models = huggingface.models_of(module)
         self._second = any(getattr(each, "batch_first", None) is False for each in module.modules())
         self._hooks_backward = hooks_backward(module.modules())
-        self._mappings = outside.find_mappings(module)
-        self._parts = [*module.modules()] if self._mappings else []
         # Kinds of calls that were looked at. A compiler's, None, is not.
         self._evaluates, self._known = False, set[Any]({None})
         self.eval = copy(self)
@@ -183,6 +185,8 @@ class Apply:
             values = [*map(_as_parameter, values)]
             flags = [each for each in (*args, *kwargs.values()) if isinstance(each, bool | str)]
             kind = (torch.is_grad_enabled(), type(key), *carried, len(args), *kwargs, *flags)
+            if kind not in self._known and len(self._known) > MAX_KINDS:
+                kind = None  # Each prompt, say, would be another kind.
             if kind not in self._known:
                 # The first of a kind is looked at, and refused before it does any harm.
                 kept = {**self._constants, **dict(zip(names, values, strict=True))}

@@ -1,10 +1,10 @@
 """Dicts and sets outside of a module in which its hooks look layers up.
 
     features = {}
-    layer.register_forward_hook(lambda layer, args, output: features.update({layer: output}))
+    layer.register_forward_hook(lambda layer, args, out: features.update({layer: out}))
 
-The loss reads ``features[layer]``, but each call of ``apply`` runs on layers made anew. While a call
-runs, the keys of such dicts are the new layers; before and after, they are the module's.
+The loss reads ``features[layer]``, but each call of ``apply`` runs on layers made anew. While a
+call runs, the keys of such dicts are the new layers; before and after, they are the module's.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def find_mappings(module: Module) -> list[Any]:
 
     >>> import torch
     >>> layer, features = torch.nn.Linear(1, 1), {}
-    >>> _ = layer.register_forward_hook(lambda layer, args, output: features.update({layer: output}))
+    >>> _ = layer.register_forward_hook(lambda layer, args, out: features.update({layer: out}))
     >>> [mapping is features for mapping in find_mappings(layer)]
     [True]
     """

@@ -10,7 +10,7 @@ through those is the module itself, which its first call shows.
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import cache, partial
 from inspect import getmembers_static
 from operator import attrgetter
@@ -63,8 +63,8 @@ def build(plan: Plan, tensors: Sequence[Tensor], evaluates: bool) -> Any:
     return values[plan.root]
 
 
-def plan_of(module: Module, tensors: Sequence[Tensor]) -> Plan:
-    """A plan in which these tensors of the module are open.
+def plan_of(module: Module, tensors: Sequence[Tensor], shared: Sequence[Any] = ()) -> Plan:
+    """A plan in which these tensors of the module are open, and ``shared`` things stay as they are.
 
     >>> module = torch.nn.Linear(2, 2, bias=False)
     >>> plan = plan_of(module, [module.weight])
@@ -72,7 +72,7 @@ def plan_of(module: Module, tensors: Sequence[Tensor]) -> Plan:
     >>> torch.equal(doubled(torch.ones(2)), 2 * module(torch.ones(2)))
     True
     """
-    anew = _made_anew(module, tensors)
+    anew = _made_anew(module, tensors, {id(thing) for thing in shared})
     objects = [each for each in anew.values() if _is_object(each)]
     containers = [*map(vars, objects), *[t for t in anew.values() if type(t) in _CONTAINERS]]
     first = [*tensors, *containers, *objects]
@@ -134,12 +134,16 @@ def held_by(module: Module) -> Iterator[tuple[str, Any]]:
             yield path, thing
 
 
-def _made_anew(module: Module, tensors: Sequence[Tensor]) -> dict[int, Any]:
+def _made_anew(
+    module: Module, tensors: Sequence[Tensor], shared: Collection[int]
+) -> dict[int, Any]:
     """What leads to the module or to one of these tensors, and what its modules' calls may fill."""
     holders: dict[int, list[Any]] = {id(module): []}
     parts_by_id = _parts_by_id(module, tensors)
     todo: list[Any] = [module]
     for thing in todo:
+        if id(thing) in shared:
+            continue
         keys = [*thing] if isinstance(thing, dict) else []
         for part in [*keys, *(part for _, part in _parts(thing))]:
             # An int is no object to follow, but may be the id of one.

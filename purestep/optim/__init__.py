@@ -1,5 +1,7 @@
 """Optimizers as pure functions: what they are, transforms, schedules, recipes."""
 
+import torch
+
 from purestep.optim.base import Optimizer, Transform, chain
 from purestep.optim.partition import Mask, partition
 from purestep.optim.recipes import AdamWState, DescentState, LionState, adamw, descend, lion, sgd
@@ -21,6 +23,20 @@ from purestep.optim.transforms import (
     scale_by_adam,
 )
 from purestep.optim.wrappers import EmaState, MasterState, ema, master_weights
+
+# Tuples of tensors, which ``torch.load`` may make: of others' classes it loads nothing.
+torch.serialization.add_safe_globals(
+    [
+        AdamState,
+        AdamWState,
+        DescentState,
+        EmaState,
+        LionState,
+        MasterState,
+        MomentumState,
+        TorchState,
+    ]
+)
 
 __all__ = ["Optimizer", "Transform", "chain"]
 __all__ += ["clip_by_global_norm", "momentum", "MomentumState", "scale_by_adam", "AdamState"]

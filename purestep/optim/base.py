@@ -115,6 +115,7 @@ def chain(*transforms: *tuple[*tuple[Transform, ...], Part]) -> Part:
             states.append(new)
         return grads, tuple(states)
 
+    in_turn.__qualname__ = "update"  # as errors name it
     return type(transforms[-1])(
         init,
         partial(in_turn, [part.update for part in parts]),

@@ -141,6 +141,7 @@ def elementwise(
             refuse(init, grads, state, params)
         return inputs
 
+    init.__qualname__, update.__qualname__ = "init", "update"  # as errors name them
     return cls(init, update, update_)
 
 
@@ -260,4 +261,8 @@ def widened(grad: Tensor) -> Tensor:
 def zero_step(params: Params) -> Tensor:
     """Returns a step counter at 0, where the params are."""
     leaves = tree.leaves_of(params)
-    return torch.zeros((), dtype=torch.int64, device=leaves[0].device if leaves else None)
+    if not leaves:
+        return torch.zeros((), dtype=torch.int64)
+    # Made of a leaf, so that under vmap each member has its own, as after a step.
+    step: Tensor = leaves[0].new_zeros((), dtype=torch.int64)
+    return step

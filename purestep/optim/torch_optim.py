@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any, NamedTuple
 
 import torch
@@ -33,6 +34,21 @@ class TorchState(NamedTuple):
     leaves: Tree
 
 
+def check_algorithm(algorithm: type[torch.optim.Optimizer]) -> None:
+    """Refuses an algorithm that needs more than dense gradients."""
+    closure = inspect.signature(algorithm.step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise TypeError(
+            f"torch.optim.{algorithm.__name__} computes the loss again in each step, by a closure, "
+            "and a pure update has only its gradients: take ps.optim.adamw, or call it by hand"
+        )
+    if issubclass(algorithm, torch.optim.SparseAdam):
+        raise TypeError(
+            "torch.optim.SparseAdam takes sparse gradients alone, and a step makes them dense to "
+            "add them up: take ps.optim.adamw, or from_torch(torch.optim.Adam)"
+        )
+
+
 def from_torch(
     algorithm: type[torch.optim.Optimizer], lr: LearningRate | None = None, **settings: Any
 ) -> Optimizer[State]:
@@ -61,6 +77,7 @@ def from_torch(
         )
     if lr is not None:
         check_rate(lr)
+    check_algorithm(algorithm)
     name = algorithm.__name__
     plain = f"ps.optim.{PURE[name]}, which is plain arithmetic" if name in PURE else ANY
     if settings.get("differentiable"):
