@@ -33,8 +33,7 @@ def run_env(run: Run) -> None:
         )
         with run.attempt("nccl"):
             run.add(nccl=".".join(str(part) for part in torch.cuda.nccl.version()))
-        with run.attempt("nvidia_smi"):
-            run.add(nvidia_smi=query_driver())
+        run.add(nvidia_smi=query_driver())
     if run.device != "lazy":
         total = torch.ones(8, device=run.device).sum().item()
         run.check(computes=total == 8)
@@ -49,7 +48,10 @@ def find_version(package: str) -> str:
 
 
 def query_driver() -> str:
-    """Returns what the driver says of the card."""
+    """Returns what the driver says of the card, if it says anything."""
     command = ["nvidia-smi", f"--query-gpu={QUERY}", "--format=csv,noheader"]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=15, check=False)
+    try:
+        result = subprocess.run(command, capture_output=True, text=True, timeout=15, check=False)
+    except (OSError, subprocess.TimeoutExpired) as reason:
+        return f"unknown: {reason}"
     return (result.stdout or result.stderr).strip()[:500]
