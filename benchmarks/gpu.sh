@@ -12,7 +12,8 @@ PYTHON=${PYTHON:-python3}
 mkdir -p "$OUT"
 if compgen -G '.whl/*.whl' >/dev/null; then
   "$PYTHON" -m pip install --quiet --disable-pip-version-check --no-index --no-deps --no-compile --no-cache-dir \
-    --upgrade --target "$PWD/build/site-packages" .whl/*.whl || echo "the wheels are not installed" >&2
+    --upgrade --target "$PWD/build/site-packages" .whl/*.whl ||
+    for wheel in .whl/*.whl; do "$PYTHON" -m zipfile -e "$wheel" "$PWD/build/site-packages"; done
 fi
 export PYTHONPATH=$PWD:$PWD/build/site-packages${PYTHONPATH:+:$PYTHONPATH}
 exec timeout --signal=TERM --kill-after=10 420 "$PYTHON" -m benchmarks.gpu "$@"

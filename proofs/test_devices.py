@@ -81,3 +81,23 @@ def test_holds_on_a_device(theorem: Theorem) -> None:
     """
     test = theorem.test(PURESTEP if theorem is t13.donation else ON_DEVICE, moved)
     settings(max_examples=min(settings().max_examples // 6, 20))(test)()
+
+
+real = pytest.mark.skipif(
+    DEVICE_TYPE == "lazy", reason="lazy tensors have no forward mode, and no compiler takes them"
+)
+
+
+@real
+@pytest.mark.parametrize("normalize", ["loss", "grads"])
+@pytest.mark.parametrize("recipe", t10.OPTIMIZERS)
+def test_t10_derivatives_at_zero_on_a_device(recipe: str, normalize: str) -> None:
+    """Each optimizer, exactly at the minimum."""
+    t10.check_derivatives_at_zero(recipe, normalize, moved)
+
+
+@real
+@pytest.mark.parametrize("check", [t10.check_compiled_derivative, t10.check_compiled_ranks])
+def test_t10_compiles_on_a_device(check: Any) -> None:
+    """As one graph, a step computes the same."""
+    check(moved)

@@ -238,19 +238,33 @@ def derivatives_in_an_ensemble_of_which_some_skip(
     assert_nearly(together, stack([*map(of, groups)]))
 
 
+Move = Callable[[Any], Any]
+"""Brings tensors to a device."""
+
+
+def stay(values: Any) -> Any:
+    """Leaves them on the host."""
+    return values
+
+
 @pytest.mark.parametrize("normalize", ["loss", "grads"])
 @pytest.mark.parametrize("recipe", OPTIMIZERS)
 def test_derivatives_at_a_gradient_of_zero(recipe: str, normalize: str) -> None:
     """Exactly at the minimum, where norms and roots are 0."""
+    check_derivatives_at_zero(recipe, normalize)
+
+
+def check_derivatives_at_zero(recipe: str, normalize: str, move: Move = stay) -> None:
+    """Compares derivatives at the minimum, on a device."""
     best = tree.map(lambda leaf: (4 * leaf).round(), start(0))
     x = torch.randint(-2, 3, (4, 3), generator=torch.Generator().manual_seed(0)).double()
     group = [{"x": x, "y": x @ best["w"].flatten() + best["b"], "w": torch.ones(4)}]
+    best, group, rate, here = move((best, group, POINT, torch.ones((), dtype=torch.float64)))
     final = trained(recipe, {"normalize": normalize, "on_nonfinite": "skip"}, [group, group])
 
     def end(distance: Tensor) -> Any:
-        return final((POINT, tree.map(lambda leaf: leaf + (distance - 1), best)))
+        return final((rate, tree.map(lambda leaf: leaf + (distance - 1), best)))
 
-    here = torch.ones((), dtype=torch.float64)
     if recipe != "lion":
         # What ``init`` copies, as master weights, is not recorded.
         assert_slopes(lambda d: summed(end(d)), here, ("recorded",) if recipe == "master" else ())
@@ -271,23 +285,34 @@ def compiled_same(function: Callable[..., Any], *given: Any) -> None:
 
 def test_compile_of_a_derivative() -> None:
     """The step is made in the graph; donation is ignored where it is recorded, and the loss is computed again."""
+    check_compiled_derivative()
+
+
+def check_compiled_derivative(move: Move = stay) -> None:
+    """Compares the derivative of a step with that of its graph, on a device."""
     how: Settings = {"donate": True, "on_nonfinite": "skip", "normalize": "grads"}
-    final, params = trained("lion", how, [group_of(0)], ps.remat(affine)), start(0)
+    group, params, rate = move((group_of(0), start(0), POINT))
+    final = trained("lion", how, [group], ps.remat(affine))
 
     def loss(rate: Tensor) -> Tensor:
         return summed(final((rate, params)))
 
-    compiled_same(torch.func.grad_and_value(loss), POINT)
+    compiled_same(torch.func.grad_and_value(loss), rate)
 
 
 def test_compile_on_ranks_and_in_ensembles() -> None:
     """The whole simulated group of ranks, in an ensemble, as one graph."""
+    check_compiled_ranks()
+
+
+def check_compiled_ranks(move: Move = stay) -> None:
+    """Compares ranks in an ensemble with their graph, on a device."""
     axis = ps.VmapAxis(2)
     step = ps.make_update_step(affine, CAPTURE, weight_fn=weights_of, axis=axis)
     ensemble = torch.vmap(axis.map(step, (None, None, 0), None), in_dims=(0, 0, None))
     members = stack([start(0), start(1)])
     given = members, tree.zeros_like(members), [stack([group_of(0)[0], group_of(1)[0]])]
-    compiled_same(ensemble, *given)
+    compiled_same(ensemble, *move(given))
 
 
 globals().update(as_tests(globals()))

@@ -87,7 +87,8 @@ def run_sections(options: argparse.Namespace) -> int:
             orchestrator.run(sections)
         finally:
             orchestrator.stop_all()
-    return orchestrator.print_summary()
+            status = orchestrator.print_summary()
+    return status
 
 
 def exit_on_signal(number: int, frame: Any) -> None:

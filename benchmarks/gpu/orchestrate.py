@@ -114,6 +114,7 @@ class Orchestrator:
     def finish(self, process: SectionProcess) -> None:
         """Takes the entries of a section that has ended, and writes all results."""
         name = process.section.name
+        process.end_leftovers()
         entries = process.read_entries()
         self.results[name] = entries
         errors = len(find_errors(entries))

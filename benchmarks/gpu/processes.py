@@ -82,10 +82,14 @@ class SectionProcess:
     def stop(self, reason: str) -> None:
         """Ends the process and all that it started."""
         self.stop_reason = reason
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
+        self.end_leftovers()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(10)
+
+    def end_leftovers(self) -> None:
+        """Ends what a section that has ended has left running, such as workers of a compiler."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.process.pid, signal.SIGKILL)
 
     def read_entries(self) -> Entries:
         """Returns the entries so far, how long the process took, and why it failed if it did."""

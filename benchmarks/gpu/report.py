@@ -158,4 +158,6 @@ def make_launch_table(results: Entries) -> str:
     if len(lines) == 2:
         return ""
     settings = ", ".join(waiting) or "none"
+    ranges = sorted({name for values in counted.values() for name in values["launches"]["ranges"]})
+    lines += ["", f"Ranges that torch.profiler shows: {', '.join(ranges) or 'none'}."]
     return "\n".join([*lines, "", f"{len(steps)} settings; the host waits in: {settings}."])
