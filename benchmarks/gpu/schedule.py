@@ -35,7 +35,7 @@ SECTIONS = [
     Section("labels", "labels", "together", 90),
     Section("gpt", "gpt", "alone", 100),
     Section("gpt_by_hand_compiled", "gpt", "prepared", 160, 25),
-    Section("gpt_compiled", "gpt", "prepared", 160, 25),
+    Section("gpt_compiled", "gpt", "prepared", 175, 25),
     Section("mlp", "mlp", "prepared", 160, 35),
     Section("prefetch", "prefetch", "alone", 30),
     Section("jax", "jax_gpt", "alone", 90),
