@@ -244,7 +244,9 @@ def copied(state: Any) -> Any:
     def copy(leaf: Tensor) -> Tensor:
         if leaf.device.type == "lazy":
             return leaf.clone()
-        return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype).copy_(leaf)
+        return torch.empty_strided(
+            leaf.shape, leaf.stride(), dtype=leaf.dtype, device=leaf.device
+        ).copy_(leaf)
 
     return tree.map(copy, state)
 

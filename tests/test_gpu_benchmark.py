@@ -1,4 +1,4 @@
-"""``benchmarks.gpu`` at sizes that mean nothing: it runs right, and whatever stops it leaves what it has."""
+"""``benchmarks.gpu`` at tiny sizes: it runs right, and whatever stops it leaves what it has."""
 
 import importlib
 import json

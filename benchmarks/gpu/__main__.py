@@ -1,6 +1,6 @@
 """Runs the sections, and writes what they find.
 
-python -m benchmarks.gpu                       on a machine with a CUDA device, in the root of a checkout
+python -m benchmarks.gpu                       on a CUDA device, in the root of a checkout
 python -m benchmarks.gpu --device cpu --tiny   the same logic on a CPU, at sizes that mean nothing
 python -m benchmarks.gpu --only gpt,mlp        some sections
 python -m benchmarks.gpu --table FILE          the Markdown table of a gpu.json

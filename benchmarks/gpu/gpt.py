@@ -92,7 +92,8 @@ def measure_compiled(run: Run, bench: Bench, name: str, make: Callable[[], Updat
 class Bench:
     """The network, its data, and the ways to train it.
 
-    All ways count tokens over the whole group, clip the gradients' norm and take AdamW, in bfloat16 by autocast.
+    All ways count tokens over the whole group, clip the gradients' norm and take AdamW. They
+    compute in bfloat16, by autocast unless the params are in bfloat16.
     """
 
     def __init__(self, run: Run) -> None:

@@ -21,7 +21,7 @@ class CapturedUpdate(NamedTuple):
     replay: Callable[[], None]
     state: list[Any]
     state_stays: bool
-    """Whether the captured update returns the memory that it got, so that replays follow each other."""
+    """Whether the captured update returns the memory that it got, as replays need it."""
     updates: int
     """How many updates the state has gone through before the first replay."""
 

@@ -1,4 +1,4 @@
-"""The same GPT, loss, clipping and AdamW by JAX and optax: one jitted update that scans its microbatches."""
+"""The same GPT, loss, clipping and AdamW by JAX and optax: one jitted update with a scan."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What happens where a label is no class: a program of its own for each loss, since CUDA may end it."""
+"""What happens where a label is no class. Each loss has a process, since CUDA may end it."""
 
 from __future__ import annotations
 

@@ -117,16 +117,16 @@ def find_waits(run: Run, call: Call) -> list[str]:
 
     with Waits() as waits:
         call()
-    return [shorten(place) for place in waits.seen]
+    return [shorten(name) for name in waits.seen]
 
 
-def shorten(place: str) -> str:
+def shorten(path: str) -> str:
     """Returns the end of a path.
 
     >>> shorten("/a/purestep/optim/base.py:12")
     'optim/base.py:12'
     """
-    return "/".join(place.split("/")[-2:])
+    return "/".join(path.split("/")[-2:])
 
 
 class Range(NamedTuple):
@@ -187,9 +187,11 @@ def count_in_ranges(launches: list[Range], ranges: list[Range]) -> dict[str, int
     >>> count_in_ranges(launches, [Range("purestep.count", 0, 3), Range("purestep.x", 8, 9)])
     {'purestep.count': 1, 'purestep.x': 0}
     """
-    counts = dict.fromkeys(sorted({each.name for each in ranges}), 0)
-    for each in ranges:
-        counts[each.name] += sum(each.begin <= launch.begin < each.end for launch in launches)
+    counts = dict.fromkeys(sorted({event.name for event in ranges}), 0)
+    for event in ranges:
+        for launch in launches:
+            if event.begin <= launch.begin < event.end:
+                counts[event.name] += 1
     return counts
 
 

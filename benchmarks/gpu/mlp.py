@@ -71,9 +71,9 @@ def make_ways(run: Run) -> list[Way]:
     numbers = (1, 2) if run.tiny else (1, 4, 16)
     trainings = [Training(run, number) for number in numbers]
     ways: list[Way] = []
-    for kind in ("ways", "compiled_steps", "graphs"):
+    for method in ("ways", "compiled_steps", "graphs"):
         for number, training in zip(numbers, trainings, strict=True):
-            makers = getattr(training, kind)()
+            makers = getattr(training, method)()
             ways += [Way(number, name, make) for name, make in makers.items()]
     return ways
 

@@ -104,7 +104,7 @@ def make_text(run: Run, number: int) -> list[Batch]:
 
 
 def flops_per_token(sizes: Sizes, parameters: int) -> int:
-    """Returns operations of a forward and backward pass, attention counted as if it were not causal.
+    """Returns operations of a forward and backward pass, with attention to all positions.
 
     >>> flops_per_token(GPT2, 124_475_904) // 10**6
     860

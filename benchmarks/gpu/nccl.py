@@ -130,10 +130,10 @@ class World:
             if not self.run.has_time(8, "ways", name):
                 continue
             with self.run.attempt("ways", name):
-                leaves, found, waits = self.train(way)
+                leaves, actual, waits = self.train(way)
                 distance = find_distance(leaves, expected)
                 self.run.add("ways", name, waits=waits, distance_to_local=distance)
-                loss = find_distance([found.loss], [metrics.loss])
+                loss = find_distance([actual.loss], [metrics.loss])
                 self.run.check("ways", name, near_to_local=distance < NEAR and loss < NEAR)
                 if self.run.is_cuda:
                     self.run.check("ways", name, no_waits=not waits)

@@ -6,7 +6,13 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.gpu.entries import Entries, dump, find_errors, write_atomically
+from benchmarks.gpu.entries import (
+    Entries,
+    describe_error,
+    dump,
+    find_errors,
+    write_atomically,
+)
 from benchmarks.gpu.processes import SectionProcess, Settings
 from benchmarks.gpu.report import make_table
 from benchmarks.gpu.schedule import Section, in_phase, time_limit
@@ -15,6 +21,14 @@ LOG_CHARACTERS = 2**18
 """How much of each section's log is written."""
 
 SECONDS_BETWEEN_WRITES = 5.0
+
+
+def describe_results(results: Entries) -> str:
+    """Returns the table; an error of the table is no reason to lose the results."""
+    try:
+        return make_table(results)
+    except Exception as error:
+        return describe_error(error)
 
 
 class Orchestrator:
@@ -106,7 +120,7 @@ class Orchestrator:
             self.finish(process)
 
     def pause(self) -> None:
-        """Sleeps a little; writes what there is, now and then, in case that this process is killed."""
+        """Sleeps a little; now and then writes what there is, in case this process is killed."""
         time.sleep(0.05)
         if time.monotonic() - self.last_written > SECONDS_BETWEEN_WRITES:
             self.write()
@@ -123,11 +137,14 @@ class Orchestrator:
 
     def stop_all(self) -> None:
         """Ends what still runs, and writes what it has found."""
-        for process in self.processes.values():
-            if process.process.poll() is None:
-                process.stop("the program ended before this section")
-                self.finish(process)
         self.results["seconds"] = round(self.spent(), 1)
+        running = [process for process in self.processes.values() if not process.is_over()]
+        for process in running:
+            process.end_leftovers()
+        self.write()
+        for process in running:
+            process.stop("the program ended before this section")
+            self.finish(process)
         self.write()
 
     def write(self) -> None:
@@ -143,7 +160,7 @@ class Orchestrator:
         text = dump(results)
         for path in [self.out / "gpu.json", *self.copies]:
             write_atomically(path, text)
-        write_atomically(self.out / "gpu.md", make_table(results) + "\n")
+        write_atomically(self.out / "gpu.md", describe_results(results) + "\n")
         logs = [
             f"===== {name}\n{process.log.read_text(errors='replace')[-LOG_CHARACTERS:]}"
             for name, process in self.processes.items()
@@ -152,7 +169,7 @@ class Orchestrator:
 
     def print_summary(self) -> int:
         """Prints the table and every error; returns the exit status."""
-        print(make_table(self.results))
+        print(describe_results(self.results))
         errors = find_errors(self.results)
         for path, error in errors.items():
             print(f"{path}: {error}")

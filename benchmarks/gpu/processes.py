@@ -84,7 +84,7 @@ class SectionProcess:
         self.stop_reason = reason
         self.end_leftovers()
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self.process.wait(10)
+            self.process.wait(5)
 
     def end_leftovers(self) -> None:
         """Ends what a section that has ended has left running, such as workers of a compiler."""
@@ -95,7 +95,7 @@ class SectionProcess:
         """Returns the entries so far, how long the process took, and why it failed if it did."""
         entries: Entries = {}
         file = self.folder / f"{self.section.name}.json"
-        with contextlib.suppress(FileNotFoundError):
+        with contextlib.suppress(FileNotFoundError, ValueError):
             entries |= json.loads(file.read_text())
         status: Any = self.process.returncode
         seconds = round(time.monotonic() - self.begin, 1)

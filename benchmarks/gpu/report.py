@@ -77,10 +77,9 @@ def make_summary(results: Entries) -> str:
 
 def make_timing_table(title: str, ways: Entries) -> str:
     """Returns a line for each way and number of microbatches, beside the loop by hand."""
-    lines = [
-        f"| {title} | K | ms | of the loop by hand | host ms | tokens/s | MFU | peak MiB | of the loop |",
-        "|---|---|---|---|---|---|---|---|---|",
-    ]
+    titles = [title, "K", "ms", "of the loop by hand", "host ms", "tokens/s"]
+    titles += ["MFU", "peak MiB", "of the loop"]
+    lines = [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
     for name, numbers in ways.items():
         for number, values in numbers.items():
             if not number.startswith("K=") or "ms" not in values:
@@ -136,7 +135,7 @@ def make_prefetch_table(section: Entries) -> str:
 
 
 def make_launch_table(results: Entries) -> str:
-    """Returns launches of one update in several settings, and the settings in which the host waits."""
+    """Returns launches of an update in several settings, and where the host waits."""
     section = results.get("waits", {})
     steps = get_dict(section, "steps")
     loop = {"the loop by hand": section.get("by hand", {})} if isinstance(section, dict) else {}

@@ -24,7 +24,8 @@ SECONDS_TO_STOP = 5
 """What is left for the entries when pytest is ended."""
 
 OUTCOME = re.compile(
-    r"^(?:\[gw\d+\] \[ *\d+%\] (?P<first>[A-Z]+) (?P<name>.+?)|(?P<alone>\S+::.+?) (?P<last>[A-Z]+))"
+    r"^(?:\[gw\d+\] \[ *\d+%\] (?P<first>[A-Z]+) (?P<name>.+?)"
+    r"|(?P<alone>\S+::.+?) (?P<last>[A-Z]+))"
     r"(?: +\[ *\d+%\]| \(.*\))?\s*$"
 )
 """A line of ``pytest -v``, with workers or without."""
