@@ -123,4 +123,7 @@ def make_environment(device: str) -> dict[str, str]:
     }
     environment.setdefault("OMP_NUM_THREADS", "2" if device == "cuda" else "1")
     environment.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "6")
+    # All ranks are on this machine, which may have no other interface.
+    environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    environment.setdefault("NCCL_SOCKET_IFNAME", "lo")
     return environment
