@@ -1,12 +1,18 @@
-"""A device that is not the CPU, in the CPU's own wheel: torch's lazy tensors.
+"""A device that is not the CPU. In the CPU's own wheel that is torch's lazy tensors.
 
 It takes every path that asks for the device, refuses what CUDA refuses, and computes with the CPU's kernels. A
 lazy tensor has no address, and its values are computed when somebody asks for them, which can be counted.
+
+``PURESTEP_DEVICE=cuda`` takes a real device instead, for which torch itself says where the host waits.
+``PURESTEP_DEVICE=cpu`` tries the same tests without any other device: there are no waits to see.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -20,6 +26,12 @@ from proofs.theorem import PURESTEP, System
 from purestep import tree
 from tests.torch_private import lazy_backend, lazy_metrics
 
+DEVICE_TYPE = os.environ.get("PURESTEP_DEVICE", "lazy")
+"""What the tests of devices run on: "lazy", "cuda" or "cpu"."""
+
+SEES_WAITS = DEVICE_TYPE != "cpu"
+"""Whether the host can wait for the device, and is seen to."""
+
 READING = ["aten::_local_scalar_dense", "aten::equal", "aten::nonzero", "aten::masked_select"]
 """Operations whose result the host has to know: on CUDA it waits for all that was queued before."""
 
@@ -28,8 +40,10 @@ COPIES: dict[Any, int] = {torch.tensor: 0, torch.as_tensor: 0, Tensor.to: 0, Ten
 
 
 @cache
-def lazy() -> torch.device:
-    """The device, which exists from the first call on, for the rest of the process."""
+def device() -> torch.device:
+    """Returns the device, which exists from the first call on, for the rest of the process."""
+    if DEVICE_TYPE != "lazy":
+        return torch.empty(0, device=DEVICE_TYPE).device
     lazy_backend.init()
     return torch.device("lazy", 0)
 
@@ -40,7 +54,7 @@ def moved(drawn: Any) -> Any:
 
     def move(value: Any) -> Any:
         if isinstance(value, Tensor):
-            return tensors.setdefault(id(value), value.to(lazy()))
+            return tensors.setdefault(id(value), to_device(value))
         if isinstance(value, Case):
             params = tree.map(move, value.params)
             opt_state = placed(value.opt_state, value.optimizer.init(params))
@@ -55,37 +69,84 @@ def moved(drawn: Any) -> Any:
     return move_all(drawn)
 
 
+def to_device(value: Tensor) -> Tensor:
+    """Copies a tensor to the device. On the CPU, layouts in memory stay as they were drawn."""
+    return value.to(device())
+
+
 def placed(values: Any, like: Any) -> Any:
     """The values, each on the device of what stands in its place."""
     return tree.map(lambda leaf, other: leaf.to(other.device), values, like)
 
 
-class Waits(TorchFunctionMode):
+class Waits:
     """Whatever makes the host wait for the device while this is entered, by its name, in ``seen``.
 
     That is a value that is read, or copied to the host; and a copy to the device that does not say
     ``non_blocking=True``, for which CUDA waits, too. Copies are seen in the thread that enters, values in all.
+    On CUDA, a name is the line of Python that waits.
 
     >>> with Waits() as waits:
-    ...     _ = torch.ones(3, device=lazy()).sum().item()
+    ...     _ = torch.ones(3, device=device()).sum().item()
     >>> waits.seen
     ['aten::_local_scalar_dense']
     """
 
     def __init__(self) -> None:
-        super().__init__()
         self.seen: list[str] = []
+        self._watch = WATCHES[DEVICE_TYPE](self.seen)
 
     def __enter__(self) -> Waits:
-        lazy()
-        lazy_metrics.reset()
-        super().__enter__()
+        device()
+        self._watch.__enter__()
         return self
 
     def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
-        for name in set(READING) & set(lazy_metrics.counter_names()):
-            self.seen += [name] * lazy_metrics.counter_value(name)
+        self._watch.__exit__(*error)
+
+
+@contextmanager
+def _watch_lazy(seen: list[str]) -> Iterator[None]:
+    lazy_metrics.reset()
+    with _WatchCopies(seen):
+        yield
+    for name in set(READING) & set(lazy_metrics.counter_names()):
+        seen += [name] * lazy_metrics.counter_value(name)
+
+
+@contextmanager
+def _watch_cuda(seen: list[str]) -> Iterator[None]:
+    torch.cuda.synchronize()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            yield
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    for warning in caught:
+        if "synchronizing CUDA operation" in str(warning.message):
+            seen.append(f"{warning.filename}:{warning.lineno}")
+        elif "prototype feature" not in str(warning.message):
+            warnings.warn_explicit(
+                warning.message, warning.category, warning.filename, warning.lineno
+            )
+
+
+@contextmanager
+def _watch_nothing(seen: list[str]) -> Iterator[None]:
+    yield
+
+
+WATCHES = {"lazy": _watch_lazy, "cuda": _watch_cuda, "cpu": _watch_nothing}
+
+
+class _WatchCopies(TorchFunctionMode):
+    """Sees copies between the host and lazy tensors."""
+
+    def __init__(self, seen: list[str]) -> None:
+        super().__init__()
+        self.seen = seen
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None

@@ -242,9 +242,11 @@ def copied(state: Any) -> Any:
     """A copy to be given away, which lies in memory as the state does."""
 
     def copy(leaf: Tensor) -> Tensor:
-        if leaf.device.type != "cpu":
+        if leaf.device.type == "lazy":
             return leaf.clone()
-        return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype).copy_(leaf)
+        return torch.empty_strided(
+            leaf.shape, leaf.stride(), dtype=leaf.dtype, device=leaf.device
+        ).copy_(leaf)
 
     return tree.map(copy, state)
 

@@ -121,14 +121,15 @@ def packing(system: System, drawn: tuple[Case, int]) -> None:
     segments, positions = packed["segments"], packed["positions"]
     keys = random.token_keys(packed["key"], segments, positions)
     features = random.dropout(packed["x"], 0.5, keys)
-    pairs = random.dropout(torch.ones(len(segments), 2, row_tokens, row_tokens), 0.5, keys)
+    ones = torch.ones(len(segments), 2, row_tokens, row_tokens, device=segments.device)
+    pairs = random.dropout(ones, 0.5, keys)
     length, seen = case.batch["w"].shape[1], 0
     for row in range(len(segments)):
         for segment in range(1, int(segments[row].max()) + 1):
             where = segments[row] == segment
             (number,) = (case.batch["key"] == packed["key"][row, segment - 1]).nonzero()[:, 0]
             key, own = case.batch["key"][number], case.batch["x"][number]
-            alone = random.dropout(torch.ones(2, length, length), 0.5, key)
+            alone = random.dropout(ones.new_ones(2, length, length), 0.5, key)
             assert_same(features[row][where], random.dropout(own, 0.5, key), "features")
             assert_same(pairs[row][:, where][:, :, where], alone, "pairs")
             seen += 1
@@ -150,7 +151,8 @@ class Encoder(nn.Module):
         """Logits of each next token."""
         x = self.embedding(tokens)
         length = tokens.shape[1]
-        mask = torch.full((length, length), float("-inf"), dtype=x.dtype).triu(1)
+        mask = torch.full((length, length), float("-inf"), dtype=x.dtype, device=x.device)
+        mask = mask.triu(1)
         logits: Tensor = self.head(self.layer(x, src_mask=mask, is_causal=True))
         return logits
 

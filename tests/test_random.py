@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 import purestep as ps
-from proofs.devices import Waits, lazy
+from proofs.devices import Waits, device
 from proofs.strategies import assert_same
 from purestep.random import TokenKeys, philox as words_of
 
@@ -153,7 +153,7 @@ def test_the_same_compiled(draws: Any) -> None:
 
 def test_the_same_on_a_device() -> None:
     """That is not the CPU, and the host waits for nothing."""
-    there, drawn = KEYS.to(lazy()), [draw for name, draw in DRAWS.items() if name != "tokens"]
+    there, drawn = KEYS.to(device()), [draw for name, draw in DRAWS.items() if name != "tokens"]
     with Waits() as waits:
         found = [draw(there) for draw in drawn]
     assert waits.seen == []
