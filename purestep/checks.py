@@ -274,7 +274,7 @@ def warn_of_constants(leaves: Sequence[Tensor], params: Sequence[Tensor]) -> Non
     copied = [x for x in others if any(_equals(x, p) for p in by_shape.get(x.shape, ()))]
     if copied:
         warnings.warn(
-            f"loss_fn computes with {len(copied)} parameters of a module beside params, their "
+            f"loss_fn computes with parameters of a module beside params ({len(copied)}), their "
             f"copies, such as one of shape {tuple(copied[0].shape)}: to a step they are constants, "
             "without a gradient. A penalty is over params.values(); what is meant to be constant "
             "says so by detach()",

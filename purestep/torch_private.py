@@ -97,6 +97,19 @@ def foreach(name: str) -> Callable[..., Any]:
     return kernel
 
 
+def multiply_by_one(column: Sequence[Tensor]) -> list[Tensor]:
+    """Clones a column to the bit."""
+    if column[0].dtype == torch.bool:
+        return [leaf.clone() for leaf in column]
+    products: list[Tensor] = foreach("mul")(column, 1)
+    return products
+
+
+foreach_clone: Callable[[Sequence[Tensor]], list[Tensor]] = getattr(
+    torch, "_foreach_clone", multiply_by_one
+)
+"""Clones the tensors of a list. torch 2.11 lacks it: there a product by one, which is exact."""
+
 fused_adamw_: Callable[..., None] = _private("_fused_adamw_")
 
 is_profiling: Callable[[], bool] = _private("autograd._profiler_enabled")

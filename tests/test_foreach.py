@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from proofs.devices import Waits, lazy
-from purestep import optim, tree
+from purestep import optim, torch_private, tree
 from purestep.step import transition
 from purestep.tree import foreach_where
 from tests.memory import Operations
@@ -16,6 +16,8 @@ HALVES = [torch.float16, torch.bfloat16]
 
 def bits(leaf: Tensor) -> list[int]:
     """The leaf's bits, since NaN is equal to nothing."""
+    if leaf.dtype == torch.bool:
+        return leaf.tolist()
     return leaf.view(foreach_where.INTEGERS[leaf.itemsize]).tolist()
 
 
@@ -38,6 +40,17 @@ def test_a_selection_is_exact_to_the_bit(dtype: torch.dtype, condition: bool) ->
     foreach_where.select_by_bits(old, new, flag)
     assert [bits(leaf) for leaf in old] == wanted
     assert [bits(leaf) for leaf in new] == unchanged
+
+
+def test_a_product_by_one_clones() -> None:
+    """For a torch without ``_foreach_clone``."""
+    for dtype in (torch.float64, torch.bfloat16, torch.int64, torch.bool):
+        values = [0, 1, -3] if dtype == torch.int64 else SPECIAL
+        leaf = torch.tensor(values).to(dtype)
+        (clone,) = torch_private.multiply_by_one([leaf])
+        assert clone.dtype == dtype
+        assert clone.data_ptr() != leaf.data_ptr()
+        assert bits(clone) == bits(leaf)
 
 
 OPTIMIZERS = {

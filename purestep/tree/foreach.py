@@ -30,7 +30,6 @@ norm: Callable[..., list[Tensor]] = torch_private.foreach("norm")
 sign: Callable[..., list[Tensor]] = torch_private.foreach("sign")
 sqrt: Callable[..., list[Tensor]] = torch_private.foreach("sqrt")
 sub: Callable[..., list[Tensor]] = torch_private.foreach("sub")
-_clone: Callable[..., list[Tensor]] = torch_private.foreach("clone")
 
 
 def group_by_kind(leaves: Sequence[Tensor]) -> list[list[int]]:
@@ -60,7 +59,7 @@ def clone(leaves: Sequence[Tensor]) -> list[Tensor]:
     """
     clones = [*leaves]
     for positions in group_by_kind(leaves):
-        column = _clone([leaves[position] for position in positions])
+        column = torch_private.foreach_clone([leaves[position] for position in positions])
         for position, leaf in zip(positions, column, strict=True):
             clones[position] = leaf
     return clones
@@ -71,7 +70,7 @@ def cast(column: Column, like: Column) -> Column:
     if column[0].dtype == like[0].dtype:
         return column
     # The memory comes from a clone: to allocate tensor by tensor would be a call for each.
-    converted = _clone(like)
+    converted = torch_private.foreach_clone(like)
     copy_(converted, column)
     return converted
 
