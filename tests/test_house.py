@@ -24,14 +24,14 @@ OTHERS = {"__init__", "random", "remat", "state", "torch_private"}
 """The files at the top that are not the core."""
 
 BUDGETS = {
-    "core": 1071, "tree": 390, "axis": 1025, "sharding": 135, "optim": 830, "data": 602,
-    "checkpoint": 300, "losses": 370, "modules": 603, "compiling": 245, "others": 466,
+    "core": 1080, "tree": 415, "axis": 1030, "sharding": 135, "optim": 830, "data": 602,
+    "checkpoint": 300, "losses": 370, "modules": 620, "compiling": 245, "others": 490,
 }  # fmt: skip
 """Lines of code. What one room does not need, another may have; LIBRARY holds the sum."""
 
-LIBRARY = 6000
+LIBRARY = 6100
 
-LATER = {"testing": 1500, "examples": 1295}
+LATER = {"testing": 1510, "examples": 1295}
 """Beside the library."""
 
 ORDER = [
@@ -41,18 +41,18 @@ ORDER = [
 ]  # fmt: skip
 """Each imports from those before it alone."""
 
-PRIVATE = 16
+PRIVATE = 17
 """Private names of torch's."""
 
 SEAMS = {
-    "tree/leaves.py": 12, "tree/alike.py": 1, "tree/structure.py": 2,
-    "axis/laws.py": 1, "axis/ranks.py": 4, "axis/session.py": 1, "axis/whole.py": 1,
+    "tree/leaves.py": 12, "tree/alike.py": 1, "tree/structure.py": 3,
+    "axis/laws.py": 1, "axis/mesh.py": 1, "axis/ranks.py": 4, "axis/session.py": 1, "axis/whole.py": 1,
     "accumulate.py": 3, "modes.py": 2, "evaluation.py": 1, "grad_and_value.py": 1, "step.py": 5,
-    "checks.py": 2, "weights.py": 2, "remat.py": 2,
-    "modules/apply.py": 1, "modules/keyed.py": 1, "modules/plan.py": 1,
+    "checks.py": 2, "weights.py": 3, "remat.py": 2,
+    "modules/apply.py": 1, "modules/keyed.py": 1, "modules/plan.py": 2,
     "optim/leafwise.py": 1, "optim/partition.py": 2, "optim/torch_optim.py": 1,
     "optim/wrappers.py": 1,
-    "losses/vocabulary.py": 2,
+    "losses/vocabulary.py": 2, "torch_private.py": 1,
     "compiling/graph.py": 3,
 }  # fmt: skip
 """Where new code asks for compilers, transforms or autograd, and how often."""

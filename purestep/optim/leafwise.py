@@ -132,7 +132,9 @@ def alike(*trees: Tree) -> tuple[list[list[Tensor]], list[Any], set[torch.dtype]
     leaves, structure = tree.flatten(trees)
     structures, dtypes = structure.children(), {*map(attrgetter("dtype"), leaves)}
     count = structures[0].num_leaves
-    if structures != structures[:1] * len(trees) or not dtypes <= SUMS:
+    if not dtypes <= SUMS:
+        return None
+    if not all(tree.is_same_structure(each, structures[0]) for each in structures[1:]):
         return None
     for leaf, other in zip(leaves, leaves[count:], strict=False):
         if leaf.shape != other.shape:
