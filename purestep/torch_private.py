@@ -23,6 +23,9 @@ OLDEST, NEWEST = "2.13.0", "2.15.0"
 """Of the torch versions that are claimed: ``make versions`` runs the tests on both."""
 
 
+_TORCH_2_11 = torch.__version__ < "2.12"
+
+
 def _private(path: str) -> Any:
     """``torch.path``; where there is none, a function that says so."""
     try:
@@ -177,6 +180,16 @@ def traced_container(structure: Any, children: list[Any]) -> Any:
 def traced_metadata(structure: Any) -> Any:
     """What the node at the top of an optree structure keeps beside its children, in a trace."""
     return structure._metadata
+
+
+def call_forward_of_object(attributes: dict[str, Any]) -> None:
+    """Lets a module that is made in a trace call the ``forward`` among its attributes.
+
+    torch 2.11's compiler calls the class's where a module has no hooks, and then fails on
+    ``@torch.no_grad()``, as rotary embeddings of transformers have it. The note is of no hook.
+    """
+    if _TORCH_2_11:
+        attributes["_forward_pre_hooks_with_kwargs"][None] = True
 
 
 onednn_linear: Callable[..., Tensor] = _private("ops.mkldnn._linear_pointwise.default")

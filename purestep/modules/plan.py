@@ -21,6 +21,8 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
+from purestep import torch_private
+
 
 class Plan(NamedTuple):
     """How a list of values grows: tensors, containers, objects, and what is made of them.
@@ -49,10 +51,16 @@ def build(plan: Plan, tensors: Sequence[Tensor], evaluates: bool) -> Any:
     for new, attributes in zip(objects, containers, strict=False):
         if evaluates and isinstance(new, Module):
             attributes["training"] = False
-        new.__dict__.update(attributes)
-        if compiling and isinstance(new, Module):
+        if not compiling:
+            new.__dict__.update(attributes)
+            continue
+        if isinstance(new, Module) and "forward" not in attributes:
             # Of methods that a compiler finds in an object it has made, it does not know closures.
-            new.__dict__.setdefault("forward", partial(type(new).forward, new))
+            attributes["forward"] = partial(type(new).forward, new)
+            torch_private.call_forward_of_object(attributes)
+        # torch 2.11's compiler knows no ``update`` of ``__dict__``.
+        for name, value in attributes.items():
+            new.__dict__[name] = value
     return values[plan.root]
 
 
@@ -92,7 +100,7 @@ def plan_of(module: Module, tensors: Sequence[Tensor]) -> Plan:
     for index, thing in enumerate(objects):
         for name, method in getmembers_static(type(thing), lambda each: type(each) is _CACHED):
             # Its cache would keep the object of each call.
-            bound = made(method.__wrapped__.__get__, [at[id(thing)]])
+            bound = made(partial(_bind, method.__wrapped__), [at[id(thing)]])
             plan.places.append((index, name, bound))
     return plan
 
@@ -135,11 +143,18 @@ def _made_anew(module: Module, tensors: Sequence[Tensor]) -> dict[int, Any]:
     return anew
 
 
+def _bind(function: Any, owner: Any) -> Any:
+    """Makes a function a method of ``owner``."""
+    if torch.compiler.is_dynamo_compiling():
+        return partial(function, owner)  # torch 2.11's compiler knows no ``__get__`` of functions.
+    return function.__get__(owner)
+
+
 _CONTAINERS = (dict, OrderedDict, defaultdict, list, deque)
 _ATOMS = (str, bytes, int, float, complex, type, ModuleType, Tensor)
 _CACHED = type(cache(len))
 _MADE: dict[type, tuple[Callable[[Any], Any], Callable[..., Any]]] = {
-    MethodType: (attrgetter("__func__", "__self__"), lambda f, owner: f.__get__(owner)),
+    MethodType: (attrgetter("__func__", "__self__"), _bind),
     partial: (attrgetter("func", "args", "keywords"), lambda f, args, kw: partial(f, *args, **kw)),
     ref: (lambda to: (to(),), ref),
 }
