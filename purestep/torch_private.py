@@ -192,6 +192,28 @@ def call_forward_of_object(attributes: dict[str, Any]) -> None:
         attributes["_forward_pre_hooks_with_kwargs"][None] = True
 
 
+def check_no_rand_in_trace() -> None:
+    """Refuses a trace in which ``torch.rand`` was called, where no function mode has seen it.
+
+    torch 2.11's compiler hides it from modes: a layer that drops paths by ``torch.rand`` would
+    draw from the global generator, not from its keys.
+    """
+    if not _TORCH_2_11:
+        return
+    from torch._dynamo.comptime import comptime
+
+    comptime(_check_no_rand)
+
+
+def _check_no_rand(context: Any) -> None:
+    if any(node.target is torch.rand for node in context.graph().nodes):
+        raise ValueError(
+            f"the compiler of torch {torch.__version__} hides torch.rand from key=, so that this "
+            "draws other numbers than without it: leave the compiler out, or install torch 2.12 or "
+            "later"
+        )
+
+
 onednn_linear: Callable[..., Tensor] = _private("ops.mkldnn._linear_pointwise.default")
 """A product of matrices by oneDNN. A torch without oneDNN has none."""
 

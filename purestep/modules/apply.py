@@ -22,7 +22,11 @@ from torch.nn import Module, Parameter
 from purestep import tree
 from purestep.modules import huggingface, keyed, plan, refused, watch
 from purestep.random import Keys
-from purestep.torch_private import hooks_backward, never_compiled_alone
+from purestep.torch_private import (
+    check_no_rand_in_trace,
+    hooks_backward,
+    never_compiled_alone,
+)
 
 
 def from_module(
@@ -169,7 +173,8 @@ class Apply:
         values = [params[name] for name in names]
         looked_at: AbstractContextManager[object] = nullcontext()
         kind: Any = None
-        if torch.compiler.is_dynamo_compiling():
+        traced = torch.compiler.is_dynamo_compiling()
+        if traced:
             if self._hooks_backward:
                 raise ValueError("a compiler leaves hooks on a module's backward pass out")
             for owner, name in self._models.inspected:
@@ -188,6 +193,8 @@ class Apply:
         noise = nullcontext() if key is None else keyed.Keyed(key, second=self._second)
         with looked_at, noise:
             output = module(*args, **kwargs)
+        if traced and key is not None:
+            check_no_rand_in_trace()
         huggingface.check_call(self._models, args, kwargs, output)
         if kind not in self._known:
             watch.check_assigned(module, {n: held[n] for n in self._buffers if n not in carried})
