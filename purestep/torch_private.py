@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-OLDEST, NEWEST = "2.13.0", "2.15.0"
+OLDEST, NEWEST = "2.11.0", "2.15.0"
 """Of the torch versions that are claimed: ``make versions`` runs the tests on both."""
 
 
