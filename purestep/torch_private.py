@@ -61,6 +61,20 @@ def transforms_differentiate() -> bool:
     return any(level.key().name != "Vmap" for level in _interpreters() or [])
 
 
+def check_inference_mode() -> None:
+    """Refuses derivatives by ``torch.func`` where torch 2.11 gives zeros, without a word.
+
+    Its ``torch.func`` records nothing under ``torch.inference_mode``; what it compiles is right.
+    """
+    if not _TORCH_2_11 or torch.compiler.is_dynamo_compiling():
+        return
+    if torch.is_inference_mode_enabled():
+        raise ValueError(
+            f"torch {torch.__version__} takes all derivatives of torch.func for zero under "
+            "torch.inference_mode(): leave that out, or install torch 2.12 or later"
+        )
+
+
 # Reverse mode: autograd adds gradients to their sums, on leaves made for one microbatch.
 
 run_backward: Callable[..., Any] = _private("autograd.graph._engine_run_backward")
