@@ -2,7 +2,7 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test proofs mutants docs versions oldest newest bench conformance format clean
+.PHONY: demo test proofs mutants docs versions oldest pinned newest bench conformance format clean
 
 demo: .venv/installed
 	OMP_NUM_THREADS=2 $(BIN)/python -m purestep.examples.docstrings
@@ -23,11 +23,11 @@ mutants: .venv/installed
 	$(BIN)/python -m benchmarks.mutation --record build/lines.json
 	$(BIN)/python -m benchmarks.mutation --recorded build/lines.json --sample 300 --table build/mutants.md
 
-versions: oldest newest
+versions:
+	$(PYTHON) -m tests.versions
 
-oldest newest: %: .venv-%/installed
-	.venv-$@/bin/python -c 'import torch; print("torch", torch.__version__)'
-	.venv-$@/bin/python -m pytest -q -n 2 --dist worksteal
+oldest pinned newest:
+	$(PYTHON) -m tests.versions $@
 
 bench: .venv/installed
 	$(BIN)/python -m pip install -q -c constraints.txt -e '.[bench]'

@@ -23,6 +23,7 @@ from purestep.compiling import Compiler, graph
 from purestep.grad_and_value import grad_and_value as plain_grad_and_value
 from purestep.objective import part_of, value
 from purestep.reverse import Beside, Inputs, Reverse, Sums, by_vjp, in_place, unshare
+from purestep.torch_private import check_inference_mode
 from purestep.types import Count, GradAndValue, LossFn, Microbatch, Ready, Tree
 
 Differentiate = Callable[..., tuple[list[Tensor], Tensor, list[Tensor]]]
@@ -113,6 +114,7 @@ def by_users(grad_and_value: GradAndValue) -> Differentiate:
     def differentiate(
         function: Callable[..., tuple[Tensor, list[Tensor]]], leaves: Sequence[Tensor]
     ) -> tuple[list[Tensor], Tensor, list[Tensor]]:
+        check_inference_mode()
         run = grad_and_value(lambda leaves: function(*leaves), has_aux=True)
         grads, (value, aux) = run(leaves)
         return [*grads], value, aux

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from purestep import checks, hints, tree
 from purestep.objective import part_of, value
-from purestep.torch_private import run_backward
+from purestep.torch_private import check_inference_mode, run_backward
 from purestep.types import Count, LossFn, Microbatch, Ready, Tree
 
 _GRAD, _DTYPE, _REQUIRES_GRAD = map(attrgetter, ["grad", "dtype", "requires_grad"])
@@ -191,6 +191,7 @@ def by_vjp(
     >>> by_vjp(lambda w: (w**2, [2 * w]), [torch.tensor(3.0)])
     ([tensor(6.)], tensor(9.), [tensor(6.)])
     """
+    check_inference_mode()
     vjp: Callable[..., Any] = torch.func.vjp
     value, pull, aux = vjp(function, *leaves, has_aux=True)
     return [*pull(torch.ones_like(value), retain_graph=False)], value, aux

@@ -20,8 +20,11 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-OLDEST, NEWEST = "2.13.0", "2.15.0"
+OLDEST, NEWEST = "2.11.0", "2.15.0"
 """Of the torch versions that are claimed: ``make versions`` runs the tests on both."""
+
+
+_TORCH_2_11 = torch.__version__ < "2.12"
 
 
 def _private(path: str) -> Any:
@@ -57,6 +60,20 @@ forward_level: Callable[[], int] = partial(getattr, forward_ad, "_current_level"
 def transforms_differentiate() -> bool:
     """Whether one of the transforms of ``torch.func`` that are active is not a ``vmap``."""
     return any(level.key().name != "Vmap" for level in _interpreters() or [])
+
+
+def check_inference_mode() -> None:
+    """Refuses derivatives by ``torch.func`` where torch 2.11 gives zeros, without a word.
+
+    Its ``torch.func`` records nothing under ``torch.inference_mode``; what it compiles is right.
+    """
+    if not _TORCH_2_11 or torch.compiler.is_dynamo_compiling():
+        return
+    if torch.is_inference_mode_enabled():
+        raise ValueError(
+            f"torch {torch.__version__} takes all derivatives of torch.func for zero under "
+            "torch.inference_mode(): leave that out, or install torch 2.12 or later"
+        )
 
 
 # Reverse mode: autograd adds gradients to their sums, on leaves made for one microbatch.
@@ -241,6 +258,38 @@ def traced_container(structure: Any, children: list[Any]) -> Any:
 def traced_metadata(structure: Any) -> Any:
     """What the node at the top of an optree structure keeps beside its children, in a trace."""
     return structure._metadata
+
+
+def call_forward_of_object(attributes: dict[str, Any]) -> None:
+    """Lets a module that is made in a trace call the ``forward`` among its attributes.
+
+    torch 2.11's compiler calls the class's where a module has no hooks, and then fails on
+    ``@torch.no_grad()``, as rotary embeddings of transformers have it. The note is of no hook.
+    """
+    if _TORCH_2_11:
+        attributes["_forward_pre_hooks_with_kwargs"][None] = True
+
+
+def check_no_rand_in_trace() -> None:
+    """Refuses a trace in which ``torch.rand`` was called, where no function mode has seen it.
+
+    torch 2.11's compiler hides it from modes: a layer that drops paths by ``torch.rand`` would
+    draw from the global generator, not from its keys.
+    """
+    if not _TORCH_2_11:
+        return
+    from torch._dynamo.comptime import comptime
+
+    comptime(_check_no_rand)
+
+
+def _check_no_rand(context: Any) -> None:
+    if any(node.target is torch.rand for node in context.graph().nodes):
+        raise ValueError(
+            f"the compiler of torch {torch.__version__} hides torch.rand from key=, so that this "
+            "draws other numbers than without it: leave the compiler out, or install torch 2.12 or "
+            "later"
+        )
 
 
 onednn_linear: Callable[..., Tensor] = _private("ops.mkldnn._linear_pointwise.default")

@@ -109,8 +109,15 @@ def model(
     if checkpoints:
         # transformers warns that it then keeps no cache.
         logging.getLogger("transformers").setLevel(logging.ERROR)
-        made.activation_checkpointing_enable({"use_reentrant": False})
+        enable_checkpoints(made, {"use_reentrant": False})
     return made
+
+
+def enable_checkpoints(own: Any, *settings: Any) -> None:
+    """Turns activation checkpoints on, by the name that they have in this transformers: 5.17 has the second one alone."""
+    named = "activation_checkpointing_enable", "gradient_checkpointing_enable"
+    enable = next(getattr(own, name) for name in named if hasattr(own, name))
+    enable(*settings)
 
 
 def looking_back(own: Any) -> Any:

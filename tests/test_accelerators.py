@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.profiler import profile
 
 import purestep as ps
-from proofs.devices import Waits, lazy
+from proofs.devices import Waits, device as lazy
 from purestep import tree
 from purestep.axis.mesh import LOST
 from purestep.axis.rows import sharded, sum_axes

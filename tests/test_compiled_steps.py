@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -70,11 +71,13 @@ GIVEN_UP: dict[Any, tuple[list[Any], Any, str]] = {
 
 @pytest.mark.parametrize("loss", GIVEN_UP)
 def test_where_the_compiler_gives_up(loss: Any) -> None:
-    """One warning says why, and at which line; the step stays what it was."""
+    """One warning says why, and at which line; the step stays what it was. torch 2.11 does make a graph of a checkpoint."""
     groups, compiler, reason = GIVEN_UP[loss]
-    with few_recompilations(), pytest.warns(UserWarning, match=reason) as told:
+    gives_up = loss is not checkpointed or torch.__version__ >= "2.12"
+    warns: Any = pytest.warns(UserWarning, match=reason) if gives_up else nullcontext([])
+    with few_recompilations(), warns as told:
         ours = run(make(PLAIN, loss, compile=compiler), PLAIN, groups)
-    assert sum(str(each.message).startswith("compile=True") for each in told) == 1
+    assert sum(str(each.message).startswith("compile=True") for each in told) == gives_up
     assert_same(ours, run(make(PLAIN, loss), PLAIN, groups))
     # What the compiler forbids when it fails is allowed again.
     w = torch.ones(2, requires_grad=True)
@@ -105,7 +108,7 @@ def test_a_dispatch_mode_keeps_the_compiler_away() -> None:
 
 
 def test_a_compiler_at_work_in_another_thread_is_not_ours() -> None:
-    """``torch.compiler.is_compiling`` is true of every thread while one of them compiles."""
+    """``torch.compiler.is_compiling`` is true of every thread while one of them compiles, from torch 2.13 on."""
     began, go_on = threading.Event(), threading.Event()
 
     def slow(graph: torch.fx.GraphModule, _: list[Any]) -> Any:
@@ -117,7 +120,7 @@ def test_a_compiler_at_work_in_another_thread_is_not_ours() -> None:
         pool.submit(torch.compile(lambda x: x + 1, backend=slow), torch.ones(2))
         try:
             assert began.wait(60)
-            assert torch.compiler.is_compiling()
+            assert torch.compiler.is_compiling() or torch.__version__ < "2.13"
             with pytest.raises(ValueError, match="one is -1"):
                 ps.count_tokens([torch.tensor([1.0, -1.0])], lambda m: m)
             old = torch.ones(2, requires_grad=True).clone()

@@ -320,6 +320,24 @@ def test_a_rank_that_is_killed(where: str) -> None:
         assert re.search(f"{died}.*start again from the last checkpoint", str(error), re.S)
 
 
+class UnpicklableError(RuntimeError):
+    """An error that holds what no other process can have, as those of torch 2.11's compiler do."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, lambda: message)
+
+
+def raises_unpicklable(rank: int) -> None:
+    raise UnpicklableError(f"what went wrong on rank {rank}")
+
+
+def test_an_error_that_cannot_be_pickled_arrives_as_text() -> None:
+    with World(1, timeout=30) as world:
+        (error,) = world.run(raises_unpicklable)
+    assert type(error) is RuntimeError
+    assert re.search("what went wrong on rank 0.*in raises_unpicklable", str(error), re.S)
+
+
 def impatient() -> ps.MeshAxis:
     """An axis over all ranks, whose process group waits for two seconds."""
     group = dist.new_group(timeout=timedelta(seconds=2))

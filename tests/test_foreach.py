@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from proofs.devices import Waits, lazy
+from proofs.devices import Waits, device as lazy
 from purestep import optim, torch_private, tree
 from purestep.step import transition
 from purestep.tree import foreach_where

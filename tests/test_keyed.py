@@ -203,15 +203,29 @@ def test_what_is_computed_again_draws_the_same(again: Any) -> None:
 
 
 def test_a_checkpoint_that_begins_with_another_is_refused() -> None:
-    """Where no tensor by position tells in which of them a place is."""
+    """Where no tensor by position tells in which of them a place is. Up to torch 2.11 every checkpoint begins by making a tensor, which tells it."""
 
-    def outer(x: Tensor) -> Tensor:
-        return functional.dropout(again(functional.dropout, input=x))
+    def once(run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return run(*args, **kwargs)
+
+    def outer(again: Callable[..., Any], x: Tensor) -> Tensor:
+        x = functional.dropout(again(functional.dropout, input=x).tanh())
+        return functional.dropout(x.tanh())
+
+    def nested(again: Callable[..., Any], x: Tensor) -> Tensor:
+        return again(partial(outer, again), x)
+
+    def drawn(function: Callable[..., Tensor], again: Callable[..., Any]) -> list[Tensor]:
+        params, apply = keyed(partial(function, again))
+        return gradient(apply, params)
 
     again = partial(checkpoint, use_reentrant=False)
-    with pytest.raises(ValueError, match="with key=, pass tensors to checkpoints by position"):
-        called(lambda x: again(outer, x))
-    called(outer)
+    if torch.__version__ < "2.12":
+        assert all(map(torch.equal, drawn(nested, again), drawn(nested, once)))
+    else:
+        with pytest.raises(ValueError, match="with key=, pass tensors to checkpoints by position"):
+            drawn(nested, again)
+    assert all(map(torch.equal, drawn(outer, again), drawn(outer, once)))
     called(lambda x: again(lambda x: functional.dropout(again(torch.tanh, input=x)), x))
 
 
@@ -292,7 +306,13 @@ def test_paths_are_dropped_by_example(path: Any, fresh_compiler: None) -> None:
     whole = (made != 0).all(2).all(1)
     assert ((made == 0).all(2).all(1) | whole).all()
     assert abs(whole.double().mean() - 0.65625) < 4 * (0.65625 * 0.34375 / 64) ** 0.5
-    assert torch.equal(made, traced(apply)(params, x, key=keys))
+    if path is swin and torch.__version__ < "2.12":
+        with pytest.raises(
+            Exception, match=r"compiler of torch 2\.11.* hides torch.rand from key="
+        ):
+            traced(apply)(params, x, key=keys)
+    else:
+        assert torch.equal(made, traced(apply)(params, x, key=keys))
     assert torch.equal(made, torch.cat([apply(params, x[:1], key=key[None]) for key in keys]))
     alone = torch.vmap(lambda x, key: apply(params, x[None], key=key)[0])(x, keys)
     assert torch.equal(made, alone)

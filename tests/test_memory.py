@@ -13,6 +13,7 @@ import purestep as ps
 from proofs.strategies import RECIPES
 from purestep import tree
 from purestep.optim.elementwise import HOST_BYTES
+from tests.families import enable_checkpoints
 from tests.layers import network, rows
 from tests.memory import LiveBytes, Touched
 
@@ -164,7 +165,7 @@ def test_a_lora_step_holds_nothing_the_size_of_the_frozen_rest(again: bool, dona
     config = LlamaConfig(hidden_size=512, intermediate_size=1536, tie_word_embeddings=True, **small)
     model: Any = LlamaForCausalLM(config)
     if again:
-        model.activation_checkpointing_enable()  # It calls enable_input_require_grads, too.
+        enable_checkpoints(model)  # It calls enable_input_require_grads, too.
     whole = sum(p.nbytes for p in model.parameters())
     matrix = model.model.layers[0].mlp.up_proj.weight.nbytes
     assert trained(model, donate)[2] > 2 * whole

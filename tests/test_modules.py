@@ -155,13 +155,14 @@ def test_compiled_it_is_one_graph(name: str, fresh_compiler: None) -> None:
 
 
 def test_steps_compiled_and_donated(fresh_compiler: None) -> None:
-    """Where there is no one graph, as of checkpoints, the step is eager: nothing was swapped."""
+    """Where there is no one graph, as of checkpoints from torch 2.12 on, the step is eager: nothing was swapped."""
     for name in ("tied", "checkpointed"):
         params, apply = ps.from_module(made(name))
         plain = train(apply, params)
         assert_equal(train(apply, params, donate=True), plain)
         refused = pytest.warns(UserWarning, match="cannot make one graph")
-        with refused if name == "checkpointed" else nullcontext():
+        gives_up = name == "checkpointed" and torch.__version__ >= "2.12"
+        with refused if gives_up else nullcontext():
             assert close(train(apply, params, compile=modules.TRACED, donate=True), plain)
         assert_equal(train(apply, params), plain)
 

@@ -46,6 +46,43 @@ def test_plain_makes_dicts_of_mappings_alone() -> None:
     assert tree.plain(same) is same
 
 
+LIKE: list[tuple[Any, Any]] = [
+    ({"a": 1, "b": {"c": 2}}, {"b": {"c": 3}, "a": 4}),
+    ([1, (2, None)], [3, (4, None)]),
+    (OrderedDict(a=1, b=2), OrderedDict(a=3, b=4)),
+    (defaultdict(list, a=1, b=2), defaultdict(list, a=3, b=4)),
+]
+UNLIKE: list[tuple[Any, Any]] = [
+    ({"a": 1}, {"b": 1}),
+    ({"a": 1}, {"a": [1]}),
+    ({"a": 1}, OrderedDict(a=1)),
+    ({"a": {"b": 1}}, {"a": {"c": 1}}),
+    ([1, 2], (1, 2)),
+    ([1, 2], [1, 2, 3]),
+    ([1, None], [1, ()]),
+    (OrderedDict(a=1, b=2), OrderedDict(b=2, a=1)),
+    (defaultdict(list, a=1), defaultdict(set, a=1)),
+]
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize(("one", "other"), LIKE + UNLIKE)
+def test_structures_are_compared_alike_in_a_trace(
+    one: Any, other: Any, compiled: bool, fresh_compiler: None
+) -> None:
+    """Dicts without the order of their keys, which a compiler's own structures count."""
+
+    def is_same(one: Any, other: Any) -> bool:
+        return tree.is_same_structure(tree.flatten(one)[1], tree.flatten(other)[1])
+
+    def tensors(values: Any) -> Any:
+        return optree.tree_map(torch.tensor, values)
+
+    if compiled:
+        is_same = torch.compile(is_same, backend="eager", fullgraph=True)
+    assert is_same(tensors(one), tensors(other)) == ((one, other) in LIKE)
+
+
 @pytest.mark.parametrize("other", [{"w": None}, {"w": {"v": 1}}, {"v": 1}, [1], {"w": 1, "x": 2}])
 def test_map_refuses_another_structure(other: object) -> None:
     with pytest.raises(ValueError, match=r"trees differ in structure: {'w': \*} against"):

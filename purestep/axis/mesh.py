@@ -144,9 +144,13 @@ class MeshAxis(Ranks):
                 f"dimensions {self.dims}: make both axes of one mesh, by the names of its "
                 "dimensions"
             )
-        if others not in self._across:
-            self._across[others] = MeshAxis(self._whole, others, bucket_bytes=self.bucket_bytes)
-        return self._across[others]
+        if others in self._across:
+            return self._across[others]
+        made = MeshAxis(self._whole, others, bucket_bytes=self.bucket_bytes)
+        if not torch.compiler.is_dynamo_compiling():
+            # torch 2.11's compiler keeps no process group that it has met in a trace.
+            self._across[others] = made
+        return made
 
     def __repr__(self) -> str:
         return str(self.where)

@@ -40,7 +40,8 @@ def whole(params: Params, axis: Axis, gather: Gather) -> Params:
         leaves[at] = leaf if over is None else pvary(leaf, over)
     if gather == "step":
         return filled(params, leaves, inside)
-    return bare(tree.unflatten(structure, leaves), {place.axis for place in inside.values()})
+    # Not a set: torch 2.11's compiler hashes no axes.
+    return bare(tree.unflatten(structure, leaves), [place.axis for place in inside.values()])
 
 
 def filled(tree_: Tree, leaves: Sequence[Tensor], places: Mapping[int, Place]) -> Tree:

@@ -60,7 +60,7 @@ def check_alike(examples: dict[str, Tree], whole: Collection[str] = ()) -> None:
     flags = whole_leaves(first, whole)
     for name, example in examples.items():
         leaves, own = tree.flatten(example)
-        if own != structure:
+        if not tree.is_same_structure(own, structure):
             raise ValueError(
                 f"{name} differs in structure from {first_name}: {tree.describe(own)} against "
                 f"{tree.describe(structure)}; give all of them the same fields"

@@ -22,7 +22,11 @@ from torch.nn import Module, Parameter
 from purestep import tree
 from purestep.modules import huggingface, keyed, outside, plan, refused, watch
 from purestep.random import Keys
-from purestep.torch_private import hooks_backward, never_compiled_alone
+from purestep.torch_private import (
+    check_no_rand_in_trace,
+    hooks_backward,
+    never_compiled_alone,
+)
 
 MAX_KINDS = 16
 """Kinds of calls that are checked, by their keywords, flags and texts."""
@@ -176,7 +180,8 @@ class Apply:
         values = [params[name] for name in names]
         looked_at: AbstractContextManager[object] = nullcontext()
         kind: Any = None
-        if torch.compiler.is_dynamo_compiling():
+        traced = torch.compiler.is_dynamo_compiling()
+        if traced:
             if self._hooks_backward:
                 raise ValueError("a compiler leaves hooks on a module's backward pass out")
             for owner, name in self._models.inspected:
@@ -200,6 +205,8 @@ class Apply:
             names_of_parts = outside.rekeyed(self._mappings, self._parts, [*module.modules()])
         with looked_at, noise, names_of_parts:
             output = module(*args, **kwargs)
+        if traced and key is not None:
+            check_no_rand_in_trace()
         huggingface.check_call(self._models, args, kwargs, output)
         if kind not in self._known:
             watch.check_assigned(module, {n: held[n] for n in self._buffers if n not in carried})

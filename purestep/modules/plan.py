@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
+from purestep import torch_private
 from purestep.torch_private import uncompiled
 
 
@@ -56,10 +57,16 @@ def build(plan: Plan, tensors: Sequence[Tensor], evaluates: bool) -> Any:
     for new, attributes in zip(objects, containers, strict=False):
         if evaluates and isinstance(new, Module):
             attributes["training"] = False
-        new.__dict__.update(attributes)
-        if compiling and isinstance(new, Module):
+        if not compiling:
+            new.__dict__.update(attributes)
+            continue
+        if isinstance(new, Module) and "forward" not in attributes:
             # Of methods that a compiler finds in an object it has made, it does not know closures.
-            new.__dict__.setdefault("forward", partial(type(new).forward, new))
+            attributes["forward"] = partial(type(new).forward, new)
+            torch_private.call_forward_of_object(attributes)
+        # torch 2.11's compiler knows no ``update`` of ``__dict__``.
+        for name, value in attributes.items():
+            new.__dict__[name] = value
     return values[plan.root]
 
 
@@ -110,7 +117,7 @@ def plan_of(module: Module, tensors: Sequence[Tensor], shared: Sequence[Any] = (
     for index, thing in enumerate(objects):
         for name, method in getmembers_static(type(thing), lambda each: type(each) is _CACHED):
             # Its cache would keep the object of each call.
-            bound = made(method.__wrapped__.__get__, [at[id(thing)]])
+            bound = made(partial(_bind, method.__wrapped__), [at[id(thing)]])
             plan.places.append((index, name, bound))
     return plan
 
@@ -166,11 +173,18 @@ def _parts_by_id(module: Module, tensors: Sequence[Tensor]) -> dict[int, Any]:
     return {id(part): part for part in [*module.modules(), *tensors]}
 
 
+def _bind(function: Any, owner: Any) -> Any:
+    """Makes a function a method of ``owner``."""
+    if torch.compiler.is_dynamo_compiling():
+        return partial(function, owner)  # torch 2.11's compiler knows no ``__get__`` of functions.
+    return function.__get__(owner)
+
+
 _CONTAINERS = (dict, OrderedDict, defaultdict, list, deque)
 _ATOMS = (str, bytes, int, float, complex, type, ModuleType, Tensor)
 _CACHED = type(cache(len))
 _MADE: dict[type, tuple[Callable[[Any], Any], Callable[..., Any]]] = {
-    MethodType: (attrgetter("__func__", "__self__"), lambda f, owner: f.__get__(owner)),
+    MethodType: (attrgetter("__func__", "__self__"), _bind),
     partial: (attrgetter("func", "args", "keywords"), lambda f, args, kw: partial(f, *args, **kw)),
     ref: (lambda to: (to(),), ref),
     set: (tuple, lambda *members: set(members)),

@@ -153,8 +153,11 @@ def flatten_alike(*trees: Tree) -> Inputs | None:
     leaves, structure = tree.flatten(trees)
     structures, dtypes = structure.children(), {*map(attrgetter("dtype"), leaves)}
     count = structures[0].num_leaves
-    if structures != structures[:1] * len(trees) or not dtypes <= SUMS:
+    if not dtypes <= SUMS:
         return None
+    for other in structures[1:]:
+        if not tree.is_same_structure(other, structures[0]):
+            return None
     for leaf, other in zip(leaves, leaves[count:], strict=False):
         if leaf.shape != other.shape:
             return None

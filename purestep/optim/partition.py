@@ -119,7 +119,7 @@ def partition(label_fn: Callable[[Params], Tree] | Tree, optimizers: Mapping[str
         shares = shares_of(params, ours, structure)
         theirs, other = tree.flatten(grads)
         olds = states_of(shares, state)
-        if olds is None or other != structure:
+        if olds is None or not tree.is_same_structure(other, structure):
             refuse(init, grads, state, params)
         new, states = [*ours], []
         for share, old in zip(shares, olds, strict=True):

@@ -122,9 +122,18 @@ def _serve(rank: int, size: int, store: str, connection: Connection, strict: boo
                 warnings.simplefilter("error" if strict else "default")
                 # Of torch itself, as in pyproject.toml.
                 warnings.filterwarnings("ignore", "`torch.jit.script")
+                warnings.filterwarnings("ignore", "Guards may run slower on Python 3.13.0")
                 answer = function(rank, *args)
         except Exception as error:
             error.add_note(f"on rank {rank}:\n{traceback.format_exc()}")
-            connection.send_bytes(pickle.dumps(error))
+            connection.send_bytes(_pickle_error(error))
             os._exit(1)
         connection.send_bytes(pickle.dumps(answer))
+
+
+def _pickle_error(error: Exception) -> bytes:
+    try:
+        return pickle.dumps(error)
+    except (TypeError, AttributeError, pickle.PicklingError):
+        # Errors of torch 2.11's compiler hold what it traced: "cannot pickle 'cell' object".
+        return pickle.dumps(RuntimeError("\n".join([str(error), *error.__notes__])))

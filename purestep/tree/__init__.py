@@ -43,6 +43,7 @@ from purestep.tree.structure import (
     describe,
     flatten,
     is_empty as is_empty,
+    is_same_structure as is_same_structure,
     leaves_like as leaves_like,
     leaves_of,
     map,

@@ -173,11 +173,16 @@ def global_norm(tree: Tree) -> Tensor:
 
 def _over_axes(value: Callable[..., Tensor], leaves: list[Tensor], places: Spread) -> Tensor:
     """Σ ``value`` of the leaves; of pieces, over their axes, in one order on all ranks."""
-    by_axis: dict[Any, list[Tensor]] = {}
+    axes: list[Any] = []  # Not the keys of a dict: torch 2.11's compiler hashes no axes.
+    parts_of: list[list[Tensor]] = []
     for leaf, place in zip(leaves, places, strict=True):
-        by_axis.setdefault(place and place.axis, []).append(own(leaf, place))
+        axis = place and place.axis
+        if axis not in axes:
+            axes.append(axis)
+            parts_of.append([])
+        parts_of[axes.index(axis)].append(own(leaf, place))
     terms = []
-    for axis, parts in by_axis.items():
+    for axis, parts in zip(axes, parts_of, strict=True):
         here = value(parts)
         terms.append(here if axis is None else axis.apply("psum", here))
     return torch.stack(terms).sum()
@@ -224,9 +229,16 @@ def _finite(leaves: list[Tensor]) -> Tensor:
         return torch.tensor(True)
     if leaves[0].is_cpu or not eager(leaves):
         # Both ends are as finite as all that lies between, and are found without writing anything.
-        return torch.stack([end.isfinite() for leaf in leaves for end in torch.aminmax(leaf)]).all()
+        return torch.stack([end.isfinite() for leaf in leaves for end in _ends(leaf)]).all()
     parts = []
     for column in foreach.split_by_kind(leaves):
         largest = torch.stack(foreach.norm(column, math.inf))
         parts.append((largest < math.inf).all())  # NaN is not less
     return parts[0] if len(parts) == 1 else torch.stack(parts).all()
+
+
+def _ends(leaf: Tensor) -> tuple[Tensor, Tensor]:
+    # torch 2.11 has no derivative of aminmax in forward mode.
+    if torch_private.forward_level() >= 0:
+        return leaf.amin(), leaf.amax()
+    return torch.aminmax(leaf)

@@ -129,11 +129,32 @@ def leaves_like(structure: Structure, tree: Tree) -> list[Any]:
     [3, 4]
     """
     leaves, other = flatten(tree)
-    if other != structure:
+    if not is_same_structure(other, structure):
         raise ValueError(
             f"trees differ in structure: {describe(structure)} against {describe(other)}"
         )
     return leaves
+
+
+def is_same_structure(one: Structure, other: Structure) -> bool:
+    """Compares two structures, also in a trace.
+
+    >>> is_same_structure(flatten([1])[1], flatten([2])[1])
+    True
+    >>> is_same_structure(flatten([1])[1], flatten((1,))[1])
+    False
+    """
+    if not torch.compiler.is_dynamo_compiling():
+        return bool(one == other)
+    # There a structure is a dataclass of torch's. torch 2.11 compares none of these, and torch 2.13
+    # on Python 3.13 none of a dict ("Missing richcompare_impl override"). Where it does compare,
+    # {"a": 1, "b": 2} differs from {"b": 2, "a": 1}, which optree, sorting keys, calls equal.
+    if one.type is not other.type or one.entries() != other.entries():
+        return False
+    metadata = torch_private.traced_metadata(one), torch_private.traced_metadata(other)
+    if one.type is not dict and metadata[0] != metadata[1]:  # a dict's is the order of its keys
+        return False
+    return all(builtins.map(is_same_structure, one.children(), other.children()))
 
 
 def broadcast_prefix(prefix: Tree, tree: Tree) -> list[Any]:
