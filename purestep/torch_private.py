@@ -105,6 +105,14 @@ def checkpoint_frame() -> Any | None:
 version: Callable[[Tensor], int] = _private("Tensor._version.__get__")
 """How often a tensor was written to."""
 
+
+def _sum_nonzero(x: Tensor) -> Tensor:
+    return (x != 0).sum()
+
+
+# torch 2.11 has no batching rule for it: a warning, and a loop over the batch.
+count_nonzero: Callable[[Tensor], Tensor] = _sum_nonzero if _TORCH_2_11 else torch.count_nonzero
+
 # Kernels for many leaves at once.
 
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from purestep import tree
+from purestep.torch_private import count_nonzero
 from purestep.types import Count, Microbatch, WeightFn
 
 IGNORE_INDEX = -100
@@ -135,7 +136,7 @@ def count_of(weights: Sequence[Tensor]) -> Count:
     tokens = []
     for each in weights:
         if each.dtype is torch.bool and each.layout is torch.strided:
-            tokens.append(_count_nonzero(each))  # in half the time of a sum
+            tokens.append(count_nonzero(each))  # in half the time of a sum
         else:
             dtype = torch.float64 if each.dtype.is_floating_point else torch.int64
             tokens.append(each.sum(dtype=dtype))
@@ -143,12 +144,7 @@ def count_of(weights: Sequence[Tensor]) -> Count:
         zero = torch.zeros((), dtype=torch.int64, device="cpu")
         return Count(zero, zero)
     together = tokens[0] if len(tokens) == 1 else torch.stack(tokens)
-    return Count(together.sum() if together.ndim else together, _count_nonzero(together))
-
-
-def _count_nonzero(x: Tensor) -> Tensor:
-    # torch 2.11 has no batching rule for count_nonzero: a warning, and a loop over the batch.
-    return torch.count_nonzero(x) if tree.untransformed() else (x != 0).sum()
+    return Count(together.sum() if together.ndim else together, count_nonzero(together))
 
 
 def check_count(counted: Count) -> None:
