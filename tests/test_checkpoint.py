@@ -99,6 +99,20 @@ def test_each_changed_missing_or_further_byte_is_noticed(path: Path) -> None:
             ps.checkpoint.load(path, STATE)
 
 
+def test_the_checksum_covers_what_stands_before_an_empty_tensor(path: Path) -> None:
+    """Of a null pointer, crc32 begins again at 0."""
+    state = {"w": torch.ones(100), "x": torch.empty(0), "y": torch.ones(3), "z": torch.empty(2, 0)}
+    ps.checkpoint.save(path, state)
+    assert_same_bits(ps.checkpoint.load(path, state), state)
+    content = bytearray(path.read_bytes())
+    for place in range(len(content) - 4 * 103, len(content)):
+        content[place] ^= 64
+        path.write_bytes(content)
+        with pytest.raises(ValueError, match=re.escape(str(path))):
+            ps.checkpoint.load(path, state)
+        content[place] ^= 64
+
+
 class Bomb(NamedTuple):
     """To unpickle this makes a folder."""
 

@@ -7,7 +7,7 @@ those of all ranks of their axis.
 
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -16,8 +16,9 @@ from torch import Tensor
 
 from purestep import torch_private
 from purestep.tree import foreach
+from purestep.tree.opaque import tensors_in
 from purestep.tree.shard import Spread, own
-from purestep.tree.structure import flatten, leaves_of, plain, spread, unflatten
+from purestep.tree.structure import flatten, leaves_of, spread, unflatten
 from purestep.types import Tree
 
 SMALL = 4096
@@ -90,7 +91,7 @@ def any_requires_grad(leaves: Sequence[Any]) -> bool:
         if type(leaf) is Tensor or isinstance(leaf, Tensor):
             if leaf.requires_grad:
                 return True
-        elif isinstance(leaf, Mapping) and requires_grad(plain(leaf)):
+        elif any(tensor.requires_grad for tensor in tensors_in(leaf)):
             return True
     return False
 
