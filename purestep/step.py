@@ -126,10 +126,10 @@ def make_update_step(
             if new:
                 with hints.swapped_arguments(optimizer.init, params, opt_state):
                     checks.check_inputs(params, opt_state, microbatches, axis, donate)
-                if weight_fn is label_weights:
-                    hints.check_shifted(microbatches)
             with profiler_range("purestep.count"):
                 group = weigh(microbatches, weight_fn if normalize == "loss" else None)
+                if new and weight_fn is label_weights:
+                    hints.check_shifted(group.microbatches)
                 total = ranks.agree(count(group), params, opt_state, len(microbatches))
             ready = ranks.buckets(params, accum_dtype)
             if gather == "microbatch":

@@ -366,6 +366,29 @@ def test_a_rank_that_fails_while_a_peer_waits_for_it_elsewhere() -> None:
     assert str(peer).startswith("a collective over MeshAxis('dp', 2 ranks) failed")
 
 
+def detached_on_one_rank(rank: int, microbatches: int) -> None:
+    """Its loss reaches no params, so it has no backward pass, in which all ranks would meet."""
+    axis = ps.MeshAxis(DeviceMesh("cpu", [0, 1], mesh_dim_names=("dp",)), "dp")
+
+    def loss(p: Any, x: Tensor) -> Tensor:
+        losses = (x @ ps.unshard(p["w"])).square()
+        return losses.detach() if rank == 1 else losses
+
+    sharded = ps.shard({"w": torch.ones(6)}, axis)
+    how: Any = {"weight_fn": lambda x: torch.ones(len(x)), "axis": axis, "gather": "loss"}
+    step = ps.make_update_step(loss, SGD, **how)
+    step(sharded, SGD.init(sharded), [torch.ones(2, 6)] * microbatches)
+
+
+@pytest.mark.parametrize("microbatches", [1, 2, 3])
+def test_a_loss_that_gathers_and_reaches_no_params_raises_at_once(microbatches: int) -> None:
+    """With two microbatches, all ranks waited for the group's timeout."""
+    with World(2, timeout=20, strict=False) as world:
+        peer, detached = world.run(detached_on_one_rank, [microbatches] * 2)
+    assert "do not depend on params" in str(detached)
+    assert isinstance(peer, Exception)
+
+
 # What is left
 
 

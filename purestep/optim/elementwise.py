@@ -183,7 +183,8 @@ def split_by_kind(
     result: list[tuple[Sequence[int], Kind, Columns]] = []
     for positions in groups.values():
         group = [[column[position] for position in positions] for column in columns]
-        group[0] = widen_grads(group)
+        # An expanded gradient, as of x.sum(), has one memory for all elements.
+        group[0] = [grad.clone() if 0 in grad.stride() else grad for grad in widen_grads(group)]
         first_row = [column[0] for column in group]
         is_contiguous = all(map(Tensor.is_contiguous, first_row))
         group_dtypes = tuple(leaf.dtype for leaf in first_row)
