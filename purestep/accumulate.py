@@ -151,8 +151,8 @@ def profiler_range(name: str) -> AbstractContextManager[Any]:
     >>> from torch.profiler import profile
     >>> with profile() as prof, profiler_range("purestep.example"):
     ...     pass
-    >>> [event.key for event in prof.key_averages()]
-    ['purestep.example']
+    >>> "purestep.example" in {event.key for event in prof.key_averages()}
+    True
     """
     # A range takes as long as a small operation, so none is opened in vain.
     if torch.compiler.is_dynamo_compiling() or not is_profiling():

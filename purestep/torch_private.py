@@ -143,11 +143,23 @@ is_profiling: Callable[[], bool] = _private("autograd._profiler_enabled")
 # Process groups. A torch that was built without torch.distributed has none of these.
 
 all_reduce: Callable[..., Tensor] = _private("ops._c10d_functional.all_reduce")
-"""A collective that compiles, as are the next two; its result is there after ``wait``."""
-_GATHER = "ops._c10d_functional.all_gather_into_tensor_out"
-all_gather_out: Callable[..., Tensor] = _private(_GATHER)
-"""With ``out=``. Without it, gloo runs ALLGATHER_COALESCED. That name has over 15 characters, so
-gloo's two workers write it to memory of the heap, without a lock (docs/pages/why/gloo.md)."""
+"""A collective that compiles, as do the next two; its result is there after ``wait``."""
+_gather: Callable[..., Tensor] = _private("ops._c10d_functional.all_gather_into_tensor")
+_GATHER_OUT = "ops._c10d_functional.all_gather_into_tensor_out"
+_gather_out: Callable[..., Tensor] = _private(_GATHER_OUT)
+
+
+def all_gather(flat: Tensor, size: int, group: str) -> Tensor:
+    """Gathers a vector of each rank into memory that is made here.
+
+    Without ``out=``, gloo runs ALLGATHER_COALESCED. That name has over 15 characters, so gloo's two
+    workers write it to memory of the heap, without a lock (docs/pages/why/gloo.md).
+    """
+    if _TORCH_2_11 and torch.compiler.is_dynamo_compiling():
+        return _gather(flat, size, group)  # Its compiler fails with the other.
+    return _gather_out(flat, size, group, out=flat.new_empty(size * flat.numel()))
+
+
 reduce_scatter: Callable[..., Tensor] = _private("ops._c10d_functional.reduce_scatter_tensor")
 wait: Callable[[Tensor], Tensor] = _private("ops._c10d_functional.wait_tensor")
 

@@ -168,8 +168,7 @@ class Group(NamedTuple):
         if law == "psum":
             return torch_private.all_reduce(flat, "sum", self.name)
         if law == "all_gather":
-            out = flat.new_empty(self.size * flat.numel())
-            return torch_private.all_gather_out(flat, self.size, self.name, out=out)
+            return torch_private.all_gather(flat, self.size, self.name)
         return torch_private.reduce_scatter(flat, "sum", self.size, self.name)
 
     def meet(self, law: str, x: Tensor) -> Tensor:
