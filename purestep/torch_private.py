@@ -155,8 +155,8 @@ def all_gather(flat: Tensor, size: int, group: str) -> Tensor:
     Without ``out=``, gloo runs ALLGATHER_COALESCED. That name has over 15 characters, so gloo's two
     workers write it to memory of the heap, without a lock (docs/pages/why/gloo.md).
     """
-    if _TORCH_2_11 and torch.compiler.is_dynamo_compiling():
-        return _gather(flat, size, group)  # Its compiler fails with the other.
+    if _TORCH_2_11 and type(flat) is not Tensor:
+        return _gather(flat, size, group)  # Its compiler, which traces, fails with the other.
     return _gather_out(flat, size, group, out=flat.new_empty(size * flat.numel()))
 
 

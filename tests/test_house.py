@@ -40,7 +40,7 @@ SEAMS = {
     "modules/apply.py": 1, "modules/keyed.py": 1, "modules/plan.py": 2,
     "optim/arithmetic.py": 1, "optim/partition.py": 2, "optim/torch_optim.py": 1,
     "optim/wrappers.py": 1,
-    "losses/vocabulary.py": 2, "torch_private.py": 2,
+    "losses/vocabulary.py": 2, "torch_private.py": 1,
     "compiling/graph.py": 3,
 }  # fmt: skip
 """Where new code asks for compilers, transforms or autograd, and how often."""
