@@ -35,6 +35,8 @@ from purestep.types import (
 )
 from purestep.weights import Group, count_of, has_tokens, label_weights, weights_of
 
+_NOTHING = nullcontext()
+
 
 def accumulate(
     loss_fn: LossFn,
@@ -110,15 +112,14 @@ def accumulate(
         if weights is None and weight_fn is not None:
             weights = weights_of(weight_fn, microbatch)
         data, kind = tree.flatten(microbatch)
+        others = []
         for leaf in data:
-            is_plain = type(leaf) is Tensor
-            with_graph = leaf.requires_grad and not leaf.is_leaf if is_plain else has_graph(leaf)
-            recorded = recorded or with_graph
+            if type(leaf) is not Tensor or leaf.requires_grad:
+                others.append(leaf)
+        recorded = recorded or any(map(has_graph, others))
         if not recorded:
             # A loss that marks its data, by requires_grad_() say, does not mark the caller's.
-            for index, leaf in enumerate(data):
-                is_plain = type(leaf) is Tensor and not leaf.requires_grad
-                data[index] = leaf.detach() if is_plain else detach(leaf)
+            data = [*map(detach if others else Tensor.detach, data)]
             microbatch = tree.unflatten(kind, data)
         inputs = Inputs(leaves, structure, microbatch, weights, divisors, check)
         run = modes.recorded if recorded else modes.plain
@@ -156,7 +157,7 @@ def profiler_range(name: str) -> AbstractContextManager[Any]:
     """
     # A range takes as long as a small operation, so none is opened in vain.
     if torch.compiler.is_dynamo_compiling() or not is_profiling():
-        return nullcontext()
+        return _NOTHING
     return record_function(name)
 
 

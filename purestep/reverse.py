@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from itertools import repeat
 from operator import attrgetter, is_not
 from typing import Any, NamedTuple, Protocol, cast
@@ -24,6 +24,9 @@ from purestep.torch_private import check_inference_mode, run_backward
 from purestep.types import Count, LossFn, Microbatch, Ready, Tree
 
 _GRAD, _DTYPE, _REQUIRES_GRAD = map(attrgetter, ["grad", "dtype", "requires_grad"])
+
+
+_NOTHING: AbstractContextManager[None] = nullcontext()
 
 
 class Inputs(NamedTuple):
@@ -72,7 +75,7 @@ def in_place(loss_fn: LossFn) -> Reverse:
     def reverse(inputs: Inputs, sums: Sums, ready: Ready | None) -> Beside:
         own = [*map(Tensor.requires_grad_, map(Tensor.detach, inputs.leaves))]
         params = tree.unflatten(inputs.structure, own)
-        noted = hints.loss_errors() if inputs.check else nullcontext()
+        noted = hints.loss_errors() if inputs.check else _NOTHING
         with torch.enable_grad(), noted:
             terms, cotangents, weights, aux = part_of(
                 loss_fn, params, inputs.microbatch, inputs.weights, inputs.divisors

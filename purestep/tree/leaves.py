@@ -7,7 +7,7 @@ those of all ranks of their axis.
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -91,7 +91,9 @@ def any_requires_grad(leaves: Sequence[Any]) -> bool:
         if type(leaf) is Tensor or isinstance(leaf, Tensor):
             if leaf.requires_grad:
                 return True
-        elif any(tensor.requires_grad for tensor in tensors_in(leaf)):
+            continue
+        has_fields = isinstance(leaf, Mapping) or hasattr(leaf, "__dataclass_fields__")
+        if has_fields and any_requires_grad([*tensors_in(leaf)]):
             return True
     return False
 
