@@ -128,7 +128,8 @@ def unfinished(folder: Path) -> list[Path]:
 def kill_at_random(folder: Path, draw: random.Random, number: int) -> bool:
     """Lets them save a few times, and kills one or all a moment later; whether that was in the middle of a save."""
     for left in unfinished(folder):
-        shutil.rmtree(left)
+        # A file is one that was to be removed, beside later ones, when its process was killed.
+        shutil.rmtree(left) if left.is_dir() else left.unlink()
     processes = life(folder, 1 + number % 3, in_background=number % 4 >= 2)
     victims = processes if number % 5 == 0 else [draw.choice(processes)]
     # A process waits for others to make a group with as long as torch allows, so one dies after that.
