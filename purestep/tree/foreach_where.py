@@ -13,7 +13,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, library
 
 from purestep.tree import foreach
 
@@ -39,11 +39,11 @@ def select_by_leaf(old: list[Tensor], new: list[Tensor], condition: Tensor) -> l
     return [torch.where(condition, one, other) for one, other in zip(new, old, strict=True)]
 
 
-_library = torch.library.Library("purestep", "FRAGMENT")
-_library.define("foreach_where(Tensor[] old, Tensor[] new, Tensor condition) -> Tensor[]")
-_library.impl("foreach_where", select_by_leaf, "CompositeExplicitAutograd")
-_library.define("foreach_where_(Tensor(a!)[] old, Tensor[] new, Tensor condition) -> ()")
-_library.impl("foreach_where_", select_by_bits, "CUDA")
+_operations = library.Library("purestep", "FRAGMENT")
+_operations.define("foreach_where(Tensor[] old, Tensor[] new, Tensor condition) -> Tensor[]")
+_operations.impl("foreach_where", select_by_leaf, "CompositeExplicitAutograd")
+_operations.define("foreach_where_(Tensor(a!)[] old, Tensor[] new, Tensor condition) -> ()")
+_operations.impl("foreach_where_", select_by_bits, "CUDA")
 
 
 def write_where(old: Any, new: Any, condition: Tensor) -> None:
