@@ -141,10 +141,9 @@ def donated_again(name: str) -> ValueError:
     )
 
 
-def consume(leaf: Tensor) -> Tensor:
-    """Marks a donated leaf, and returns another tensor in its memory."""
+def mark_donated(leaf: Tensor) -> None:
+    """Marks a leaf whose memory belongs to what a step has returned."""
     leaf.__dict__[DONATED] = True
-    return leaf.data  # An alias that no operation makes.
 
 
 def unreached() -> ValueError:

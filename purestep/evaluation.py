@@ -54,17 +54,20 @@ def make_eval_step(
     def eval_step(params: Params, microbatches: Sequence[Microbatch], /) -> EvalMetrics:
         with axis.session(where, settings) as ranks:
             checks.check_params(params, axis)
-            if checks.DONATED in tree.leaves_of(params)[0].__dict__:
+            is_plain = tree.eager()  # A trace can see neither marks nor generators.
+            if is_plain and checks.DONATED in tree.leaves_of(params)[0].__dict__:
                 raise checks.donated_again("params")
             group = weigh(microbatches, weight_fn)
             total = ranks.agree(count(group), params, (), len(microbatches))
             known = total if weight_fn else None
             wholes = ranks.whole(params)
             modes = forward(lambda microbatch: loss_fn(wholes, microbatch))
-            watched = nullcontext() if looked_at else hints.random_draws(device_of(params))
+            is_first = is_plain and not looked_at
+            watched = hints.random_draws(device_of(params)) if is_first else nullcontext()
             with watched:
                 sums = accumulate(loss_fn, (), group, weight_fn=None, total=known, modes=modes)
-            looked_at[:] = [True]
+            if is_first:
+                looked_at.append(True)
             losses = [sums.loss] if group.microbatches else []
             loss = total_loss(losses, tree.leaves_of(params)[0])
             sums = ranks.sum(sums._replace(loss=loss), ())

@@ -261,19 +261,23 @@ def transition(
         for name, position in firsts.items():
             if checks.DONATED in leaves[position].__dict__:
                 raise checks.donated_again(name)
+        donated = [leaves[position] for position in firsts.values()] if donate else []
         if donate:
             for position in firsts.values():
-                leaves[position] = checks.consume(leaves[position])
+                leaves[position] = leaves[position].data  # An alias that no operation makes.
         else:
             # On the host, foreach operations are loops, and looking for kinds takes longer.
             state = leaves[: num_params + num_state]
             copies = [*map(torch.clone, state)] if applied.is_cpu else foreach.clone(state)
             leaves[: num_params + num_state] = copies
         params, opt_state, grads = tree.unflatten(structure, leaves)
-        if applied.is_cpu and not applied:
-            return params, opt_state
-        where = None if applied.is_cpu else applied
-        return (optimizer.update_ or in_place(optimizer))(grads, opt_state, params, where)
+        if not applied.is_cpu or applied:
+            where = None if applied.is_cpu else applied
+            update_ = optimizer.update_ or in_place(optimizer)
+            params, opt_state = update_(grads, opt_state, params, where)
+        for leaf in donated:  # A step that fails has consumed nothing.
+            checks.mark_donated(leaf)
+        return params, opt_state
     except Exception as error:
         explain(optimizer.init, opt_state, params, error)
         raise

@@ -190,6 +190,23 @@ def test_a_donated_tree_is_refused_when_it_is_used_again(stale: str) -> None:
     step(*third, [ONES])
 
 
+def test_a_step_that_fails_has_consumed_nothing() -> None:
+    step: Any = ps.make_update_step(squares, ADAMW, weight_fn=torch.ones_like, donate=True)
+    w = torch.zeros(3)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="opt_state was not made by optimizer"):
+            step(w, SGD.init(w), [ONES])
+    step(w, ADAMW.init(w), [ONES])
+
+
+def test_an_evaluation_becomes_one_graph(fresh_compiler: None) -> None:
+    """What a trace cannot ask, marks of donation and generators, is not asked there."""
+    evaluate = ps.make_eval_step(squares, weight_fn=torch.ones_like)
+    compiled = ps.compile(evaluate, fullgraph=True, backend="eager")
+    group = [ONES, 2 * ONES]
+    assert torch.equal(compiled(ONES, group).loss, evaluate(ONES, group).loss)
+
+
 def test_a_donated_tree_keeps_its_memory() -> None:
     step = ps.make_update_step(squares, ADAMW, weight_fn=torch.ones_like, donate=True)
     w = torch.zeros(3)

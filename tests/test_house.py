@@ -35,7 +35,7 @@ PRIVATE = 17
 SEAMS = {
     "tree/leaves.py": 13, "tree/alike.py": 1, "tree/structure.py": 3,
     "axis/laws.py": 1, "axis/mesh.py": 1, "axis/ranks.py": 4, "axis/session.py": 1, "axis/whole.py": 1,
-    "accumulate.py": 4, "modes.py": 2, "evaluation.py": 1, "grad_and_value.py": 1, "step.py": 5,
+    "accumulate.py": 4, "modes.py": 2, "evaluation.py": 2, "grad_and_value.py": 1, "step.py": 5,
     "checks.py": 3, "weights.py": 2, "remat.py": 2,
     "modules/apply.py": 1, "modules/keyed.py": 1, "modules/plan.py": 2,
     "optim/arithmetic.py": 1, "optim/partition.py": 2, "optim/torch_optim.py": 1,
