@@ -37,8 +37,8 @@ class Mutant(NamedTuple):
 MUTANTS = [
     Mutant(28, "test_t07_identity.no_tokens",
         "skip that still decays weights or moves moments or the step counter",
-        "step", "if applied.is_cpu and not applied:\n            return params, opt_state\n",
-        "grads, applied = held_back(grads, applied), torch.tensor(True)\n"),
+        "step", "if not applied.is_cpu or applied:\n",
+        "grads, applied = held_back(grads, applied), torch.tensor(True)\n        if applied:\n"),
     Mutant(29, "test_t01_cut.many_microbatches", "accumulation in bf16: 1000 × 1e-3 gives 0.5",
         "accumulate", "accum_dtype or accumulation_dtype(leaf.dtype)",
         "accum_dtype or leaf.dtype"),
