@@ -28,14 +28,18 @@ RANKS, MULTIPLE = 8, 8
 Example = dict[str, Tensor]
 
 
-def docstring_lengths(count: int, longest: int, generator: torch.Generator) -> list[int]:
+def docstring_lengths(
+    count: int, longest: int, generator: torch.Generator
+) -> list[int]:
     """Lengths of random docstrings of Python's standard library, in bytes."""
     lengths = [min(longest, len(text) - 1) for text in docstrings()]
     picks = torch.randint(0, len(lengths), (count,), generator=generator)
     return [lengths[i] for i in picks.tolist()]
 
 
-def lognormal_lengths(count: int, longest: int, generator: torch.Generator) -> list[int]:
+def lognormal_lengths(
+    count: int, longest: int, generator: torch.Generator
+) -> list[int]:
     """Log-normal lengths: median 90, σ = 1."""
     draws = torch.randn(count, generator=generator, dtype=torch.float64)
     return (90 * draws.exp()).round().clamp(1, longest).int().tolist()
@@ -47,11 +51,14 @@ def examples_of(lengths: list[int], generator: torch.Generator) -> list[Example]
     return [{"tokens": text[:-1], "labels": text[1:]} for text in texts]
 
 
-def cut_rows(examples: list[Example], rows: int, length: int | None = None) -> list[Any]:
+def cut_rows(
+    examples: list[Example], rows: int, length: int | None = None
+) -> list[Any]:
     """Microbatches of so many rows in order of arrival, padded to their longest, or to ``length``."""
     parts = [examples[i : i + rows] for i in range(0, len(examples), rows)]
     return [
-        data.stack(part, length or max(len(e["tokens"]) for e in part), data.PAD) for part in parts
+        data.stack(part, length or max(len(e["tokens"]) for e in part), data.PAD)
+        for part in parts
     ]
 
 
@@ -65,7 +72,9 @@ def spread(loads: list[int]) -> float:
     return max(loads) / statistics.mean(loads) - 1
 
 
-def measure(name: str, lengths: list[int], options: argparse.Namespace) -> dict[str, Any]:
+def measure(
+    name: str, lengths: list[int], options: argparse.Namespace
+) -> dict[str, Any]:
     """Times, tokens and balance for one distribution of lengths."""
     generator = torch.Generator().manual_seed(1)
     config = gpt.Config(context=options.longest)
@@ -74,7 +83,9 @@ def measure(name: str, lengths: list[int], options: argparse.Namespace) -> dict[
     opt_state = optimizer.init(params)
 
     def loss_fn(params: Any, batch: Any) -> Tensor:
-        return ps.losses.cross_entropy(gpt.apply(config, params, batch["tokens"]), batch["labels"])
+        return ps.losses.cross_entropy(
+            gpt.apply(config, params, batch["tokens"]), batch["labels"]
+        )
 
     step = ps.make_update_step(loss_fn, optimizer)
     examples = examples_of(lengths, generator)
@@ -110,7 +121,9 @@ def measure(name: str, lengths: list[int], options: argparse.Namespace) -> dict[
         "microbatches": {way: len(group) for way, group in groups.items()},
         "seconds": {way: statistics.median(times) for way, times in seconds.items()},
         "ratio": {
-            way: statistics.median(t / p for t, p in zip(times, seconds["pack"], strict=True))
+            way: statistics.median(
+                t / p for t, p in zip(times, seconds["pack"], strict=True)
+            )
             for way, times in seconds.items()
         },
         "gradient distance": gradients,
@@ -142,7 +155,11 @@ def draw(path: Path, measured: list[dict[str, Any]]) -> None:
 
     colors = {"pack": "#0072b2", "order of arrival": "#d55e00", "longest of all": "0.6"}
     figure, rows = pyplot.subplots(
-        len(measured), 3, figsize=(11, 2.6 * len(measured)), dpi=150, layout="constrained"
+        len(measured),
+        3,
+        figsize=(11, 2.6 * len(measured)),
+        dpi=150,
+        layout="constrained",
     )
     for (times, tokens, ranks), result in zip(rows, measured, strict=True):
         ways = list(result["seconds"])
@@ -154,9 +171,13 @@ def draw(path: Path, measured: list[dict[str, Any]]) -> None:
         times.set_ylabel(result["name"])
         times.set_xlabel("seconds per update")
         tokens.barh(
-            ways, [result["padded"][w] / 1e3 for w in ways], color=[colors[w] for w in ways]
+            ways,
+            [result["padded"][w] / 1e3 for w in ways],
+            color=[colors[w] for w in ways],
         )
-        tokens.axvline(result["tokens"] / 1e3, color="black", linewidth=1, linestyle=":")
+        tokens.axvline(
+            result["tokens"] / 1e3, color="black", linewidth=1, linestyle=":"
+        )
         tokens.set_yticks([])
         tokens.set_xlabel("thousand tokens computed (dotted: without padding)")
         kinds = list(result["slowest rank"])
@@ -184,7 +205,9 @@ def main() -> None:
     parser.add_argument(
         "--rows", type=int, default=16, help="rows of a microbatch in order of arrival"
     )
-    parser.add_argument("--longest", type=int, default=512, help="the context of the model")
+    parser.add_argument(
+        "--longest", type=int, default=512, help="the context of the model"
+    )
     parser.add_argument(
         "--budget", type=int, default=4096, help="max_tokens of a packed microbatch"
     )
@@ -192,8 +215,13 @@ def main() -> None:
     options = parser.parse_args()
 
     measured = []
-    for name, make in {"docstrings": docstring_lengths, "log-normal": lognormal_lengths}.items():
-        lengths = make(options.examples, options.longest, torch.Generator().manual_seed(0))
+    for name, make in {
+        "docstrings": docstring_lengths,
+        "log-normal": lognormal_lengths,
+    }.items():
+        lengths = make(
+            options.examples, options.longest, torch.Generator().manual_seed(0)
+        )
         result = measure(name, lengths, options)
         measured.append(result)
         print(f"{name}: {result['examples']} examples, {result['tokens']} tokens")
@@ -204,7 +232,9 @@ def main() -> None:
                 f"gradient off by {result['gradient distance'][way]:.1e}"
             )
         for way, above in result["slowest rank"].items():
-            print(f"  slowest of {RANKS} ranks, {way}: {100 * above:.3f} % above the mean")
+            print(
+                f"  slowest of {RANKS} ranks, {way}: {100 * above:.3f} % above the mean"
+            )
     seconds = planner(100_000)
     for name, value in seconds.items():
         print(f"planning 100,000 examples, {name}: {value:.3f} s")

@@ -39,7 +39,9 @@ def groups_of(kind: str, options: argparse.Namespace) -> list[list[peers.Batch]]
         [context] * k if kind == "fixed" else [draw.randint(context // 4, context) for _ in range(k)]
         for _ in range(FIRST)
     ]  # fmt: skip
-    return [peers.group_of(k, options.rows, of, seed) for seed, of in enumerate(lengths)]
+    return [
+        peers.group_of(k, options.rows, of, seed) for seed, of in enumerate(lengths)
+    ]
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
@@ -53,7 +55,9 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         torch.compiler.reset()
         forget_graphs()
         ways[name] = makers[name](problem)
-        beginning[name] = [timing.seconds_of(partial(ways[name].update, group)) for group in groups]
+        beginning[name] = [
+            timing.seconds_of(partial(ways[name].update, group)) for group in groups
+        ]
         graphs[name] = graphs_compiled()
     calls = {name: partial(way.update, groups[-1]) for name, way in ways.items()}
     seconds = timing.in_turn(calls, options.repeats)
@@ -98,7 +102,9 @@ def draw(path: Path, tables: dict[str, dict[str, Any]]) -> None:
     for (kind, table), (times, costs) in zip(tables.items(), rows, strict=True):
         ways = list(table["seconds"])
         shades = [colors[way] for way in ways]
-        drawn = times.barh(ways, [1e3 * table["seconds"][way] for way in ways], color=shades)
+        drawn = times.barh(
+            ways, [1e3 * table["seconds"][way] for way in ways], color=shades
+        )
         ratios = table["ratio"][peers.BY_HAND]
         times.bar_label(drawn, [f"{ratios[way]:.2f}×" for way in ways], padding=3)
         times.set_ylabel(f"{kind} lengths")
@@ -136,7 +142,9 @@ def main() -> None:
         tables[kind] = joined(launches)
         timing.show(f"{kind} lengths", tables[kind])
         for way, seconds in tables[kind]["seconds to compile"].items():
-            print(f"  {way}: {graphs_of(tables[kind], way)}, {seconds:.1f} s to compile")
+            print(
+                f"  {way}: {graphs_of(tables[kind], way)}, {seconds:.1f} s to compile"
+            )
     draw(timing.write(options.results, "compile", {"tables": tables}), tables)
 
 

@@ -38,19 +38,33 @@ DROPOUTS: dict[str, Dropout] = {
 
 def network(dropout: Dropout, params: Any, tokens: Tensor, keys: Tensor) -> Tensor:
     """The demo's loss, summed."""
-    x = functional.embedding(tokens, params["embedding"]) + params["position"][: tokens.shape[1]]
+    x = (
+        functional.embedding(tokens, params["embedding"])
+        + params["position"][: tokens.shape[1]]
+    )
     x = dropout(x, keys, 0)
     for place, layer in enumerate(params["layers"]):
         qkv = functional.layer_norm(x, x.shape[-1:]) * layer["norms"][0] @ layer["qkv"]
         query, key, value = rearrange(
-            qkv, "batch time (three head d) -> three batch head time d", three=3, head=CONFIG.heads
+            qkv,
+            "batch time (three head d) -> three batch head time d",
+            three=3,
+            head=CONFIG.heads,
         )
-        mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
-        mixed = rearrange(mixed, "batch head time d -> batch time (head d)") @ layer["out"]
+        mixed = functional.scaled_dot_product_attention(
+            query, key, value, is_causal=True
+        )
+        mixed = (
+            rearrange(mixed, "batch head time d -> batch time (head d)") @ layer["out"]
+        )
         x = x + dropout(mixed, keys, 2 * place + 1)
-        hidden = functional.layer_norm(x, x.shape[-1:]) * layer["norms"][1] @ layer["up"]
+        hidden = (
+            functional.layer_norm(x, x.shape[-1:]) * layer["norms"][1] @ layer["up"]
+        )
         x = x + dropout(functional.gelu(hidden) @ layer["down"], keys, 2 * place + 2)
-    logits = functional.layer_norm(x, x.shape[-1:]) * params["norm"] @ params["embedding"].T
+    logits = (
+        functional.layer_norm(x, x.shape[-1:]) * params["norm"] @ params["embedding"].T
+    )
     return ps.losses.cross_entropy(logits, tokens).sum()
 
 
@@ -65,7 +79,9 @@ def calls_of(options: argparse.Namespace, compiled: bool) -> dict[str, dict[str,
     generator, device = torch.Generator().manual_seed(0), timing.device()
     params = tree.map(lambda leaf: leaf.to(device), gpt.init(CONFIG, generator))
     leaves = [leaf.requires_grad_() for leaf in tree.leaves_of(params)]
-    tokens = torch.randint(256, (options.rows, CONFIG.context), generator=generator).to(device)
+    tokens = torch.randint(256, (options.rows, CONFIG.context), generator=generator).to(
+        device
+    )
     keys = ps.random.split(ps.random.key(0, device), options.rows)
 
     def run(fn: Callable[..., Tensor]) -> None:
@@ -98,7 +114,9 @@ def report(options: argparse.Namespace) -> dict[str, timing.Seconds]:
     tables = {"network, first call": first_calls(compiled["network"])}
     for how, programs in (("compiled", compiled), ("eager", eager)):
         for program, ways in programs.items():
-            tables[f"{program}, {how}"] = timing.in_turn(ways, options.repeats, warmup=3)
+            tables[f"{program}, {how}"] = timing.in_turn(
+                ways, options.repeats, warmup=3
+            )
     return tables
 
 
@@ -111,7 +129,9 @@ def main() -> None:
         options.report.write_text(json.dumps(report(options)))
         return
     anew = {"TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1"}
-    launches = [timing.launch("benchmarks.dropout", **anew) for _ in range(options.launches)]
+    launches = [
+        timing.launch("benchmarks.dropout", **anew) for _ in range(options.launches)
+    ]
     tables = {
         name: timing.joined([each[name] for each in launches], ["F.dropout"])
         for name in launches[0]

@@ -14,7 +14,9 @@ from tests.families import FAMILIES, SETTINGS, cases, measure
 def main() -> None:
     """Prints a table, line by line."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("settings", nargs="*", default=[*SETTINGS], help="which of them; all")
+    parser.add_argument(
+        "settings", nargs="*", default=[*SETTINGS], help="which of them; all"
+    )
     options = parser.parse_args()
     # Of a missing batching rule, and of names that peft has yet to change.
     warnings.simplefilter("ignore")
@@ -23,7 +25,9 @@ def main() -> None:
     print("|---" * (len(FAMILIES) + 1) + "|")
     for setting in options.settings:
         errors = [
-            f"{measure(family, SETTINGS[setting]).error:.1e}" if (family, setting) in known else ""
+            f"{measure(family, SETTINGS[setting]).error:.1e}"
+            if (family, setting) in known
+            else ""
             for family in FAMILIES
         ]
         print(f"| {' | '.join([setting, *errors])} |", flush=True)

@@ -291,7 +291,9 @@ def divided_first(
     if parallel:
         torch.distributed.all_reduce(count)
     for batch in microbatches:
-        ((problem.losses(model, batch) * problem.weights(batch)).sum() / count).backward()
+        (
+            (problem.losses(model, batch) * problem.weights(batch)).sum() / count
+        ).backward()
     for p in model.parameters() if parallel else []:
         p.grad = torch.zeros_like(p) if p.grad is None else p.grad
         torch.distributed.all_reduce(p.grad)
@@ -336,7 +338,9 @@ def pure(problem: Problem, axis: ps.Axis) -> tuple[Any, Any, Any]:
     """purestep's own step."""
     params, apply = ps.from_module(problem.module())
     optimizer = ps.optim.sgd(
-        problem.learning_rate, momentum=problem.momentum, weight_decay=problem.weight_decay
+        problem.learning_rate,
+        momentum=problem.momentum,
+        weight_decay=problem.weight_decay,
     )
 
     def loss_fn(params: Any, batch: Batch) -> Tensor:
@@ -363,7 +367,9 @@ class ByHand:
         count = sum(batch["w"].numpy().sum() for batch in microbatches)
         if count == 0:
             return
-        grads = {name: self.problem.weight_decay * value for name, value in self.p.items()}
+        grads = {
+            name: self.problem.weight_decay * value for name, value in self.p.items()
+        }
         for batch in microbatches:
             x, y, w = (batch[key].numpy() for key in ("x", "y", "w"))
             slope = 2 * (x @ self.p["weight"] + self.p["bias"] - y) * w / count
@@ -382,7 +388,9 @@ RIGHT: dict[str, Callable[[], Any]] = {
     "the loop of the proofs": PlainLoop,
     "divided first": lambda: ps.testing.loop(divided_first),
     "divided last": lambda: ps.testing.loop(divided_last),
-    "float32": lambda: ps.testing.loop(divided_first, None, Abilities(dtype=torch.float32)),
+    "float32": lambda: ps.testing.loop(
+        divided_first, None, Abilities(dtype=torch.float32)
+    ),
     "AdamW": lambda: ps.testing.loop(divided_first, adamw, Abilities(sgd=False)),
     "clipped": lambda: ps.testing.loop(divided_last, clipped, Abilities(sgd=False)),
     "NumPy": ByHand,
@@ -411,7 +419,8 @@ def findings(loops: Loops) -> None:
                 found.append(law if verdict.finding == "wrong" else f"({law})")
                 seconds = seconds or time.process_time() - start
         print(
-            f"{number:2} {name:68} {seconds:4.1f} s  {' '.join(found) or 'NOT FOUND'}", flush=True
+            f"{number:2} {name:68} {seconds:4.1f} s  {' '.join(found) or 'NOT FOUND'}",
+            flush=True,
         )
 
 
@@ -425,7 +434,10 @@ def alarms(seconds: float, seed: int) -> Counter[str]:
         for verdict in ps.testing.judge(trainers[name], seed=seed):
             cases[name] += verdict.cases
             if verdict.case is not None:
-                print(f"{name}, seed {seed}: {verdict}; {verdict.case.words()}", flush=True)
+                print(
+                    f"{name}, seed {seed}: {verdict}; {verdict.case.words()}",
+                    flush=True,
+                )
         seed += 1
     print(f"{cases.total()} cases, the next seed is {seed}: {dict(cases)}")
     return cases

@@ -53,7 +53,9 @@ def case_of(options: argparse.Namespace, tokens: int) -> Case:
     return Case(
         hidden.to(timing.device(), dtype),
         (weight / options.features**0.5).to(timing.device(), dtype),
-        torch.randint(options.vocabulary, (tokens,), generator=generator).to(timing.device()),
+        torch.randint(options.vocabulary, (tokens,), generator=generator).to(
+            timing.device()
+        ),
         torch.rand(tokens, generator=generator).to(timing.device()) / tokens,
     )
 
@@ -68,9 +70,14 @@ class Made(NamedTuple):
 
 def made_by(way: str, case: Case) -> Made:
     """Forward and backward."""
-    hidden, weight = case.hidden.detach().requires_grad_(), case.weight.detach().requires_grad_()
+    hidden, weight = (
+        case.hidden.detach().requires_grad_(),
+        case.weight.detach().requires_grad_(),
+    )
     losses = WAYS[way](hidden, weight, case.labels)
-    grads = torch.autograd.grad(losses, (hidden, weight), case.cotangents.to(losses.dtype))
+    grads = torch.autograd.grad(
+        losses, (hidden, weight), case.cotangents.to(losses.dtype)
+    )
     return Made(losses.detach(), *grads)
 
 
@@ -136,12 +143,16 @@ def main() -> None:
     report: dict[str, Any] = {}
     for dtype in ("float32", "bfloat16"):
         launch = partial(timing.launch, "benchmarks.losses", "--dtype", dtype)
-        peaks = {way: launch("--peak", way, **THRESHOLD)["bytes"] for way in ways_of(options)}
+        peaks = {
+            way: launch("--peak", way, **THRESHOLD)["bytes"] for way in ways_of(options)
+        }
         errors = launch("--errors")
         table = timing.joined([launch() for _ in range(options.launches)], [PLAIN])
         timing.show(dtype, table)
         for way in ways_of(options):
-            parts = ", ".join(f"{name} {part:.2g}" for name, part in errors[way].items())
+            parts = ", ".join(
+                f"{name} {part:.2g}" for name, part in errors[way].items()
+            )
             print(
                 f"  {way}: {peaks[way] / 2**20:.0f} MiB ({peaks[way] / peaks[PLAIN]:.4f}); of the bound: {parts}"
             )

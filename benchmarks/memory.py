@@ -56,7 +56,9 @@ def worker(options: argparse.Namespace) -> dict[str, float]:
     """One way and one number of microbatches: the peak of one update, in trees of parameters."""
     [k] = options.microbatches
     problem = peers.gpt_problem(peers.CONFIG)
-    size = sum(leaf.numel() * leaf.element_size() for leaf in tree.leaves_of(problem.params))
+    size = sum(
+        leaf.numel() * leaf.element_size() for leaf in tree.leaves_of(problem.params)
+    )
     way = peers.WAYS[options.way](problem)
     group = peers.group_of(k, options.rows, [peers.CONFIG.context])
     for _ in range(2):
@@ -74,7 +76,11 @@ def draw(path: Path, ks: list[int], trees: dict[str, list[float]]) -> None:
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(8, 4.2), dpi=150, layout="constrained")
-    styles = {peers.PURE: "#0072b2", peers.PURE_KEPT: "#56b4e9", peers.BY_HAND: "#d55e00"}
+    styles = {
+        peers.PURE: "#0072b2",
+        peers.PURE_KEPT: "#56b4e9",
+        peers.BY_HAND: "#d55e00",
+    }
     others = iter(["#009e73", "#cc79a7", "#e69f00", "0.6", "0.3", "#8c6d31"])
     highest_first = sorted(trees.items(), key=lambda item: -item[1][-1])
     for way, values in highest_first:
@@ -98,7 +104,9 @@ def main() -> None:
     """Measures each way in fresh processes, prints, draws."""
     parser = timing.arguments(__doc__, repeats=1, launches=3)
     parser.add_argument("--microbatches", type=int, nargs="+", default=[1, 2, 8, 32])
-    parser.add_argument("--rows", type=int, default=4, help="of 64 bytes in a microbatch")
+    parser.add_argument(
+        "--rows", type=int, default=4, help="of 64 bytes in a microbatch"
+    )
     parser.add_argument("--way", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.report:
@@ -106,7 +114,11 @@ def main() -> None:
         return
 
     ways = peers.ways_without([*options.leave_out, peers.JAX])
-    report: dict[str, Any] = {"microbatches": options.microbatches, "trees": {}, "launches": {}}
+    report: dict[str, Any] = {
+        "microbatches": options.microbatches,
+        "trees": {},
+        "launches": {},
+    }
     for way in ways:
         peaks = [
             [
@@ -116,8 +128,12 @@ def main() -> None:
             for k in options.microbatches
         ]  # fmt: skip
         report["bytes of a tree"] = peaks[0][0]["bytes of a tree"]
-        report["launches"][way] = [[peak["trees"] for peak in launches] for launches in peaks]
-        report["trees"][way] = [statistics.median(values) for values in report["launches"][way]]
+        report["launches"][way] = [
+            [peak["trees"] for peak in launches] for launches in peaks
+        ]
+        report["trees"][way] = [
+            statistics.median(values) for values in report["launches"][way]
+        ]
         reference = report["trees"].get(peers.BY_HAND, report["trees"][way])
         columns = [
             f"K = {k}: {own:.3f} trees ({own / base:.3f}x)"

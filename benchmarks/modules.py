@@ -17,7 +17,11 @@ from torch.func import functional_call
 import purestep as ps
 from benchmarks import timing
 
-OURS, THEIRS, ALONE = "from_module", "functional_call", "the module itself, forward and backward"
+OURS, THEIRS, ALONE = (
+    "from_module",
+    "functional_call",
+    "the module itself, forward and backward",
+)
 
 
 class Block(nn.Module):
@@ -54,7 +58,10 @@ def measure(options: argparse.Namespace) -> timing.Seconds:
         module(x).square().mean().backward()
         module.zero_grad()
 
-    ways = {OURS: step(apply), THEIRS: step(lambda p, x: functional_call(module, p, (x,)))}
+    ways = {
+        OURS: step(apply),
+        THEIRS: step(lambda p, x: functional_call(module, p, (x,))),
+    }
     one, other = (way()[0] for way in ways.values())  # type: ignore[index]
     assert all(torch.equal(one[name], other[name]) for name in params)
     return timing.in_turn({**ways, ALONE: alone}, options.repeats, warmup=3, block=5)

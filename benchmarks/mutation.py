@@ -59,7 +59,11 @@ IMPORTED = (
     "torch.testing", "safetensors.torch", "transformers", "hypothesis.strategies",
 )  # fmt: skip
 """What is imported once, for all mutants."""
-QUIETLY = ["-qpno:cacheprovider", "--assert=plain", "-Wignore::pytest.PytestAssertRewriteWarning"]
+QUIETLY = [
+    "-qpno:cacheprovider",
+    "--assert=plain",
+    "-Wignore::pytest.PytestAssertRewriteWarning",
+]
 FIRST = 10
 """How many tests come first."""
 
@@ -109,9 +113,13 @@ def _span(source: str, node: Any) -> tuple[int, int]:
     lines = source.splitlines(keepends=True)
 
     def offset(line: int, column: int) -> int:
-        return sum(map(len, lines[: line - 1])) + len(lines[line - 1].encode()[:column].decode())
+        return sum(map(len, lines[: line - 1])) + len(
+            lines[line - 1].encode()[:column].decode()
+        )
 
-    return offset(node.lineno, node.col_offset), offset(node.end_lineno, node.end_col_offset)
+    return offset(node.lineno, node.col_offset), offset(
+        node.end_lineno, node.end_col_offset
+    )
 
 
 def _changes(tree: ast.AST) -> Iterator[tuple[str, Any, str, range]]:
@@ -132,7 +140,11 @@ def _changes_of(node: ast.AST) -> Iterator[tuple[str, Any, str]]:
         yield "operator", node, f"(({left}) {OPERATORS[type(node.op)]} ({right}))"
     elif isinstance(node, ast.BoolOp):
         word = " or " if isinstance(node.op, ast.And) else " and "
-        yield "and, or", node, f"({word.join(f'({ast.unparse(v)})' for v in node.values)})"
+        yield (
+            "and, or",
+            node,
+            f"({word.join(f'({ast.unparse(v)})' for v in node.values)})",
+        )
     elif isinstance(node, ast.Constant) and isinstance(node.value, bool):
         yield "constant", node, str(not node.value)
     elif isinstance(node, ast.Constant) and isinstance(node.value, int | float):
@@ -142,9 +154,13 @@ def _changes_of(node: ast.AST) -> Iterator[tuple[str, Any, str]]:
     elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
         yield "dropped call", node, "pass"
     elif isinstance(node, ast.Call) and len(node.args) > 1:
-        swapped = ast.Call(node.func, [*node.args[1::-1], *node.args[2:]], node.keywords)
+        swapped = ast.Call(
+            node.func, [*node.args[1::-1], *node.args[2:]], node.keywords
+        )
         name = ast.unparse(node.func).rpartition(".")[2]
-        if name not in SYMMETRIC and not any(isinstance(arg, ast.Starred) for arg in node.args[:2]):
+        if name not in SYMMETRIC and not any(
+            isinstance(arg, ast.Starred) for arg in node.args[:2]
+        ):
             yield "swapped arguments", node, ast.unparse(swapped)
 
 
@@ -165,7 +181,11 @@ def _computing(node: ast.AST, lines: range) -> Iterator[tuple[ast.AST, range]]:
 
 def _lines(statement: Any) -> range:
     """The lines of a statement, without those that stand indented below it; all of a function's."""
-    below = None if isinstance(statement, ast.FunctionDef) else getattr(statement, "body", None)
+    below = (
+        None
+        if isinstance(statement, ast.FunctionDef)
+        else getattr(statement, "body", None)
+    )
     end = below[0].lineno if below else statement.end_lineno + 1
     return range(statement.lineno, max(end, statement.lineno + 1))
 
@@ -218,7 +238,11 @@ def record(file: Path, tests: list[str]) -> None:
     measured.stop()
     data = measured.get_data()
     # Without those that fail as it is, or read what others run.
-    kept = {test for test in {*contexts.times} - contexts.failed if not test.startswith(READING)}
+    kept = {
+        test
+        for test in {*contexts.times} - contexts.failed
+        if not test.startswith(READING)
+    }
     names = sorted(kept)
     number = {name: at for at, name in enumerate(names)}
     lines = {
@@ -242,7 +266,10 @@ def tests_of(mutant: Mutant, recorded: Any, patience: float) -> list[str]:
     """
     lines, times = recorded["lines"].get(mutant.file, {}), recorded["times"]
     found = {at for line in mutant.lines for at in lines.get(str(line), [])}
-    of_file, unseen = {at for each in lines.values() for at in each}, {*recorded["elsewhere"]}
+    of_file, unseen = (
+        {at for each in lines.values() for at in each},
+        {*recorded["elsewhere"]},
+    )
     if not found:
         found = of_file & unseen or of_file | unseen
     if mutant.file.startswith(RANKS):
@@ -251,7 +278,9 @@ def tests_of(mutant: Mutant, recorded: Any, patience: float) -> list[str]:
     quick = sorted(found, key=times.__getitem__)
     ends = itertools.accumulate(times[at] for at in quick)
     half = sum(end <= 500 * patience for end in ends)
-    proofs_first = sorted(quick[half:], key=lambda at: not names[at].startswith("proofs"))
+    proofs_first = sorted(
+        quick[half:], key=lambda at: not names[at].startswith("proofs")
+    )
     for at in quick[:half] + proofs_first:
         spent += times[at]
         if spent <= 1000 * patience or len(chosen) == 1:
@@ -262,7 +291,14 @@ def tests_of(mutant: Mutant, recorded: Any, patience: float) -> list[str]:
 def rejected_by(mutant: Mutant, tests: list[str], patience: float) -> str | None:
     """The test that fails, or "time" where they do not end; None where all pass, or none runs."""
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-        for name in ("tests", "proofs", "pyproject.toml", "README.md", "docs", "benchmarks"):
+        for name in (
+            "tests",
+            "proofs",
+            "pyproject.toml",
+            "README.md",
+            "docs",
+            "benchmarks",
+        ):
             if (ROOT / name).exists():
                 os.symlink(ROOT / name, Path(folder, name))
         shutil.copytree(PACKAGE, Path(folder, "purestep"))
@@ -291,7 +327,9 @@ def _failure(folder: Path, tests: list[str], patience: float) -> str | None:
         return None
     if code == pytest.ExitCode.USAGE_ERROR and "conftest" not in said:
         raise RuntimeError(f"record again: {tests}\n{said}")
-    failed = [line for line in said.splitlines() if line.startswith(("FAILED", "ERROR"))]
+    failed = [
+        line for line in said.splitlines() if line.startswith(("FAILED", "ERROR"))
+    ]
     return failed[0] if failed else said[-300:] or f"ended with {code}"
 
 
@@ -320,23 +358,40 @@ def reasons_in(table: Path | None) -> dict[str, str]:
     """The reasons of an earlier table, by the words of the mutants."""
     rows = table.read_text().splitlines()[2:] if table and table.exists() else []
     split = [row.strip("| ").rsplit(" | ", 1) for row in rows if row.startswith("| ")]
-    return {words: reason.strip() for words, reason in (pair for pair in split if len(pair) == 2)}
+    return {
+        words: reason.strip()
+        for words, reason in (pair for pair in split if len(pair) == 2)
+    }
 
 
 def main() -> None:
     """Draws mutants, and tells which of them survive."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--record", type=Path, help="run tests, and write which run which lines")
-    parser.add_argument("--tests", nargs="*", default=[], help="what --record runs; nothing: all")
+    parser.add_argument(
+        "--record", type=Path, help="run tests, and write which run which lines"
+    )
+    parser.add_argument(
+        "--tests", nargs="*", default=[], help="what --record runs; nothing: all"
+    )
     parser.add_argument("--recorded", type=Path, help="what --record wrote")
     parser.add_argument("--sample", type=int, default=300)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--only", default="", help="files that begin so, such as purestep/axis")
-    parser.add_argument("--kinds", nargs="*", default=[], help="as 'comparison'; nothing: all")
-    parser.add_argument("--tried", type=Path, help="those in this file are not drawn; then added")
-    parser.add_argument("--patience", type=float, default=120, help="seconds of tests for each")
+    parser.add_argument(
+        "--only", default="", help="files that begin so, such as purestep/axis"
+    )
+    parser.add_argument(
+        "--kinds", nargs="*", default=[], help="as 'comparison'; nothing: all"
+    )
+    parser.add_argument(
+        "--tried", type=Path, help="those in this file are not drawn; then added"
+    )
+    parser.add_argument(
+        "--patience", type=float, default=120, help="seconds of tests for each"
+    )
     parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--table", type=Path, help="where survivors are listed, with reasons")
+    parser.add_argument(
+        "--table", type=Path, help="where survivors are listed, with reasons"
+    )
     given = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
     for name in IMPORTED:
@@ -345,10 +400,16 @@ def main() -> None:
     if given.record:
         record(given.record, given.tests)
         return
-    files = [path for path in sorted(PACKAGE.rglob("*.py")) if path.parent.name not in LEFT_OUT]
+    files = [
+        path
+        for path in sorted(PACKAGE.rglob("*.py"))
+        if path.parent.name not in LEFT_OUT
+    ]
     every = [mutant for path in files for mutant in mutants_of(path)]
     every = [mutant for mutant in every if mutant.file.startswith(given.only)]
-    every = [mutant for mutant in every if not given.kinds or mutant.kind in given.kinds]
+    every = [
+        mutant for mutant in every if not given.kinds or mutant.kind in given.kinds
+    ]
     tried = given.tried.read_text() if given.tried and given.tried.exists() else ""
     known = {*tried.splitlines()}
     every = [mutant for mutant in every if mutant.words not in known]
@@ -358,7 +419,9 @@ def main() -> None:
     forks = multiprocessing.get_context("fork")
     with ProcessPoolExecutor(given.workers, forks) as pool:
         runs = {
-            pool.submit(rejected_by, one, tests_of(one, recorded, patience), patience): one
+            pool.submit(
+                rejected_by, one, tests_of(one, recorded, patience), patience
+            ): one
             for one in drawn
         }
         for done, run in enumerate(as_completed(runs), 1):
@@ -378,7 +441,9 @@ def main() -> None:
     )
     if given.table:
         rows = [f"| {words} | {reasons[words]} |" for words in sorted(reasons)]
-        given.table.write_text("\n".join(["| file | change | why |", "|---|---|---|", *rows, ""]))
+        given.table.write_text(
+            "\n".join(["| file | change | why |", "|---|---|---|", *rows, ""])
+        )
     print(*survivors, sep="\n")
 
 

@@ -30,7 +30,12 @@ WAYS: dict[str, Callable[[peers.Problem], peers.Way]] = {
     LOSS: partial(peers.purestep, donate=True, normalize="loss"),
     GRADS: partial(peers.purestep, donate=True, normalize="grads"),
 }
-EXTRA_PASSES = {peers.BY_HAND: 0, PASS: 2, LOSS: 0, GRADS: 2}  # one that reads, one that writes
+EXTRA_PASSES = {
+    peers.BY_HAND: 0,
+    PASS: 2,
+    LOSS: 0,
+    GRADS: 2,
+}  # one that reads, one that writes
 COLORS = {peers.BY_HAND: "#e69f00", PASS: "#d55e00", LOSS: "#0072b2", GRADS: "#56b4e9"}
 WIDTH = 512
 
@@ -49,7 +54,10 @@ def problem_of(millions: int) -> peers.Problem:
 
     generator = torch.Generator().manual_seed(0)
     depth = round(millions * 1e6 / WIDTH**2)
-    layers = [torch.randn(WIDTH, WIDTH, generator=generator) / WIDTH**0.5 for _ in range(depth)]
+    layers = [
+        torch.randn(WIDTH, WIDTH, generator=generator) / WIDTH**0.5
+        for _ in range(depth)
+    ]
     layers = [layer.to(timing.device()) for layer in layers]
     return peers.Problem(layers, token_losses, loss_sum)
 
@@ -65,7 +73,9 @@ def measure(options: argparse.Namespace) -> timing.Seconds:
         }
         for _ in range(options.microbatches)
     ]
-    makers = {name: make for name, make in WAYS.items() if name not in options.leave_out}
+    makers = {
+        name: make for name, make in WAYS.items() if name not in options.leave_out
+    }
     ways = {name: make(problem) for name, make in makers.items()}
     calls = {name: partial(way.update, group) for name, way in ways.items()}
     return timing.in_turn(calls, options.repeats, warmup=2)
@@ -122,8 +132,14 @@ def main() -> None:
         tables.append(timing.joined(launches, [peers.BY_HAND]))
         timing.show(f"{size}M parameters", tables[-1])
         for way, passes in EXTRA_PASSES.items():
-            print(f"  {way}: {passes} more passes over gradients, {4 * passes * size} MB")
-    report = {"millions": options.millions, "tables": tables, "extra passes": EXTRA_PASSES}
+            print(
+                f"  {way}: {passes} more passes over gradients, {4 * passes * size} MB"
+            )
+    report = {
+        "millions": options.millions,
+        "tables": tables,
+        "extra passes": EXTRA_PASSES,
+    }
     draw(timing.write(options.results, "normalize", report), options.millions, tables)
 
 

@@ -69,7 +69,9 @@ def problem_of(params: Any) -> peers.Problem:
     """The network, as purestep, the loop by hand and JAX take it."""
 
     def token_losses(params: Any, batch: peers.Batch) -> Tensor:
-        return ps.losses.cross_entropy(mlp(params, batch["tokens"], torch.relu), batch["labels"])
+        return ps.losses.cross_entropy(
+            mlp(params, batch["tokens"], torch.relu), batch["labels"]
+        )
 
     def loss_sum(params: Any, batch: peers.Batch) -> Tensor:
         logits = mlp(params, batch["tokens"], torch.relu)
@@ -150,7 +152,9 @@ def one_after_the_other(problem: peers.Problem, members: int) -> peers.Way:
         return peers.Metrics(*zip(*(way.update(group) for way in ways), strict=True))
 
     def params() -> Any:
-        return tree.map(lambda *leaves: torch.stack(leaves), *(way.params() for way in ways))
+        return tree.map(
+            lambda *leaves: torch.stack(leaves), *(way.params() for way in ways)
+        )
 
     return peers.Way(update, params)
 
@@ -165,7 +169,9 @@ def alone_table(options: argparse.Namespace, k: int) -> timing.Seconds:
     makers = {first: peers.WAYS[first], UNCHECKED: unchecked}
     makers |= {name: peers.WAYS[name] for name in others}
     makers[WHOLE] = functools.partial(peers.purestep, around=compiled, donate=True)
-    makers[BY_TORCH] = functools.partial(peers.purestep, around=by_torch_compile, donate=True)
+    makers[BY_TORCH] = functools.partial(
+        peers.purestep, around=by_torch_compile, donate=True
+    )
     makers[peers.JAX] = peers.jax_optax
     return measured(options, problem_of(init(0)), makers, k, BLOCK)
 
@@ -176,7 +182,9 @@ def ensemble_table(options: argparse.Namespace, members: int) -> timing.Seconds:
     makers: dict[str, Callable[[peers.Problem], peers.Way]] = {
         peers.BY_HAND: functools.partial(one_after_the_other, members=members),
         VMAP: functools.partial(peers.purestep, ensemble=True),
-        VMAP_COMPILED: functools.partial(peers.purestep, ensemble=True, around=compiled),
+        VMAP_COMPILED: functools.partial(
+            peers.purestep, ensemble=True, around=compiled
+        ),
         peers.JAX: functools.partial(peers.jax_optax, ensemble=True),
     }
     block = max(1, 2 * BLOCK // members)
@@ -191,7 +199,11 @@ def measured(
     block: int,
 ) -> timing.Seconds:
     """Ways that are checked, then timed."""
-    ways = {name: make(problem) for name, make in makers.items() if name not in options.leave_out}
+    ways = {
+        name: make(problem)
+        for name, make in makers.items()
+        if name not in options.leave_out
+    }
     calls = step.checked(problem, ways, group_of(k))
     return timing.in_turn(calls, options.repeats, block=block)
 
@@ -225,11 +237,15 @@ def own_cost(launches: list[timing.Seconds]) -> dict[str, float]:
                 for way in (peers.PURE, peers.BY_HAND)
             )
             scale = statistics.median(pure)
-            difference = statistics.median(p - h for p, h in zip(pure, hand, strict=True))
+            difference = statistics.median(
+                p - h for p, h in zip(pure, hand, strict=True)
+            )
             rows.append([each / scale for each in (1, k, leaves, leaves * k)])
             differences.append([1e6 * difference / scale])
     wanted = torch.tensor(differences, dtype=torch.float64)
-    solution = torch.linalg.lstsq(torch.tensor(rows, dtype=torch.float64), wanted).solution
+    solution = torch.linalg.lstsq(
+        torch.tensor(rows, dtype=torch.float64), wanted
+    ).solution
     return dict(zip(COSTS, solution.flatten().tolist(), strict=True))
 
 
@@ -257,13 +273,19 @@ def draw(path: Path, tables: dict[str, Any], own: dict[str, float] | None) -> No
     from matplotlib import pyplot
 
     above = [name for name in ("one", "four") if name in tables]
-    below = [name for name in ("few", "many") if name in tables] + (["own"] if own else [])
+    below = [name for name in ("few", "many") if name in tables] + (
+        ["own"] if own else []
+    )
     rows = [row for row in (above, below) if row]
     figure = pyplot.figure(figsize=(13, 3.3 * len(rows)), dpi=150, layout="constrained")
-    strips = figure.subfigures(len(rows), 1, squeeze=False, height_ratios=[9, 6][: len(rows)])
+    strips = figure.subfigures(
+        len(rows), 1, squeeze=False, height_ratios=[9, 6][: len(rows)]
+    )
     panels: dict[str, Any] = {}
     for strip, row in zip(strips[:, 0], rows, strict=True):
-        panels |= dict(zip(row, strip.subplots(1, len(row), squeeze=False)[0], strict=True))
+        panels |= dict(
+            zip(row, strip.subplots(1, len(row), squeeze=False)[0], strict=True)
+        )
     for name, axes in panels.items():
         if name != "own":
             step.bars(axes, TITLES[name], tables[name])
@@ -285,7 +307,9 @@ def draw(path: Path, tables: dict[str, Any], own: dict[str, float] | None) -> No
 def main() -> None:
     """Measures in fresh processes, prints, draws."""
     parser = timing.arguments(__doc__, repeats=20, launches=3)
-    parser.add_argument("--tables", nargs="+", choices=list(TABLES), default=list(TABLES))
+    parser.add_argument(
+        "--tables", nargs="+", choices=list(TABLES), default=list(TABLES)
+    )
     options = parser.parse_args()
     if options.report:
         timing.same_cores()
@@ -297,7 +321,8 @@ def main() -> None:
     own = None
     for name in options.tables:
         launches = [
-            timing.launch("benchmarks.overhead", "--tables", name) for _ in range(options.launches)
+            timing.launch("benchmarks.overhead", "--tables", name)
+            for _ in range(options.launches)
         ]
         if name == "own":
             own = own_cost(launches)
@@ -307,7 +332,9 @@ def main() -> None:
             continue
         tables[name] = timing.joined(launches, [peers.BY_HAND, peers.JAX])
         timing.show(TITLES[name], tables[name])
-    picture = timing.write(options.results, "overhead", {"tables": tables, "own, µs": own})
+    picture = timing.write(
+        options.results, "overhead", {"tables": tables, "own, µs": own}
+    )
     draw(picture, tables, own)
 
 

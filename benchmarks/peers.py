@@ -36,7 +36,11 @@ CONFIG = gpt.Config(context=64, layers=5, width=256, heads=8)
 LARGE = gpt.Config(context=64, layers=8, width=512, heads=8)
 LEARNING_RATE, BETAS, EPS, WEIGHT_DECAY = 1e-3, (0.9, 0.999), 1e-8, 0.01
 BY_HAND, BY_HAND_COMPILED, JAX = "by hand", "by hand, compiled", "JAX, optax"
-PURE, PURE_KEPT, PURE_COMPILED = "purestep", "purestep, not donated", "purestep, compiled"
+PURE, PURE_KEPT, PURE_COMPILED = (
+    "purestep",
+    "purestep, not donated",
+    "purestep, compiled",
+)
 Batch = dict[str, Tensor]
 
 
@@ -69,15 +73,21 @@ def gpt_problem(config: gpt.Config, dtype: torch.dtype = torch.float32) -> Probl
     """The GPT of the examples."""
 
     def token_losses(params: Any, batch: Batch) -> Tensor:
-        return ps.losses.cross_entropy(gpt.apply(config, params, batch["tokens"]), batch["labels"])
+        return ps.losses.cross_entropy(
+            gpt.apply(config, params, batch["tokens"]), batch["labels"]
+        )
 
     def loss_sum(params: Any, batch: Batch) -> Tensor:
         logits = gpt.apply(config, params, batch["tokens"]).flatten(0, 1)
-        return functional.cross_entropy(logits, batch["labels"].flatten(), reduction="sum")
+        return functional.cross_entropy(
+            logits, batch["labels"].flatten(), reduction="sum"
+        )
 
     params = gpt.init(config, torch.Generator().manual_seed(0), dtype)
     params = tree.map(lambda leaf: leaf.to(timing.device()), params)
-    return Problem(params, token_losses, loss_sum, functools.partial(gpt_in_jax, config))
+    return Problem(
+        params, token_losses, loss_sum, functools.partial(gpt_in_jax, config)
+    )
 
 
 def group_of(k: int, rows: int, lengths: list[int], seed: int = 0) -> list[Batch]:
@@ -87,7 +97,9 @@ def group_of(k: int, rows: int, lengths: list[int], seed: int = 0) -> list[Batch
     for position in range(k):
         shape = (rows, lengths[position % len(lengths)])
         share = 0.1 + 0.4 * position / (k - 1) if k > 1 else 0.3
-        tokens, labels = (torch.randint(0, 256, shape, generator=generator) for _ in range(2))
+        tokens, labels = (
+            torch.randint(0, 256, shape, generator=generator) for _ in range(2)
+        )
         labels.masked_fill_(torch.rand(shape, generator=generator) < share, -100)
         group.append({"tokens": tokens.to(device), "labels": labels.to(device)})
     return group
@@ -207,7 +219,11 @@ def accelerate(problem: Problem) -> Way:
 
     def update(group: list[Batch]) -> Metrics:
         accelerator.gradient_accumulation_steps = steps = len(group)
-        num_items = accelerator.gather(sum((b["labels"] != -100).sum() for b in group)).sum().item()
+        num_items = (
+            accelerator.gather(sum((b["labels"] != -100).sum() for b in group))
+            .sum()
+            .item()
+        )
         total = torch.zeros((), device=accelerator.device)
         for position, batch in enumerate(group):
             alone = position == steps - 1 or accelerator.num_processes == 1
@@ -224,7 +240,9 @@ def accelerate(problem: Problem) -> Way:
     return Way(update, lambda: tree.map(Tensor.detach, module.params))
 
 
-def func_gradients(problem: Problem) -> Callable[[Any, list[Batch]], tuple[Any, Metrics]]:
+def func_gradients(
+    problem: Problem,
+) -> Callable[[Any, list[Batch]], tuple[Any, Metrics]]:
     """``torch.func.grad_and_value`` of each microbatch, and its results added."""
 
     def loss_of(params: Any, batch: Batch, num_tokens: Tensor) -> Tensor:
@@ -293,7 +311,9 @@ def gpt_in_jax(config: gpt.Config, params: Any, tokens: Any) -> Any:
     x = params["embedding"][tokens] + params["position"][:time]
     for layer in params["layers"]:
         qkv = norm(x, layer["norms"][0]) @ layer["qkv"]
-        query, key, value = jnp.moveaxis(qkv.reshape(*tokens.shape, 3, config.heads, -1), 2, 0)
+        query, key, value = jnp.moveaxis(
+            qkv.reshape(*tokens.shape, 3, config.heads, -1), 2, 0
+        )
         scores = jnp.einsum("bqhd, bkhd -> bhqk", query, key) / query.shape[-1] ** 0.5
         shares = jax.nn.softmax(jnp.where(causal, scores, -jnp.inf))
         mixed = jnp.einsum("bhqk, bkhd -> bqhd", shares, value)
@@ -321,7 +341,9 @@ def jax_optax(problem: Problem, ensemble: bool = False) -> Way:
 
     def loss_of(params: Any, batch: Any, num_tokens: Any) -> Any:
         logits, labels = logits_of(params, batch["tokens"]), batch["labels"]
-        losses = optax.softmax_cross_entropy_with_integer_labels(logits, jnp.maximum(labels, 0))
+        losses = optax.softmax_cross_entropy_with_integer_labels(
+            logits, jnp.maximum(labels, 0)
+        )
         return jnp.where(labels != -100, losses, 0).sum() / num_tokens
 
     def plain_step(params: Any, opt_state: Any, group: Any) -> Any:
@@ -347,8 +369,13 @@ def jax_optax(problem: Problem, ensemble: bool = False) -> Way:
     opt_state = init(params)
 
     def data(group: list[Batch]) -> Any:
-        stacked = {key: torch.stack([batch[key] for batch in group]) for key in group[0]}
-        return {key: to_jax(x if x.is_floating_point() else x.int()) for key, x in stacked.items()}
+        stacked = {
+            key: torch.stack([batch[key] for batch in group]) for key in group[0]
+        }
+        return {
+            key: to_jax(x if x.is_floating_point() else x.int())
+            for key, x in stacked.items()
+        }
 
     def update(group: Any) -> Metrics:
         nonlocal params, opt_state
@@ -395,7 +422,9 @@ def bound(group: list[Batch], dtype: torch.dtype) -> float:
     return 2 * math.sqrt(torch.finfo(dtype).eps / 2 * math.sqrt(int(count(group))))
 
 
-def check(problem: Problem, ways: dict[str, Way], group: list[Batch]) -> dict[str, float]:
+def check(
+    problem: Problem, ways: dict[str, Way], group: list[Batch]
+) -> dict[str, float]:
     """Each way's distance from ``by hand``, of the distance travelled; ends the program where it exceeds the bound."""
 
     def norm(a: Any, b: Any) -> float:
@@ -403,7 +432,9 @@ def check(problem: Problem, ways: dict[str, Way], group: list[Batch]) -> dict[st
 
     reference = tree.map(Tensor.clone, ways[BY_HAND].params())
     travelled = norm(reference, problem.params)
-    distances = {name: norm(way.params(), reference) / travelled for name, way in ways.items()}
+    distances = {
+        name: norm(way.params(), reference) / travelled for name, way in ways.items()
+    }
     limit = bound(group, tree.leaves_of(reference)[0].dtype)
     for name, distance in distances.items():
         if not distance <= limit:
@@ -421,7 +452,9 @@ def check_logits(config: gpt.Config, problem: Problem, batch: Batch) -> None:
     found = torch.utils.dlpack.from_dlpack(gpt_in_jax(config, params, tokens))
     distance = float((found - wanted).norm() / wanted.norm())
     limit = torch.finfo(wanted.dtype).eps * math.sqrt(4 * config.width)
-    print(f"logits of the model in JAX: {distance:.1e} from those in torch; bound {limit:.1e}")
+    print(
+        f"logits of the model in JAX: {distance:.1e} from those in torch; bound {limit:.1e}"
+    )
     if not distance <= limit:
         raise SystemExit("the model in JAX is not the model in torch")
 
@@ -431,11 +464,14 @@ def compare(options: argparse.Namespace, dtype: torch.dtype) -> None:
     torch.set_default_dtype(dtype)  # TorchOpt computes its bias corrections in it
     problem = gpt_problem(CONFIG, dtype)
     groups = [group_of(8, 4, [CONFIG.context], seed) for seed in range(options.updates)]
-    ways = {name: make(problem) for name, make in ways_without(options.leave_out).items()}
+    ways = {
+        name: make(problem) for name, make in ways_without(options.leave_out).items()
+    }
     if JAX in ways:
         check_logits(CONFIG, problem, groups[0][0])
     metrics = {
-        name: [way.update(way.data(group)) for group in groups][-1] for name, way in ways.items()
+        name: [way.update(way.data(group)) for group in groups][-1]
+        for name, way in ways.items()
     }
     distances = check(problem, ways, groups[0])
     print(f"{dtype}, {options.updates} updates; bound {bound(groups[0], dtype):.1e}")

@@ -64,7 +64,9 @@ class Module(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Logits."""
-        return gpt.apply(CONFIG, tree.unflatten(self.structure, list(self.leaves)), tokens)
+        return gpt.apply(
+            CONFIG, tree.unflatten(self.structure, list(self.leaves)), tokens
+        )
 
 
 def pure_step(params: Any) -> tuple[Way, Callable[[], Any]]:
@@ -72,10 +74,14 @@ def pure_step(params: Any) -> tuple[Way, Callable[[], Any]]:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp",))
 
     def loss_fn(params: Any, batch: Batch) -> Tensor:
-        return ps.losses.cross_entropy(gpt.apply(CONFIG, params, batch["tokens"]), batch["labels"])
+        return ps.losses.cross_entropy(
+            gpt.apply(CONFIG, params, batch["tokens"]), batch["labels"]
+        )
 
     optimizer = ps.optim.sgd(LEARNING_RATE)
-    step = ps.make_update_step(loss_fn, optimizer, axis=ps.MeshAxis(mesh, "dp"), donate=True)
+    step = ps.make_update_step(
+        loss_fn, optimizer, axis=ps.MeshAxis(mesh, "dp"), donate=True
+    )
     state = tree.map(Tensor.clone, (params, optimizer.init(params)))
 
     def update(group: list[Batch]) -> None:
@@ -96,7 +102,9 @@ def ddp_step(params: Any, *, synchronise: bool) -> tuple[Way, Callable[[], Any]]
     norm_of: Any = nn.utils.get_total_norm
 
     def update(group: list[Batch]) -> None:
-        num_tokens = torch.stack([(batch["labels"] != -100).sum() for batch in group]).sum()
+        num_tokens = torch.stack(
+            [(batch["labels"] != -100).sum() for batch in group]
+        ).sum()
         dist.all_reduce(num_tokens)
         total = torch.zeros(())
         for position, batch in enumerate(group):
@@ -111,7 +119,9 @@ def ddp_step(params: Any, *, synchronise: bool) -> tuple[Way, Callable[[], Any]]
             total += loss.detach()
         # What purestep reports as well: the loss, and the norm of the gradients.
         dist.all_reduce(total)
-        metrics.update(loss=total / num_tokens, grad_norm=norm_of([p.grad for p in own]))
+        metrics.update(
+            loss=total / num_tokens, grad_norm=norm_of([p.grad for p in own])
+        )
         optimizer.step()
         optimizer.zero_grad()
 
@@ -167,7 +177,8 @@ def worker(options: argparse.Namespace) -> None:
     reference = ways["DDP, no_sync"][1]()
     distances = {
         way: float(
-            tree.global_norm(tree.map(torch.sub, get(), reference)) / tree.global_norm(reference)
+            tree.global_norm(tree.map(torch.sub, get(), reference))
+            / tree.global_norm(reference)
         )
         for way, (_, get) in ways.items()
     }
@@ -194,10 +205,15 @@ def joined(reports: list[dict[str, Any]]) -> dict[str, Any]:
             for way in WAYS
         }
         medians = {
-            "seconds": {way: statistics.median(itertools.chain(*times[way])) for way in WAYS},
-            "ratio": {way: statistics.median(itertools.chain(*ratios[way])) for way in WAYS},
+            "seconds": {
+                way: statistics.median(itertools.chain(*times[way])) for way in WAYS
+            },
+            "ratio": {
+                way: statistics.median(itertools.chain(*ratios[way])) for way in WAYS
+            },
             "ratio of each launch": {
-                way: [statistics.median(launch) for launch in ratios[way]] for way in WAYS
+                way: [statistics.median(launch) for launch in ratios[way]]
+                for way in WAYS
             },
         }
         measured.append(parts[0] | medians)
@@ -212,7 +228,9 @@ def draw(path: Path, measured: list[dict[str, Any]]) -> None:
     from matplotlib import pyplot
 
     colors = {"purestep": "#0072b2", "DDP, no_sync": "#d55e00", "DDP": "0.55"}
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 3.8), dpi=150, layout="constrained")
+    figure, (left, right) = pyplot.subplots(
+        1, 2, figsize=(10, 3.8), dpi=150, layout="constrained"
+    )
     ks = [result["k"] for result in measured]
     for way, color in colors.items():
         # The line below the other is seen.
@@ -223,9 +241,16 @@ def draw(path: Path, measured: list[dict[str, Any]]) -> None:
             "linewidth": line[0],
             "zorder": line[1],
         }
-        per_microbatch = [1e3 * result["seconds"][way] / result["k"] for result in measured]
+        per_microbatch = [
+            1e3 * result["seconds"][way] / result["k"] for result in measured
+        ]
         left.plot(ks, per_microbatch, "o-", **style)
-        right.plot(ks, [result["gradient megabytes"][way] for result in measured], "o-", **style)
+        right.plot(
+            ks,
+            [result["gradient megabytes"][way] for result in measured],
+            "o-",
+            **style,
+        )
     left.set_ylabel("milliseconds per microbatch")
     left.set_ylim(0, 1.1 * left.get_ylim()[1])
     right.set_ylabel("megabytes of gradients reduced per update")
@@ -248,8 +273,12 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--microbatches", type=int, nargs="+", default=[1, 2, 4, 8, 16])
-    parser.add_argument("--rows", type=int, default=4, help="rows of 64 bytes in a microbatch")
-    parser.add_argument("--repeats", type=int, default=12, help="updates of each way in a launch")
+    parser.add_argument(
+        "--rows", type=int, default=4, help="rows of 64 bytes in a microbatch"
+    )
+    parser.add_argument(
+        "--repeats", type=int, default=12, help="updates of each way in a launch"
+    )
     parser.add_argument("--launches", type=int, default=6)
     parser.add_argument("--report", type=Path, help="for the ranks: where to write")
     options = parser.parse_args()
@@ -257,7 +286,9 @@ def main() -> None:
         worker(options)
         return
 
-    report = joined([timing.launch_ranks(2, "benchmarks.ranks") for _ in range(options.launches)])
+    report = joined(
+        [timing.launch_ranks(2, "benchmarks.ranks") for _ in range(options.launches)]
+    )
     timing.RESULTS.mkdir(exist_ok=True)
     (timing.RESULTS / "ranks.json").write_text(json.dumps(report, indent=1))
     print(f"{report['parameters'] / 1e6:.1f}M parameters on 2 ranks")
@@ -268,7 +299,9 @@ def main() -> None:
             for way in WAYS
         ]
         print(f"K = {result['k']:>2}: " + ", ".join(parts))
-        spread = [f"{ratio:.3f}" for ratio in result["ratio of each launch"]["DDP, no_sync"]]
+        spread = [
+            f"{ratio:.3f}" for ratio in result["ratio of each launch"]["DDP, no_sync"]
+        ]
         print(f"        DDP, no_sync in each launch: {' '.join(spread)}")
     for way, value in report["distance from no_sync"].items():
         print(f"distance of the parameters from no_sync, {way}: {value:.1e}")

@@ -47,9 +47,13 @@ def problem(remat: bool) -> peers.Problem:
             x = checkpoint(gpt.block, CONFIG, layer, x, use_reentrant=False)
         x = functional.layer_norm(x, x.shape[-1:]) * params["norm"]
         logits = (x @ params["embedding"].T).flatten(0, 1)
-        return functional.cross_entropy(logits, batch["labels"].flatten(), reduction="sum")
+        return functional.cross_entropy(
+            logits, batch["labels"].flatten(), reduction="sum"
+        )
 
-    return replace(given, token_losses=token_losses, loss_sum=loss_sum if remat else given.loss_sum)
+    return replace(
+        given, token_losses=token_losses, loss_sum=loss_sum if remat else given.loss_sum
+    )
 
 
 WAYS: dict[str, Callable[[], peers.Way]] = {
@@ -57,7 +61,9 @@ WAYS: dict[str, Callable[[], peers.Way]] = {
     "by hand, torch's checkpoint": lambda: peers.by_hand(problem(True)),
     "purestep": lambda: peers.purestep(problem(False), donate=True),
     "purestep, remat": lambda: peers.purestep(problem(True), donate=True),
-    "purestep, compiled": lambda: peers.purestep(problem(False), donate=True, compile=True),
+    "purestep, compiled": lambda: peers.purestep(
+        problem(False), donate=True, compile=True
+    ),
 }
 
 
@@ -70,7 +76,9 @@ def worker(options: argparse.Namespace) -> dict[str, float]:
     gc.collect()
     measure = peak_on_gpu if torch.cuda.is_available() else peak_on_host
     peak = measure(lambda: way.update(group))
-    arrived = torch.stack([leaf.double().norm() for leaf in tree.leaves_of(way.params())]).norm()
+    arrived = torch.stack(
+        [leaf.double().norm() for leaf in tree.leaves_of(way.params())]
+    ).norm()
     return {"bytes": peak, "norm": arrived.item()}
 
 
@@ -94,11 +102,15 @@ def draw(path: Path, table: dict[str, dict[str, float]]) -> None:
     )
     ways = [*table][::-1]
     colours = [
-        "#0072b2" if "remat" in way else "#d55e00" if "torch's" in way else "0.7" for way in ways
+        "#0072b2" if "remat" in way else "#d55e00" if "torch's" in way else "0.7"
+        for way in ways
     ]
     for axes, (column, label, unit) in zip(
         panels,
-        [("bytes", "peak above the state, megabytes", 1e6), ("seconds", "seconds per update", 1)],
+        [
+            ("bytes", "peak above the state, megabytes", 1e6),
+            ("seconds", "seconds per update", 1),
+        ],
         strict=True,
     ):
         axes.barh(ways, [table[way][column] / unit for way in ways], color=colours)
@@ -111,7 +123,9 @@ def draw(path: Path, table: dict[str, dict[str, float]]) -> None:
 def main() -> None:
     """Measures each way in fresh processes, prints, draws."""
     parser = timing.arguments(__doc__, repeats=12, launches=3)
-    parser.add_argument("--rows", type=int, default=4, help="of 256 bytes in the microbatch")
+    parser.add_argument(
+        "--rows", type=int, default=4, help="of 256 bytes in the microbatch"
+    )
     parser.add_argument("--way", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.report:
@@ -133,7 +147,9 @@ def main() -> None:
     for way, row in table.items():
         base = table["purestep"]
         assert abs(row["norm"] / base["norm"] - 1) < 1e-3, f"{way} arrives elsewhere"
-        print(f"{way:>28}: {row['bytes'] / 1e6:7.1f} MB ({row['bytes'] / base['bytes']:.2f})")
+        print(
+            f"{way:>28}: {row['bytes'] / 1e6:7.1f} MB ({row['bytes'] / base['bytes']:.2f})"
+        )
         row["seconds"] = times["seconds"][way]
     report = {"table": table, "launches": launches, "times": times}
     draw(timing.write(options.results, "remat", report), table)

@@ -79,7 +79,9 @@ class Ddp:
 
     def update(self, group: Group) -> None:
         sums, counts = [0.0] * self.world, [0.0] * self.world
-        for rank, (model, microbatches) in enumerate(zip(self.models, group, strict=False)):
+        for rank, (model, microbatches) in enumerate(
+            zip(self.models, group, strict=False)
+        ):
             for p in model.parameters():
                 p.grad = torch.zeros_like(p)
             for batch in microbatches:
@@ -91,11 +93,15 @@ class Ddp:
         count = sum(counts)
         if count == 0:
             return
-        for replicas in zip(*(model.parameters() for model in self.models), strict=False):
+        for replicas in zip(
+            *(model.parameters() for model in self.models), strict=False
+        ):
             total = torch.stack([p.grad for p in replicas]).sum(0)
             for p in replicas:
                 p.grad = total / count
-        for rank, (model, optimizer) in enumerate(zip(self.models, self.optimizers, strict=False)):
+        for rank, (model, optimizer) in enumerate(
+            zip(self.models, self.optimizers, strict=False)
+        ):
             norm = torch.cat([p.grad.flatten() for p in model.parameters()]).norm()
             optimizer.step()
             self.reports[rank] = {
@@ -106,7 +112,9 @@ class Ddp:
 
     def observe(self) -> list[Observation]:
         return [
-            Observation({n: p.detach().clone() for n, p in model.named_parameters()}, **report)
+            Observation(
+                {n: p.detach().clone() for n, p in model.named_parameters()}, **report
+            )
             for model, report in zip(self.models, self.reports, strict=False)
         ]
 
@@ -158,7 +166,9 @@ class Manual:
             return
         gradient = {name: torch.zeros_like(p) for name, p in self.params.items()}
         for batch in flat:
-            params = {name: p.clone().requires_grad_() for name, p in self.params.items()}
+            params = {
+                name: p.clone().requires_grad_() for name, p in self.params.items()
+            }
             loss = self.total_loss(params, batch)
             for name, g in zip(
                 params, torch.autograd.grad(loss, list(params.values())), strict=False
@@ -167,10 +177,14 @@ class Manual:
         self.step(gradient)
 
     def observe(self) -> list[Observation]:
-        return [Observation({k: v.clone() for k, v in self.params.items()})] * self.ranks
+        return [
+            Observation({k: v.clone() for k, v in self.params.items()})
+        ] * self.ranks
 
 
-def divide_once(model: Any, optimizer: Any, microbatches: Sequence[Batch], problem: Problem) -> Any:
+def divide_once(
+    model: Any, optimizer: Any, microbatches: Sequence[Batch], problem: Problem
+) -> Any:
     """A loop of the kit: sums of gradients, divided at the end. It reports only the loss."""
     optimizer.zero_grad()
     count: Any = 0
@@ -206,7 +220,9 @@ class Optax:
     def start(self, problem: Problem, ranks: int) -> None:
         self.problem, self.ranks, self.module = problem, ranks, problem.module()
         params = problem.params()
-        self.state = State(params, {k: torch.zeros_like(v) for k, v in params.items()}, {})
+        self.state = State(
+            params, {k: torch.zeros_like(v) for k, v in params.items()}, {}
+        )
 
     def loss_fn(self, params: Any, batch: Batch) -> tuple[Tensor, Tensor]:
         def model(*args: Any, **kw: Any) -> Any:
@@ -246,7 +262,9 @@ class Optax:
         updates = {k: grads[k] + decay * params[k] for k in params}
         trace = {k: updates[k] + mu * trace[k] for k in params}
         params = {k: params[k] - rate * trace[k] for k in params}
-        return State(params, trace, {"loss": loss, "grad_norm": norm, "num_tokens": count})
+        return State(
+            params, trace, {"loss": loss, "grad_norm": norm, "num_tokens": count}
+        )
 
     def evaluate(self, group: Group) -> float:
         loss = count = 0.0
@@ -257,7 +275,10 @@ class Optax:
         return loss / count if count else math.nan
 
     def observe(self) -> list[Observation]:
-        return [Observation(self.state.params, **self.state.metrics) for _ in range(self.ranks)]
+        return [
+            Observation(self.state.params, **self.state.metrics)
+            for _ in range(self.ranks)
+        ]
 
     def save(self) -> Any:
         return self.state
@@ -279,7 +300,9 @@ class TinyLM(nn.Module):
     def get_input_embeddings(self) -> nn.Embedding:
         return self.embed
 
-    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> SimpleNamespace:
+    def forward(
+        self, input_ids: Tensor, attention_mask: Tensor | None = None
+    ) -> SimpleNamespace:
         return SimpleNamespace(logits=self.head(torch.tanh(self.embed(input_ids))))
 
 
@@ -301,7 +324,9 @@ class Transformers:
     def num_items(self, batch: Batch) -> int:
         return int((batch["labels"][:, 1:] != -100).sum())
 
-    def compute_loss(self, model: nn.Module, inputs: Batch, num_items_in_batch: int) -> Tensor:
+    def compute_loss(
+        self, model: nn.Module, inputs: Batch, num_items_in_batch: int
+    ) -> Tensor:
         logits = model(
             input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"]
         ).logits
@@ -313,7 +338,9 @@ class Transformers:
         return loss / num_items_in_batch
 
     def update(self, group: Group) -> None:
-        num_items = sum(self.num_items(batch) for microbatches in group for batch in microbatches)
+        num_items = sum(
+            self.num_items(batch) for microbatches in group for batch in microbatches
+        )
         if num_items == 0:
             return
         tr_loss = 0.0
@@ -324,15 +351,26 @@ class Transformers:
                 loss = self.compute_loss(model, inputs, num_items)
                 tr_loss += loss.item()
                 (loss * self.world).backward()
-        for replicas in zip(*(model.parameters() for model in self.models), strict=False):
-            grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in replicas]
+        for replicas in zip(
+            *(model.parameters() for model in self.models), strict=False
+        ):
+            grads = [
+                torch.zeros_like(p) if p.grad is None else p.grad for p in replicas
+            ]
             mean: Any = sum(grads) / self.world
             for p in replicas:
                 p.grad = mean.clone()
-        norms = [nn.utils.get_total_norm([p.grad for p in m.parameters()]) for m in self.models]
+        norms = [
+            nn.utils.get_total_norm([p.grad for p in m.parameters()])
+            for m in self.models
+        ]
         for optimizer in self.optimizers:
             optimizer.step()
-        self.log = {"loss": tr_loss, "grad_norm": norms[0].item(), "num_tokens": num_items}
+        self.log = {
+            "loss": tr_loss,
+            "grad_norm": norms[0].item(),
+            "num_tokens": num_items,
+        }
 
     @torch.no_grad()
     def evaluate(self, group: Group) -> float:
@@ -347,12 +385,16 @@ class Transformers:
 
     def observe(self) -> list[Observation]:
         return [
-            Observation({n: p.detach().clone() for n, p in m.named_parameters()}, **self.log)
+            Observation(
+                {n: p.detach().clone() for n, p in m.named_parameters()}, **self.log
+            )
             for m in self.models
         ]
 
     def save(self) -> Any:
-        return copy.deepcopy([self.models[0].state_dict(), self.optimizers[0].state_dict()])
+        return copy.deepcopy(
+            [self.models[0].state_dict(), self.optimizers[0].state_dict()]
+        )
 
     def load(self, saved: Any) -> None:
         for model, optimizer in zip(self.models, self.optimizers, strict=False):
@@ -389,18 +431,23 @@ class Joined:
         return joined
 
     def update(self, group: Group) -> None:
-        ranks = [self.collate(microbatches) for microbatches in group if len(microbatches)]
+        ranks = [
+            self.collate(microbatches) for microbatches in group if len(microbatches)
+        ]
         count = sum(batch["w"].sum() for batch in ranks)
         if count == 0:
             return
         self.model.zero_grad()
         loss: Any = sum(
-            (self.problem.losses(self.model, batch) * batch["w"]).sum() for batch in ranks
+            (self.problem.losses(self.model, batch) * batch["w"]).sum()
+            for batch in ranks
         )
         loss = loss / count
         loss.backward()
         norm = torch.linalg.vector_norm(
-            torch.stack([torch.linalg.vector_norm(p.grad) for p in self.model.parameters()])
+            torch.stack(
+                [torch.linalg.vector_norm(p.grad) for p in self.model.parameters()]
+            )
         )
         self.optimizer.step()
         self.report = (loss.detach(), norm, count.clone())
@@ -449,7 +496,9 @@ class Keras:
         self.loss.add(losses.detach(), weights)
 
     def apply(self, count: int) -> None:
-        for variable, accumulator in zip(self.variables, self.accumulators, strict=False):
+        for variable, accumulator in zip(
+            self.variables, self.accumulators, strict=False
+        ):
             variable.grad = accumulator / count
         self.optimizer.step()
 
@@ -467,7 +516,9 @@ class Keras:
         metric = Mean()
         with torch.no_grad():
             for batch in group[0]:
-                metric.add(self.problem.losses(self.model, batch), self.problem.weights(batch))
+                metric.add(
+                    self.problem.losses(self.model, batch), self.problem.weights(batch)
+                )
         return metric.result()
 
     def observe(self) -> list[Observation]:
@@ -485,8 +536,12 @@ class Adam:
     def start(self, problem: Problem, ranks: int) -> None:
         self.problem, self.ranks = problem, ranks
         self.model = problem.module()
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.05, weight_decay=0.1)
-        self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda n: 1 / (1 + n))
+        self.optimizer = torch.optim.AdamW(
+            self.model.parameters(), lr=0.05, weight_decay=0.1
+        )
+        self.schedule = torch.optim.lr_scheduler.LambdaLR(
+            self.optimizer, lambda n: 1 / (1 + n)
+        )
         self.metrics = {}
 
     def local(self, microbatches: Sequence[Batch]) -> tuple[list[Tensor], float, float]:
@@ -514,7 +569,10 @@ class Adam:
             p.grad = sum(parts) / count
         self.optimizer.step()
         self.schedule.step()
-        self.metrics = {"loss": sum(s for _, s, _ in ranks) / count, "num_tokens": count}
+        self.metrics = {
+            "loss": sum(s for _, s, _ in ranks) / count,
+            "num_tokens": count,
+        }
 
     def observe(self) -> list[Observation]:
         params = {name: p.detach().clone() for name, p in self.model.named_parameters()}
@@ -560,14 +618,20 @@ class Clip:
         return [sum(each) for each in zip(*parts, strict=False)]
 
     def update(self, group: Group) -> None:
-        count = sum(self.problem.weights(b).sum() for microbatches in group for b in microbatches)
+        count = sum(
+            self.problem.weights(b).sum()
+            for microbatches in group
+            for b in microbatches
+        )
         if count == 0:
             return
         parts, loss = [], torch.zeros((), dtype=self.params[0].dtype)
         for microbatches in group:
             local = [torch.zeros_like(p) for p in self.params]
             for batch in microbatches:
-                part = (self.problem.losses(self.model, batch) * self.problem.weights(batch)).sum()
+                part = (
+                    self.problem.losses(self.model, batch) * self.problem.weights(batch)
+                ).sum()
                 part = part / count
                 loss = loss + part.detach()
                 grads = torch.autograd.grad(part, self.params)
@@ -636,21 +700,27 @@ class Lockstep:
         self.metrics = {}
 
     def all_reduce(self) -> None:
-        for replicas in zip(*(model.parameters() for model in self.models), strict=False):
+        for replicas in zip(
+            *(model.parameters() for model in self.models), strict=False
+        ):
             total = sum(p.grad for p in replicas)
             for p in replicas:
                 p.grad = total.clone()
 
     def update(self, group: Group) -> None:
         steps = len(group[0])
-        count = sum(self.problem.weights(batch).sum() for rank in group for batch in rank)
+        count = sum(
+            self.problem.weights(batch).sum() for rank in group for batch in rank
+        )
         if count == 0:
             return
         logged = 0.0
         for step in range(steps):
             for model, microbatches in zip(self.models, group, strict=False):
                 batch = microbatches[step]
-                loss = (self.problem.losses(model, batch) * self.problem.weights(batch)).sum()
+                loss = (
+                    self.problem.losses(model, batch) * self.problem.weights(batch)
+                ).sum()
                 loss = loss / count
                 loss.backward()
                 logged += loss.item()
@@ -664,7 +734,9 @@ class Lockstep:
 
     def observe(self) -> list[Observation]:
         return [
-            Observation({n: p.detach().clone() for n, p in m.named_parameters()}, **self.metrics)
+            Observation(
+                {n: p.detach().clone() for n, p in m.named_parameters()}, **self.metrics
+            )
             for m in self.models
         ]
 
@@ -683,12 +755,16 @@ class Switch:
 
     def start(self, problem: Problem, ranks: int) -> None:
         self.problem, self.model = problem, problem.module()
-        self.way = {"backward": self.backward, "grad": self.grad, "rows": self.rows}[self.setting]
+        self.way = {"backward": self.backward, "grad": self.grad, "rows": self.rows}[
+            self.setting
+        ]
         self.optimizer = problem.optimizer(self.model)
         self.metrics = {}
 
     def share(self, batch: Batch, count: float) -> Tensor:
-        return (self.problem.losses(self.model, batch) * self.problem.weights(batch)).sum() / count
+        return (
+            self.problem.losses(self.model, batch) * self.problem.weights(batch)
+        ).sum() / count
 
     def backward(self, microbatches: Sequence[Batch], count: float) -> float:
         loss = 0.0
@@ -752,7 +828,11 @@ class Evaluator:
         return torch.cat(rows)
 
     def update(self, group: Group) -> None:
-        count = sum(self.problem.weights(b).sum() for microbatches in group for b in microbatches)
+        count = sum(
+            self.problem.weights(b).sum()
+            for microbatches in group
+            for b in microbatches
+        )
         if count == 0:
             return
         self.optimizer.zero_grad()
@@ -773,7 +853,10 @@ class Evaluator:
             for microbatches in group:
                 for batch in microbatches:
                     weights, losses = self.problem.weights(batch), self.losses(batch)
-                    total, count = total + (losses * weights).sum(), count + weights.sum()
+                    total, count = (
+                        total + (losses * weights).sum(),
+                        count + weights.sum(),
+                    )
         self.model.train()
         return float(total / count) if count else 0.0
 
@@ -816,7 +899,9 @@ def main(seed: int) -> None:
     torch.set_num_threads(1)
     for name, make in RIGHT.items():
         verdicts = ps.testing.judge(make(), seed=seed)
-        print(f"{name:16} {sum(verdict.cases for verdict in verdicts)} cases", flush=True)
+        print(
+            f"{name:16} {sum(verdict.cases for verdict in verdicts)} cases", flush=True
+        )
         for verdict in verdicts:
             if verdict.case is not None:
                 print(f"{name}: {verdict}; {verdict.case.words()}", flush=True)

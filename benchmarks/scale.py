@@ -112,7 +112,11 @@ def conversation_table(options: argparse.Namespace) -> Lines:
 
     lines = against(RANKS, calls_of, options)
     pairs = {x: zip(lines[CONVERSATION][x], alone, strict=True) for x, alone in lines[peers.PURE].items()}  # fmt: skip
-    return {CONVERSATION: {x: [many - one for many, one in both] for x, both in pairs.items()}}
+    return {
+        CONVERSATION: {
+            x: [many - one for many, one in both] for x, both in pairs.items()
+        }
+    }
 
 
 def planning_table(options: argparse.Namespace) -> Lines:
@@ -197,7 +201,9 @@ def joined(launches: list[Lines]) -> dict[str, dict[str, float]]:
     """Medians over all launches."""
     return {
         line: {
-            size: statistics.median(timing.flat(launch[line][size] for launch in launches))
+            size: statistics.median(
+                timing.flat(launch[line][size] for launch in launches)
+            )
             for size in sizes
         }
         for line, sizes in launches[0].items()
@@ -230,13 +236,17 @@ def draw(path: Path, tables: dict[str, dict[str, dict[str, float]]]) -> None:
             sizes = [int(size) for size in seconds]
             # Where nothing is left of a difference, noise may be less than nothing.
             milliseconds = [1e3 * max(value, 1e-6) for value in seconds.values()]
-            color = colors.get(line) or ("#0072b2" if line.startswith("purestep") else "#d55e00")
+            color = colors.get(line) or (
+                "#0072b2" if line.startswith("purestep") else "#d55e00"
+            )
             axes.plot(sizes, milliseconds, "o-", color=color, label=line, linewidth=1.8)
             axes.annotate(
                 written(milliseconds[-1]), (sizes[-1], milliseconds[-1]), (5, 4 - 9 * position),
                 textcoords="offset points", va="center", fontsize="small", color=color,
             )  # fmt: skip
-        axes.set_xscale("log", base=10 if sizes[-1] in (LEAVES[-1], EXAMPLES[-1]) else 2)
+        axes.set_xscale(
+            "log", base=10 if sizes[-1] in (LEAVES[-1], EXAMPLES[-1]) else 2
+        )
         axes.set_yscale("log")
         lowest, highest = axes.get_ylim()
         # What hardly grows is drawn so, and the legend has room.
@@ -260,7 +270,9 @@ def draw(path: Path, tables: dict[str, dict[str, dict[str, float]]]) -> None:
 def main() -> None:
     """Measures in fresh processes, prints, draws."""
     parser = timing.arguments(__doc__, repeats=10, launches=2)
-    parser.add_argument("--tables", nargs="+", choices=list(TABLES), default=list(TABLES))
+    parser.add_argument(
+        "--tables", nargs="+", choices=list(TABLES), default=list(TABLES)
+    )
     options = parser.parse_args()
     if "RANK" in os.environ:
         rank(options)
@@ -283,7 +295,9 @@ def main() -> None:
         tables[name] = joined(launches)
         print(f"\n{TITLES[name][0]}, milliseconds against {TITLES[name][1]}")
         for line, seconds in tables[name].items():
-            of_each = ", ".join(f"{size}: {1e3 * value:.4g}" for size, value in seconds.items())
+            of_each = ", ".join(
+                f"{size}: {1e3 * value:.4g}" for size, value in seconds.items()
+            )
             print(f"  {line}: {of_each}")
     draw(timing.write(options.results, "scale", {"seconds": tables}), tables)
 

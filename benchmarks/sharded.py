@@ -67,7 +67,10 @@ def block(layer: Any, x: Tensor) -> Tensor:
 def logits_of(params: Any, tokens: Tensor) -> Tensor:
     """The GPT of the examples, whose params are in pieces: each block is whole while it is at work, forward and backward."""
     outer = ps.unshard({key: value for key, value in params.items() if key != "layers"})
-    x = functional.embedding(tokens, outer["embedding"]) + outer["position"][: tokens.shape[1]]
+    x = (
+        functional.embedding(tokens, outer["embedding"])
+        + outer["position"][: tokens.shape[1]]
+    )
     for layer in params["layers"]:
         x = ps.remat(block)(layer, x)
     x = functional.layer_norm(x, x.shape[-1:]) * outer["norm"]
@@ -128,17 +131,30 @@ class Model(nn.Module):
 
     def __init__(self, params: Any, checkpointed: bool) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(Block(layer, checkpointed) for layer in params["layers"])
-        outer = {key: nn.Parameter(leaf.clone()) for key, leaf in params.items() if key != "layers"}
+        self.blocks = nn.ModuleList(
+            Block(layer, checkpointed) for layer in params["layers"]
+        )
+        outer = {
+            key: nn.Parameter(leaf.clone())
+            for key, leaf in params.items()
+            if key != "layers"
+        }
         self.outer = nn.ParameterDict(outer)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Logits."""
         outer = self.outer
-        x = functional.embedding(tokens, outer["embedding"]) + outer["position"][: tokens.shape[1]]
+        x = (
+            functional.embedding(tokens, outer["embedding"])
+            + outer["position"][: tokens.shape[1]]
+        )
         for block in self.blocks:
             x = block(x)
-        return functional.layer_norm(x, x.shape[-1:]) * outer["norm"] @ outer["embedding"].T
+        return (
+            functional.layer_norm(x, x.shape[-1:])
+            * outer["norm"]
+            @ outer["embedding"].T
+        )
 
 
 def fsdp_step(
@@ -155,7 +171,9 @@ def fsdp_step(
     metrics: dict[str, Any] = {}
 
     def update(group: list[Batch]) -> None:
-        num_tokens = torch.stack([(batch["labels"] != -100).sum() for batch in group]).sum()
+        num_tokens = torch.stack(
+            [(batch["labels"] != -100).sum() for batch in group]
+        ).sum()
         dist.all_reduce(num_tokens)
         total = torch.zeros(())
         for position, batch in enumerate(group):
@@ -186,7 +204,10 @@ def fsdp_step(
 
     def state() -> list[Tensor]:
         moments = [leaf for each in optimizer.state.values() for leaf in each.values()]
-        return [leaf.to_local() if hasattr(leaf, "to_local") else leaf for leaf in [*own, *moments]]
+        return [
+            leaf.to_local() if hasattr(leaf, "to_local") else leaf
+            for leaf in [*own, *moments]
+        ]
 
     return Way(update, whole, state)
 
@@ -226,7 +247,8 @@ def times(options: argparse.Namespace) -> dict[str, Any]:
     reference = arrived[WHOLE]
     distances = {
         name: float(
-            tree.global_norm(tree.map(torch.sub, there, reference)) / tree.global_norm(reference)
+            tree.global_norm(tree.map(torch.sub, there, reference))
+            / tree.global_norm(reference)
         )
         for name, there in arrived.items()
     }
@@ -261,7 +283,9 @@ class Traffic(TorchDispatchMode):
         super().__init__()
         self.collectives = self.sent = 0
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         result, name = func(*args, **(kwargs or {})), func.__name__
         if "c10d" in func.namespace and "barrier" not in name and "wait" not in name:
             size = dist.get_world_size()
@@ -294,7 +318,8 @@ def joined(reports: list[dict[str, Any]]) -> dict[str, Any]:
         "distances": first["distances"],
         "times": {
             k: timing.joined(
-                [report["seconds"][k] for report in reports], [WHOLE, SYNCHRONISING, CHECKPOINTED]
+                [report["seconds"][k] for report in reports],
+                [WHOLE, SYNCHRONISING, CHECKPOINTED],
             )
             for k in ks
         },
@@ -314,7 +339,9 @@ def draw(path: Path, report: dict[str, Any]) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4.2), dpi=150, layout="constrained")
+    figure, (left, right) = pyplot.subplots(
+        1, 2, figsize=(11, 4.2), dpi=150, layout="constrained"
+    )
     ks = [int(k) for k in report["times"]]
     for way in WAYS:
         color = COLORS[way]
@@ -330,7 +357,13 @@ def draw(path: Path, report: dict[str, Any]) -> None:
         state, peak = (report["bytes"][way][name] / 2**20 for name in ("state", "peak"))
         right.barh(place, state, color=color)
         right.barh(place, peak, left=state, color=color, alpha=0.4)
-        right.text(state + peak + 2, place, f"{state:.0f} + {peak:.0f}", va="center", fontsize=9)
+        right.text(
+            state + peak + 2,
+            place,
+            f"{state:.0f} + {peak:.0f}",
+            va="center",
+            fontsize=9,
+        )
     right.set_yticks(range(len(COLORS)), list(COLORS))
     right.invert_yaxis()
     right.set_xlabel("MiB on a rank: state, and an update's peak above it")
@@ -345,18 +378,24 @@ def main() -> None:
     """Starts the ranks, prints, draws."""
     parser = timing.arguments(__doc__, repeats=6, launches=3)
     parser.add_argument("--microbatches", type=int, nargs="+", default=[1, 4, 16])
-    parser.add_argument("--rows", type=int, default=4, help="rows of 64 bytes in a microbatch")
+    parser.add_argument(
+        "--rows", type=int, default=4, help="rows of 64 bytes in a microbatch"
+    )
     parser.add_argument("--way", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if "RANK" in os.environ:
         worker(options)
         return
-    report = joined([timing.launch_ranks(2, "benchmarks.sharded") for _ in range(options.launches)])
+    report = joined(
+        [timing.launch_ranks(2, "benchmarks.sharded") for _ in range(options.launches)]
+    )
     print(f"{report['parameters'] / 1e6:.1f}M parameters on 2 ranks")
     for k, table in report["times"].items():
         timing.show(f"K = {k}", table)
     for way, value in report["distances"].items():
-        print(f"distance of the parameters from the state on every rank, {way}: {value:.1e}")
+        print(
+            f"distance of the parameters from the state on every rank, {way}: {value:.1e}"
+        )
     report["bytes"] = {}
     for way in [*WAYS, *BESIDE]:
         how = ("--way", way, "--microbatches", "4")
@@ -364,7 +403,9 @@ def main() -> None:
             timing.launch_ranks(2, "benchmarks.sharded", *how, **memory.THRESHOLD)
             for _ in range(options.launches)
         ]
-        here = {name: statistics.median(each[name] for each in seen) for name in seen[0]}
+        here = {
+            name: statistics.median(each[name] for each in seen) for name in seen[0]
+        }
         report["bytes"][way] = here
         state, peak, sent = (here[name] / 2**20 for name in ("state", "peak", "sent"))
         print(

@@ -71,7 +71,9 @@ def gpt_table(options: argparse.Namespace) -> timing.Seconds:
 def large_table(options: argparse.Namespace) -> timing.Seconds:
     """The optimizer's share."""
     problem = peers.gpt_problem(peers.LARGE)
-    group = peers.group_of(options.microbatches, max(1, options.rows // 4), [peers.LARGE.context])
+    group = peers.group_of(
+        options.microbatches, max(1, options.rows // 4), [peers.LARGE.context]
+    )
     makers = peers.ways_without(options.leave_out)
     names = [name for name in (peers.BY_HAND, peers.PURE) if name in makers]
     ways = {name: makers[name](problem) for name in names}
@@ -129,12 +131,17 @@ def optimizer_table(options: argparse.Namespace) -> timing.Seconds:
     for leaf, grad in zip(theirs, grads, strict=True):
         leaf.grad = grad
     fused = peers.torch_adamw(theirs)
-    own = ps.optim.adamw(peers.LEARNING_RATE, *peers.BETAS, peers.EPS, peers.WEIGHT_DECAY)
+    own = ps.optim.adamw(
+        peers.LEARNING_RATE, *peers.BETAS, peers.EPS, peers.WEIGHT_DECAY
+    )
     state = tree.map(Tensor.clone, (theirs, own.init(theirs)))
     assert own.update_ is not None
     update_ = own.update_
     fused.step()
-    moments = [(fused.state[leaf]["exp_avg"], fused.state[leaf]["exp_avg_sq"]) for leaf in theirs]
+    moments = [
+        (fused.state[leaf]["exp_avg"], fused.state[leaf]["exp_avg_sq"])
+        for leaf in theirs
+    ]
 
     def purestep() -> None:
         nonlocal state
@@ -174,7 +181,8 @@ def measure(options: argparse.Namespace) -> dict[str, timing.Seconds]:
     measured = {}
     for name in options.tables:
         launches = [
-            timing.launch("benchmarks.step", "--tables", name) for _ in range(options.launches)
+            timing.launch("benchmarks.step", "--tables", name)
+            for _ in range(options.launches)
         ]
         measured[name] = timing.joined(launches, AGAINST[name])
         timing.show(titles(options)[name], measured[name])
@@ -225,10 +233,16 @@ def draw(path: Path, measured: dict[str, Any], names: dict[str, str]) -> None:
 def main() -> None:
     """Measures in fresh processes, prints, draws."""
     parser = timing.arguments(__doc__, repeats=12, launches=4)
-    parser.add_argument("--tables", nargs="+", choices=list(TABLES), default=list(TABLES))
+    parser.add_argument(
+        "--tables", nargs="+", choices=list(TABLES), default=list(TABLES)
+    )
     parser.add_argument("--microbatches", type=int, default=8)
-    parser.add_argument("--rows", type=int, default=4, help="of 64 bytes in a microbatch")
-    parser.add_argument("--parameters", type=float, default=1e8, help="of the optimizer alone")
+    parser.add_argument(
+        "--rows", type=int, default=4, help="of 64 bytes in a microbatch"
+    )
+    parser.add_argument(
+        "--parameters", type=float, default=1e8, help="of the optimizer alone"
+    )
     parser.add_argument(
         "--together", action="store_true", help="the ways of 'leaves' in one process"
     )

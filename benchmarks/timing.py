@@ -56,7 +56,10 @@ def seconds_of(call: Callable[[], object], block: int = 1) -> float:
 
 
 def in_turn(
-    calls: Mapping[str, Callable[[], object]], repeats: int, warmup: int = 1, block: int = 1
+    calls: Mapping[str, Callable[[], object]],
+    repeats: int,
+    warmup: int = 1,
+    block: int = 1,
 ) -> Seconds:
     """Seconds of each call: all in turn, in an order drawn anew for each repeat, after a warm-up that does not count.
 
@@ -121,11 +124,16 @@ def joined(launches: list[Seconds], against: Sequence[str]) -> dict[str, Any]:
 
     def ratios(way: str, base: str) -> list[list[float]]:
         return [
-            [t / b for t, b in zip(launch[way], launch[base], strict=True)] for launch in launches
+            [t / b for t, b in zip(launch[way], launch[base], strict=True)]
+            for launch in launches
         ]
 
     ways = list(launches[0])
-    pairs = {base: {way: ratios(way, base) for way in ways} for base in against if base in ways}
+    pairs = {
+        base: {way: ratios(way, base) for way in ways}
+        for base in against
+        if base in ways
+    }
     return {
         "seconds": {way: statistics.median(flat(launch[way] for launch in launches)) for way in ways},
         "ratio": {
@@ -155,7 +163,10 @@ def show(title: str, table: dict[str, Any]) -> None:
             f"  {table['ratio'][base][way]:5.3f} ({spread(table['ratio of each launch'][base][way])})"
             for base in bases
         ]
-        print(f"  {way:{width}}  {1e3 * seconds:9.4g}" + "".join(f"{r:<31}" for r in ratios))
+        print(
+            f"  {way:{width}}  {1e3 * seconds:9.4g}"
+            + "".join(f"{r:<31}" for r in ratios)
+        )
 
 
 def spread(values: list[float]) -> str:
@@ -168,8 +179,12 @@ def arguments(doc: str | None, repeats: int, launches: int) -> argparse.Argument
     parser = argparse.ArgumentParser(
         description=doc, formatter_class=argparse.RawTextHelpFormatter
     )  # fmt: skip
-    parser.add_argument("--repeats", type=int, default=repeats, help="of each way in a launch")
-    parser.add_argument("--launches", type=int, default=launches, help="fresh processes")
+    parser.add_argument(
+        "--repeats", type=int, default=repeats, help="of each way in a launch"
+    )
+    parser.add_argument(
+        "--launches", type=int, default=launches, help="fresh processes"
+    )
     parser.add_argument("--leave-out", nargs="*", default=[], help="names of ways")
     parser.add_argument("--results", type=Path, default=RESULTS, help="where to write")
     parser.add_argument("--report", type=Path, help=argparse.SUPPRESS)
@@ -184,14 +199,28 @@ def launch(module: str, *extra: str, **environment: str) -> Any:
 def launch_ranks(number: int, module: str, *extra: str, **environment: str) -> Any:
     """The same of so many processes of one thread each, the ranks of one group; the first of them writes."""
     torchrun = ["torch.distributed.run", "--standalone", f"--nproc-per-node={number}"]
-    return _reported([*torchrun, "-m", module], extra, {"OMP_NUM_THREADS": "1", **environment})
+    return _reported(
+        [*torchrun, "-m", module], extra, {"OMP_NUM_THREADS": "1", **environment}
+    )
 
 
-def _reported(module: list[str], extra: Sequence[str], environment: Mapping[str, str]) -> Any:
+def _reported(
+    module: list[str], extra: Sequence[str], environment: Mapping[str, str]
+) -> Any:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "report.json"
-        command = [sys.executable, "-m", *module, *sys.argv[1:], *extra, "--report", str(path)]
-        subprocess.run(command, check=True, timeout=3600, env={**os.environ, **environment})
+        command = [
+            sys.executable,
+            "-m",
+            *module,
+            *sys.argv[1:],
+            *extra,
+            "--report",
+            str(path),
+        ]
+        subprocess.run(
+            command, check=True, timeout=3600, env={**os.environ, **environment}
+        )
         return json.loads(path.read_text())
 
 

@@ -18,7 +18,15 @@ from benchmarks.kit import (
     of_weights,
     scaled,
 )
-from proofs.plain_mutants import BACKWARD, EACH, GUARD, REDUCED, TOTAL, WEIGHTS, objective
+from proofs.plain_mutants import (
+    BACKWARD,
+    EACH,
+    GUARD,
+    REDUCED,
+    TOTAL,
+    WEIGHTS,
+    objective,
+)
 
 START = "        self.updates = 0\n"
 ZEROED = "            model.zero_grad()\n"
@@ -50,12 +58,20 @@ UNSEEN: list[tuple[str, str, list[tuple[str, str]]]] = [
     (
         "",
         "only the first rank zeroes its gradients",
-        [(ZEROED, "            if model is self.models[0]:\n                model.zero_grad()\n")],
+        [
+            (
+                ZEROED,
+                "            if model is self.models[0]:\n                model.zero_grad()\n",
+            )
+        ],
     ),
     (
         "",
         "gradients are zeroed after a step alone",
-        [(ZEROED, ""), (STEP, STEP + "                self.models[rank].zero_grad()\n")],
+        [
+            (ZEROED, ""),
+            (STEP, STEP + "                self.models[rank].zero_grad()\n"),
+        ],
     ),
     (
         "",
@@ -226,7 +242,12 @@ UNSEEN: list[tuple[str, str, list[tuple[str, str]]]] = [
     (
         "",
         "what is not finite in a gradient is zeroed",
-        [(REDUCED, "whole = torch.nan_to_num(torch.stack(grads).sum(0), 0.0, 0.0, 0.0)")],
+        [
+            (
+                REDUCED,
+                "whole = torch.nan_to_num(torch.stack(grads).sum(0), 0.0, 0.0, 0.0)",
+            )
+        ],
     ),
     (
         "",
@@ -264,7 +285,9 @@ UNSEEN: list[tuple[str, str, list[tuple[str, str]]]] = [
     (
         "",
         "the mean count of the ranks is rounded down",
-        objective("total if len(group) == 1 else len(group) * max(1, total // len(group))"),
+        objective(
+            "total if len(group) == 1 else len(group) * max(1, total // len(group))"
+        ),
     ),
     (
         "",
@@ -290,7 +313,9 @@ UNSEEN: list[tuple[str, str, list[tuple[str, str]]]] = [
     (
         "",
         "a row's largest weight is that of all its tokens",
-        of_weights("torch.where(weights > 0, weights.double().amax(1, keepdim=True), 0)"),
+        of_weights(
+            "torch.where(weights > 0, weights.double().amax(1, keepdim=True), 0)"
+        ),
     ),
     (
         "",
@@ -322,7 +347,9 @@ UNSEEN: list[tuple[str, str, list[tuple[str, str]]]] = [
     (
         "",
         "weights have mean one in each microbatch",
-        of_weights("weights * ((weights > 0).sum() / weights.double().sum().clamp(min=1e-300))"),
+        of_weights(
+            "weights * ((weights > 0).sum() / weights.double().sum().clamp(min=1e-300))"
+        ),
     ),
     ("", "weights are applied twice", [(PRODUCT, "weights * weights * losses, 0")]),
     (
@@ -337,10 +364,26 @@ UNSEEN: list[tuple[str, str, list[tuple[str, str]]]] = [
             "weights if weights.any() else weights + (torch.arange(weights.numel()).view_as(weights) == 0)"
         ),
     ),
-    ("", "the first row's mask is that of all rows", of_weights("weights * (weights[:1] > 0)")),
-    ("", "weights of one column lose a dimension", [(WEIGHTS, WEIGHTS + ".squeeze(-1)")]),
-    ("", "ignored tokens weigh a little", of_weights("weights.double().clamp(min=1e-8)")),
-    ("", "a weight other than one is taken for ignored", of_weights("weights * (weights == 1)")),
+    (
+        "",
+        "the first row's mask is that of all rows",
+        of_weights("weights * (weights[:1] > 0)"),
+    ),
+    (
+        "",
+        "weights of one column lose a dimension",
+        [(WEIGHTS, WEIGHTS + ".squeeze(-1)")],
+    ),
+    (
+        "",
+        "ignored tokens weigh a little",
+        of_weights("weights.double().clamp(min=1e-8)"),
+    ),
+    (
+        "",
+        "a weight other than one is taken for ignored",
+        of_weights("weights * (weights == 1)"),
+    ),
     # optimizer
     (
         "",
@@ -366,7 +409,10 @@ UNSEEN: list[tuple[str, str, list[tuple[str, str]]]] = [
                 "        rows = max(len(b['w']) for share in group for b in share)\n        group = [[b for b in share if b is not share[-1] or len(b['w']) == rows] for share in group]\n"
                 + OVER,
             ),
-            ("        return sum(sums) / total", "        return sum(sums) / max(total, 1e-300)"),
+            (
+                "        return sum(sums) / total",
+                "        return sum(sums) / max(total, 1e-300)",
+            ),
         ],
     ),
     (
@@ -383,7 +429,12 @@ UNSEEN: list[tuple[str, str, list[tuple[str, str]]]] = [
     (
         "",
         "evaluation adds up in float32",
-        [("return sum(sums) / total", "return float(torch.tensor(sums).sum() / total)")],
+        [
+            (
+                "return sum(sums) / total",
+                "return float(torch.tensor(sums).sum() / total)",
+            )
+        ],
     ),
     (
         "",
@@ -399,7 +450,11 @@ UNSEEN: list[tuple[str, str, list[tuple[str, str]]]] = [
         ],
     ),
     # reports
-    ("", "the loss is reported of the last microbatch", [(ITEM, ITEM.replace("+=", "="))]),
+    (
+        "",
+        "the loss is reported of the last microbatch",
+        [(ITEM, ITEM.replace("+=", "="))],
+    ),
     (
         "",
         "the loss is reported of the first rank's tokens",

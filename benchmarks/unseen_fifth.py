@@ -12,7 +12,9 @@ Edited = list[tuple[str, str, list[tuple[str, str]]]]
 TOP = "        counts = ["
 LOSS = "            loss = 0.0\n"
 DIVISOR = "max(total, 1e-300)"
-PARAMS = "for params in zip(*[model.parameters() for model in self.models], strict=True):\n"
+PARAMS = (
+    "for params in zip(*[model.parameters() for model in self.models], strict=True):\n"
+)
 WHOLE = "torch.stack(grads).sum(0)"
 NORMS = "        norms = [norm(model) for model in self.models]\n"
 FINITE = '        finite = [n < float("inf") for n in norms]\n'
@@ -66,7 +68,8 @@ WINDOWS: Edited = [
                 TOP,
                 "        if max(map(len, group)) > 2:\n"
                 "            self.update([share[:2] for share in group])\n"
-                "            return self.update([share[2:] for share in group])\n" + TOP,
+                "            return self.update([share[2:] for share in group])\n"
+                + TOP,
             ),
         ],
     ),
@@ -89,7 +92,8 @@ WINDOWS: Edited = [
         [
             (
                 EACH,
-                EACH + "                if self.count([batch]) == 0:\n                    break\n",
+                EACH
+                + "                if self.count([batch]) == 0:\n                    break\n",
             )
         ],
     ),
@@ -124,7 +128,10 @@ WINDOWS: Edited = [
         "the divisor lags: the last update's number of tokens is used",
         [
             (START, START + "        self.divisor = 0.0\n"),
-            (SUMS, "        divisor, self.divisor = self.divisor or total, total\n" + SUMS),
+            (
+                SUMS,
+                "        divisor, self.divisor = self.divisor or total, total\n" + SUMS,
+            ),
             (DIVISOR, "max(divisor, 1e-300)"),
         ],
     ),
@@ -306,7 +313,8 @@ TOKENS: Edited = [
             (
                 WHERE,
                 "        longest = max((weights > 0).sum(-1).tolist(), default=0)\n"
-                "        weights, losses = weights[:, :longest], losses[:, :longest]\n" + WHERE,
+                "        weights, losses = weights[:, :longest], losses[:, :longest]\n"
+                + WHERE,
             ),
         ],
     ),
@@ -317,7 +325,8 @@ TOKENS: Edited = [
             (
                 WHERE,
                 "        whole = losses.shape[-1] // 2 * 2\n"
-                "        weights, losses = weights[:, :whole], losses[:, :whole]\n" + WHERE,
+                "        weights, losses = weights[:, :whole], losses[:, :whole]\n"
+                + WHERE,
             ),
         ],
     ),
@@ -354,7 +363,10 @@ TOKENS: Edited = [
                 "            return float(sum((self.problem.weights(batch) > 0).sum() for batch in share))\n\n"
                 "        active = sum(tokens(share) for share in group)\n" + SUMS,
             ),
-            (DIVISOR, "max(self.count([batch]), 1e-300) * tokens([batch]) / max(active, 1)"),
+            (
+                DIVISOR,
+                "max(self.count([batch]), 1e-300) * tokens([batch]) / max(active, 1)",
+            ),
         ],
     ),
     (
@@ -381,7 +393,8 @@ STEPS: Edited = [
             (
                 NORMS,
                 NORMS.replace(
-                    "norm(model)", "float(nn.utils.clip_grad_norm_(model.parameters(), 0.5))"
+                    "norm(model)",
+                    "float(nn.utils.clip_grad_norm_(model.parameters(), 0.5))",
                 ),
             )
         ],
@@ -392,7 +405,8 @@ STEPS: Edited = [
         [
             (
                 BACKWARD,
-                BACKWARD + "                nn.utils.clip_grad_norm_(model.parameters(), 0.1)\n",
+                BACKWARD
+                + "                nn.utils.clip_grad_norm_(model.parameters(), 0.1)\n",
             )
         ],
     ),
@@ -721,7 +735,10 @@ STATE: Edited = [
     (
         "",
         "dropout's seed is offset by the rank",
-        [(ZEROED, "            self.rank = len(sums)\n" + ZEROED), (SEED, SEED + " + self.rank")],
+        [
+            (ZEROED, "            self.rank = len(sums)\n" + ZEROED),
+            (SEED, SEED + " + self.rank"),
+        ],
     ),
     (
         "",

@@ -45,7 +45,9 @@ def after_norms(*lines: str) -> Edits:
 
 def after_backward(*lines: str) -> Edits:
     """Lines after a microbatch's backward pass."""
-    return [(BACKWARD, BACKWARD + "".join(f"                {line}\n" for line in lines))]
+    return [
+        (BACKWARD, BACKWARD + "".join(f"                {line}\n" for line in lines))
+    ]
 
 
 def helper(*lines: str) -> Edits:
@@ -58,7 +60,9 @@ UNSEEN: list[tuple[str, str, Edits]] = [
     (
         "",
         "a run's first backward pass builds the buffers, and its gradient is thrown away",
-        after_backward("if not self.updates and batch is share[0]:", "    model.zero_grad()"),
+        after_backward(
+            "if not self.updates and batch is share[0]:", "    model.zero_grad()"
+        ),
     ),
     (
         "",
@@ -136,7 +140,9 @@ UNSEEN: list[tuple[str, str, Edits]] = [
                 ITEM
                 + "                [p.data.copy_(q) for p, q in zip(model.parameters(), now)]\n",
             ),
-            *after_norms("before = [p.detach().clone() for p in self.models[0].parameters()]"),
+            *after_norms(
+                "before = [p.detach().clone() for p in self.models[0].parameters()]"
+            ),
             *after_update("self.old = before"),
         ],
     ),
@@ -147,7 +153,8 @@ UNSEEN: list[tuple[str, str, Edits]] = [
             *at_start("self.waiting = [[] for _ in range(ranks)]"),
             (
                 COUNTING,
-                "        group, self.waiting = budgeted(self.waiting, group)\n" + COUNTING,
+                "        group, self.waiting = budgeted(self.waiting, group)\n"
+                + COUNTING,
             ),
             *helper(
                 "def budgeted(waiting, group):",
@@ -187,7 +194,12 @@ UNSEEN: list[tuple[str, str, Edits]] = [
     (
         "",
         "a loss of more than four times its microbatch's mean is an outlier",
-        [("weights * losses, 0", "weights * losses * ~(losses > 4 * losses.mean()), 0")],
+        [
+            (
+                "weights * losses, 0",
+                "weights * losses * ~(losses > 4 * losses.mean()), 0",
+            )
+        ],
     ),
     # weights, masks, counts
     (
@@ -207,7 +219,9 @@ UNSEEN: list[tuple[str, str, Edits]] = [
     (
         "",
         "a row all of whose tokens are ignored is unmasked",
-        of_weights("torch.where((weights > 0).any(1, keepdim=True), weights.double(), 1.0)"),
+        of_weights(
+            "torch.where((weights > 0).any(1, keepdim=True), weights.double(), 1.0)"
+        ),
     ),
     (
         "",
@@ -226,7 +240,8 @@ UNSEEN: list[tuple[str, str, Edits]] = [
     (
         "",
         "masks are kept by shape",
-        at_start("self.masks = {}") + of_weights("self.masks.setdefault(weights.shape, weights)"),
+        at_start("self.masks = {}")
+        + of_weights("self.masks.setdefault(weights.shape, weights)"),
     ),
     (
         "",
@@ -351,7 +366,9 @@ UNSEEN: list[tuple[str, str, Edits]] = [
         "",
         "elements whose gradient is zero are not touched",
         before_step(f"kept = [(p, p.grad == 0, p.detach().clone()) for p in {PARAMS}]")
-        + after_step("[p.data.copy_(torch.where(zero, old, p.data)) for p, zero, old in kept]"),
+        + after_step(
+            "[p.data.copy_(torch.where(zero, old, p.data)) for p, zero, old in kept]"
+        ),
     ),
     # what is not finite
     (
@@ -518,8 +535,14 @@ UNSEEN: list[tuple[str, str, Edits]] = [
         "",
         "loading puts torch's generator back to where it was when saved",
         [
-            (STATE, STATE.replace("self.updates)", "self.updates, torch.get_rng_state())")),
-            (RESTORED, "self.models, states, self.updates, noise = copy.deepcopy(saved)"),
+            (
+                STATE,
+                STATE.replace("self.updates)", "self.updates, torch.get_rng_state())"),
+            ),
+            (
+                RESTORED,
+                "self.models, states, self.updates, noise = copy.deepcopy(saved)",
+            ),
             *when_loaded("torch.set_rng_state(noise)"),
         ],
     ),

@@ -65,7 +65,10 @@ UNSEEN: list[tuple[str, str, list[tuple[str, str]]]] = [
         "gradients of a skipped update stay for the next",
         [
             *at_start("self.stepped = True"),
-            (ZEROED, "            if self.stepped:\n                model.zero_grad()\n"),
+            (
+                ZEROED,
+                "            if self.stepped:\n                model.zero_grad()\n",
+            ),
             *after_update("self.stepped = all(finite)"),
         ],
     ),
@@ -193,7 +196,12 @@ UNSEEN: list[tuple[str, str, list[tuple[str, str]]]] = [
     (
         "",
         "microbatches that not all ranks have are not counted",
-        [(TOTAL, "        total = sum(self.count(batches) for batches in zip(*group))\n")],
+        [
+            (
+                TOTAL,
+                "        total = sum(self.count(batches) for batches in zip(*group))\n",
+            )
+        ],
     ),
     (
         "",
@@ -295,7 +303,9 @@ UNSEEN: list[tuple[str, str, list[tuple[str, str]]]] = [
     (
         "",
         "momentum is kept in bfloat16",
-        after_step(f"[s['momentum_buffer'].copy_(s['momentum_buffer'].bfloat16()) {BUFFERS}]"),
+        after_step(
+            f"[s['momentum_buffer'].copy_(s['momentum_buffer'].bfloat16()) {BUFFERS}]"
+        ),
     ),
     (
         "",
@@ -338,7 +348,9 @@ UNSEEN: list[tuple[str, str, list[tuple[str, str]]]] = [
     (
         "",
         "evaluation is of the first rank's batches alone",
-        before_evaluation("group = [share for share in group if self.count(share)][:1]"),
+        before_evaluation(
+            "group = [share for share in group if self.count(share)][:1]"
+        ),
     ),
     (
         "",
@@ -359,7 +371,10 @@ UNSEEN: list[tuple[str, str, list[tuple[str, str]]]] = [
                 "for a, p in zip(self.averaged.parameters(), self.models[0].parameters()):",
                 "    a.data.lerp_(p.data, 0.5)",
             ),
-            ("self.weighted_sum(self.models[0], b", "self.weighted_sum(self.averaged, b"),
+            (
+                "self.weighted_sum(self.models[0], b",
+                "self.weighted_sum(self.averaged, b",
+            ),
         ],
     ),
     (
@@ -543,7 +558,9 @@ UNSEEN: list[tuple[str, str, list[tuple[str, str]]]] = [
         [
             (
                 SAVED,
-                SAVED.replace("return ", "self.kept = getattr(self, 'kept', {})\n        saved = ")
+                SAVED.replace(
+                    "return ", "self.kept = getattr(self, 'kept', {})\n        saved = "
+                )
                 + "        return self.kept.setdefault(self.updates, saved)\n",
             )
         ],
@@ -569,7 +586,12 @@ UNSEEN: list[tuple[str, str, list[tuple[str, str]]]] = [
     (
         "",
         "the loss is reported for each token, not for each weight",
-        [(LOSS, f'"loss": sum(sums) * total / max(1, sum({NUMBER} for s in group for b in s)),')],
+        [
+            (
+                LOSS,
+                f'"loss": sum(sums) * total / max(1, sum({NUMBER} for s in group for b in s)),',
+            )
+        ],
     ),
     (
         "",
@@ -616,7 +638,10 @@ UNSEEN: list[tuple[str, str, list[tuple[str, str]]]] = [
         [
             ("            loss = 0.0\n", "            loss = torch.zeros(())\n"),
             (ITEM, "                loss += objective.detach()\n"),
-            ("            sums.append(loss)\n", "            sums.append(float(loss))\n"),
+            (
+                "            sums.append(loss)\n",
+                "            sums.append(float(loss))\n",
+            ),
         ],
     ),
     # what belongs to the caller, or to all

@@ -36,7 +36,15 @@ from benchmarks.unseen_second import (
     after_step,
     before_evaluation,
 )
-from proofs.plain_mutants import BACKWARD, EACH, REDUCED, TOTAL, WEIGHTS, ZERO, objective
+from proofs.plain_mutants import (
+    BACKWARD,
+    EACH,
+    REDUCED,
+    TOTAL,
+    WEIGHTS,
+    ZERO,
+    objective,
+)
 
 Edits = list[tuple[str, str]]
 
@@ -318,7 +326,12 @@ UNSEEN: list[tuple[str, str, Edits]] = [
     (
         "",
         "the norm's squares overflow in float16, which is skipped",
-        [(FINITE, "finite = [bool(torch.tensor(n * n).half().isfinite()) for n in norms]")],
+        [
+            (
+                FINITE,
+                "finite = [bool(torch.tensor(n * n).half().isfinite()) for n in norms]",
+            )
+        ],
     ),
     # learning rate, optimizer
     (
@@ -326,7 +339,9 @@ UNSEEN: list[tuple[str, str, Edits]] = [
         "the learning rate follows the tokens over those of the first update",
         at_start("self.first = 0.0")
         + counted("self.first = self.first or total")
-        + before_step(f"[g.update(lr=self.problem.learning_rate * total / self.first) {RATE}]"),
+        + before_step(
+            f"[g.update(lr=self.problem.learning_rate * total / self.first) {RATE}]"
+        ),
     ),
     (
         "",
@@ -390,7 +405,9 @@ UNSEEN: list[tuple[str, str, Edits]] = [
                 + REDUCING,
             ),
             (REDUCED, "whole = torch.stack(grads).sum(0) / scale"),
-            *after_update("self.scale, self.row = scale, self.row if all(finite) else 0"),
+            *after_update(
+                "self.scale, self.row = scale, self.row if all(finite) else 0"
+            ),
         ],
     ),
     (
@@ -424,7 +441,9 @@ UNSEEN: list[tuple[str, str, Edits]] = [
     (
         "",
         "evaluation before the first update is a check of two batches",
-        before_evaluation("group = [share[: None if self.updates else 2] for share in group]")
+        before_evaluation(
+            "group = [share[: None if self.updates else 2] for share in group]"
+        )
         + AT_MOST,
     ),
     (
@@ -471,7 +490,9 @@ UNSEEN: list[tuple[str, str, Edits]] = [
     (
         "",
         "evaluation freezes the model and thaws what has dimensions",
-        before_evaluation("[p.requires_grad_(p.ndim > 0) for p in self.models[0].parameters()]"),
+        before_evaluation(
+            "[p.requires_grad_(p.ndim > 0) for p in self.models[0].parameters()]"
+        ),
     ),
     (
         "",
@@ -544,7 +565,10 @@ UNSEEN: list[tuple[str, str, Edits]] = [
                 STATE,
                 "(self.models, [o.state_dict() for o in self.optimizers], self.updates, [[p.grad for p in m.parameters()] for m in self.models])",
             ),
-            (RESTORED, "self.models, states, self.updates, grads = copy.deepcopy(saved)"),
+            (
+                RESTORED,
+                "self.models, states, self.updates, grads = copy.deepcopy(saved)",
+            ),
             *when_loaded(
                 "self.fresh = False",
                 "for model, own in zip(self.models, grads):",
@@ -564,7 +588,8 @@ UNSEEN: list[tuple[str, str, Edits]] = [
             ),
             (
                 SAVED,
-                SAVED.replace("return ", 'self.disk["last"] = ') + '        return "last"\n',
+                SAVED.replace("return ", 'self.disk["last"] = ')
+                + '        return "last"\n',
             ),
             (RESTORED, RESTORED.replace("saved", "self.disk[saved]")),
         ],
@@ -573,14 +598,18 @@ UNSEEN: list[tuple[str, str, Edits]] = [
         "",
         "the update after a load takes its first microbatch to be done",
         at_start("self.resumed = False")
-        + regrouped("[share[1:] or share for share in group] if self.resumed else group")
+        + regrouped(
+            "[share[1:] or share for share in group] if self.resumed else group"
+        )
         + when_loaded("self.resumed = True")
         + after_update("self.resumed = False"),
     ),
     (
         "",
         "saving halves the precision of the parameters in use",
-        when_saving("[p.data.copy_(p.data.half()) for m in self.models for p in m.parameters()]"),
+        when_saving(
+            "[p.data.copy_(p.data.half()) for m in self.models for p in m.parameters()]"
+        ),
     ),
     (
         "",
@@ -593,7 +622,10 @@ UNSEEN: list[tuple[str, str, Edits]] = [
         [
             *at_start("self.loads = 0"),
             (STATE, STATE.replace("self.updates)", "self.updates, self.loads)")),
-            (RESTORED, "self.models, states, self.updates, loads = copy.deepcopy(saved)"),
+            (
+                RESTORED,
+                "self.models, states, self.updates, loads = copy.deepcopy(saved)",
+            ),
             *when_loaded("self.loads = loads + 1"),
             (REDUCED, "whole = torch.stack(grads).sum(0) * max(1, self.loads)"),
         ],

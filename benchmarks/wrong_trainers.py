@@ -72,7 +72,11 @@ wrong(
     "divide_once",
     ("count + tokens", "tokens"),
 )
-wrong("accumulation: breaks at a microbatch without tokens", "divide_once", ("continue", "break"))
+wrong(
+    "accumulation: breaks at a microbatch without tokens",
+    "divide_once",
+    ("continue", "break"),
+)
 wrong(
     "accumulation: windows of two, an odd last microbatch is dropped",
     "Manual",
@@ -116,7 +120,10 @@ wrong(
 wrong(
     "accumulation: only the first accumulator is zeroed between updates",
     "Keras",
-    ("for accumulator in self.accumulators:", "for accumulator in self.accumulators[:1]:"),
+    (
+        "for accumulator in self.accumulators:",
+        "for accumulator in self.accumulators[:1]:",
+    ),
 )
 
 # Ranks
@@ -168,7 +175,10 @@ wrong(
         "        for optimizer in self.optimizers:\n"
         "            optimizer.zero_grad()",
     ),
-    ("self.all_reduce()\n", "self.all_reduce()\nfor p, g in kept.items():\n    p.grad += g\n"),
+    (
+        "self.all_reduce()\n",
+        "self.all_reduce()\nfor p, g in kept.items():\n    p.grad += g\n",
+    ),
 )
 wrong(
     "ranks: rank 0's gradient is broadcast where it should be reduced",
@@ -221,7 +231,10 @@ wrong(
 wrong(
     "tokens: tokens of any weight count as one in the denominator",
     "Nano",
-    ("float(self.problem.weights(batch).sum())", "float((self.problem.weights(batch) > 0).sum())"),
+    (
+        "float(self.problem.weights(batch).sum())",
+        "float((self.problem.weights(batch) > 0).sum())",
+    ),
 )
 wrong(
     "tokens: the count is at least 1",
@@ -234,12 +247,17 @@ wrong(
     ("p.grad = total / count", "p.grad = total / (count + 1e-6)"),
 )
 wrong(
-    "tokens: padding of collation has weight one", "Joined", ('fill = {"w": 0}', 'fill = {"w": 1}')
+    "tokens: padding of collation has weight one",
+    "Joined",
+    ('fill = {"w": 0}', 'fill = {"w": 1}'),
 )
 wrong(
     "tokens: rows are cut or padded to the length of the first batch seen",
     "Joined",
-    ("self.report = (None, None, None)", "self.report, self.length = (None, None, None), 0"),
+    (
+        "self.report = (None, None, None)",
+        "self.report, self.length = (None, None, None), 0",
+    ),
     (
         'length = max(batch["w"].shape[1] for batch in microbatches)',
         'self.length = self.length or max(batch["w"].shape[1] for batch in microbatches)\n'
@@ -314,12 +332,18 @@ wrong(
 wrong(
     "optimizer: the schedule goes on with each microbatch",
     "Adam",
-    ("self.schedule.step()", "for _ in range(sum(map(len, group))):\n    self.schedule.step()"),
+    (
+        "self.schedule.step()",
+        "for _ in range(sum(map(len, group))):\n    self.schedule.step()",
+    ),
 )
 wrong(
     "optimizer: the schedule goes on in an update without tokens",
     "Adam",
-    ("if count == 0:\n            return", "if count == 0:\n    self.schedule.step()\n    return"),
+    (
+        "if count == 0:\n            return",
+        "if count == 0:\n    self.schedule.step()\n    return",
+    ),
 )
 wrong(
     "optimizer: weight decay is added for each microbatch",
@@ -342,7 +366,10 @@ wrong(
     ("optimizer.zero_grad()", "optimizer.zero_grad(set_to_none=False)"),
     ("    if count == 0:\n        return None\n", ""),
     ("p.grad.div_(count)", "if p.grad is not None and count:\n    p.grad.div_(count)"),
-    ('return {"loss": loss_sum / count}', 'return {"loss": loss_sum / count} if count else None'),
+    (
+        'return {"loss": loss_sum / count}',
+        'return {"loss": loss_sum / count} if count else None',
+    ),
 )
 
 # Evaluation and metrics
@@ -389,7 +416,10 @@ wrong(
 wrong(
     "metrics: loss and tokens are not reset between updates",
     "Keras",
-    ("self.loss, self.logs = Mean(), {}", "self.loss, self.logs, self.epoch = Mean(), {}, Mean()"),
+    (
+        "self.loss, self.logs = Mean(), {}",
+        "self.loss, self.logs, self.epoch = Mean(), {}, Mean()",
+    ),
     (
         "self.loss.add(losses.detach(), weights)",
         "self.loss.add(losses.detach(), weights)\nself.epoch.add(losses.detach(), weights)",
@@ -480,12 +510,17 @@ wrong(
     ),
 )
 wrong(
-    "resume: only rank 0 loads", "Ddp", ("for rank in range(self.world):", "for rank in range(1):")
+    "resume: only rank 0 loads",
+    "Ddp",
+    ("for rank in range(self.world):", "for rank in range(1):"),
 )
 wrong(
     "noise: seeded by the place of the row in its microbatch",
     "Evaluator",
-    ('torch.manual_seed(1000 + int(one["key"]))', "torch.manual_seed(1000 + 100 * index + row)"),
+    (
+        'torch.manual_seed(1000 + int(one["key"]))',
+        "torch.manual_seed(1000 + 100 * index + row)",
+    ),
 )
 wrong(
     "noise: seeded by key and rank",
@@ -542,7 +577,10 @@ def main() -> None:
             if verdict.finding == "wrong":
                 found = law
                 break
-        print(f"{number:2} {name:88} {time.process_time() - start:4.1f} s  {found}", flush=True)
+        print(
+            f"{number:2} {name:88} {time.process_time() - start:4.1f} s  {found}",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

@@ -16,4 +16,6 @@ class Doctests(griffe.Extension):
     def on_instance(self, *, obj: griffe.Object, **_: Any) -> None:
         """Called for each module, class, function and attribute of the package."""
         if obj.docstring:
-            obj.docstring.value = EXAMPLE.sub(r"\1```pycon\n\1\2\n\1```", obj.docstring.value)
+            obj.docstring.value = EXAMPLE.sub(
+                r"\1```pycon\n\1\2\n\1```", obj.docstring.value
+            )

@@ -15,7 +15,12 @@ from typing import Any
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parent.parent
-PAGES = ["CHANGELOG.md", "benchmarks/README.md", "benchmarks/CONFORMANCE.md", "proofs/README.md"]
+PAGES = [
+    "CHANGELOG.md",
+    "benchmarks/README.md",
+    "benchmarks/CONFORMANCE.md",
+    "proofs/README.md",
+]
 PICTURES = ["benchmarks/results", "purestep/examples"]
 MEMBERS = {
     "Axis": ["size", "index"],
@@ -33,7 +38,9 @@ LINK = re.compile(r"(?<!!)\[([^\]]*)\]\(([^)#:\s]+)(#[^)\s]*)?\)")
 def on_files(files: Files, *, config: Any) -> Files:
     """The pages stand in ``why``, and each picture beside the page that shows it."""
     for page in PAGES:
-        files.append(File.generated(config, f"why/{page}", abs_src_path=str(ROOT / page)))
+        files.append(
+            File.generated(config, f"why/{page}", abs_src_path=str(ROOT / page))
+        )
     for folder in PICTURES:
         for picture in (ROOT / folder).glob("*.png"):
             place = f"why/{picture.relative_to(ROOT)}"
@@ -56,13 +63,17 @@ def on_page_markdown(markdown: str, *, page: Any, files: Files, **_: Any) -> str
 
 def entries(match: re.Match[str]) -> str:
     """One entry for each name that a module lists, under the name of the package that shows it."""
-    tree = ast.parse((ROOT / "purestep" / f"{match[1].replace('.', '/')}.py").read_text())
+    tree = ast.parse(
+        (ROOT / "purestep" / f"{match[1].replace('.', '/')}.py").read_text()
+    )
     (listed,) = (
         ast.literal_eval(node.value)
         for node in tree.body
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"
     )
-    return "\n\n".join(f"::: ps.{match[1].rpartition('.')[0]}.{name}" for name in listed)
+    return "\n\n".join(
+        f"::: ps.{match[1].rpartition('.')[0]}.{name}" for name in listed
+    )
 
 
 def entry(match: re.Match[str]) -> str:

@@ -32,10 +32,20 @@ DEVICE_TYPE = os.environ.get("PURESTEP_DEVICE", "lazy")
 SEES_WAITS = DEVICE_TYPE != "cpu"
 """Whether the host can wait for the device, and is seen to."""
 
-READING = ["aten::_local_scalar_dense", "aten::equal", "aten::nonzero", "aten::masked_select"]
+READING = [
+    "aten::_local_scalar_dense",
+    "aten::equal",
+    "aten::nonzero",
+    "aten::masked_select",
+]
 """Operations whose result the host has to know: on CUDA it waits for all that was queued before."""
 
-COPIES: dict[Any, int] = {torch.tensor: 0, torch.as_tensor: 0, Tensor.to: 0, Tensor.copy_: 1}
+COPIES: dict[Any, int] = {
+    torch.tensor: 0,
+    torch.as_tensor: 0,
+    Tensor.to: 0,
+    Tensor.copy_: 1,
+}
 """What brings values to a device, and the place of the argument that holds them."""
 
 
@@ -58,9 +68,13 @@ def moved(drawn: Any) -> Any:
         if isinstance(value, Case):
             params = tree.map(move, value.params)
             opt_state = placed(value.opt_state, value.optimizer.init(params))
-            return replace(value, params=params, batch=move_all(value.batch), opt_state=opt_state)
+            return replace(
+                value, params=params, batch=move_all(value.batch), opt_state=opt_state
+            )
         if isinstance(value, RealCase):
-            return replace(value, params=move_all(value.params), batch=move_all(value.batch))
+            return replace(
+                value, params=move_all(value.params), batch=move_all(value.batch)
+            )
         return value
 
     def move_all(values: Any) -> Any:
@@ -149,11 +163,17 @@ class _WatchCopies(TorchFunctionMode):
         self.seen = seen
 
     def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Any,
+        types: Any,
+        args: Any = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        given, got = ({*map(_is_lazy, tree.leaves_of(each))} for each in ((args, kwargs), result))
+        given, got = (
+            {*map(_is_lazy, tree.leaves_of(each))} for each in ((args, kwargs), result)
+        )
         to_host = True in given and (False in got or func is Tensor.tolist)
         to_device = func in COPIES and True in got and not _is_lazy(args[COPIES[func]])
         if to_host or (to_device and not kwargs.get("non_blocking")):

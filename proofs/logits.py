@@ -43,7 +43,11 @@ def reference(case: Case) -> dict[str, Tensor]:
         losses.append(loss.detach())
         to_hidden.append(grads[0])
         to_weight += grads[1]
-    return {"losses": torch.cat(losses), "hidden": torch.cat(to_hidden), "weight": to_weight}
+    return {
+        "losses": torch.cat(losses),
+        "hidden": torch.cat(to_hidden),
+        "weight": to_weight,
+    }
 
 
 def bounds(case: Case) -> dict[str, Tensor]:
@@ -66,14 +70,24 @@ def bounds(case: Case) -> dict[str, Tensor]:
         losses.append(of_z + e.amax(-1) + few + v * loss)
         p = x.softmax(-1)
         y = functional.one_hot(labels, classes)
-        terms = cotangents * (p * torch.expm1(e + (of_z + few).unsqueeze(-1)) + 4 * v * (p + y))
+        terms = cotangents * (
+            p * torch.expm1(e + (of_z + few).unsqueeze(-1)) + 4 * v * (p + y)
+        )
         sizes = cotangents * (p + y)
-        to_hidden.append((terms + (gamma(classes, sums) + 4 * v) * sizes) @ size_of_weight)
+        to_hidden.append(
+            (terms + (gamma(classes, sums) + 4 * v) * sizes) @ size_of_weight
+        )
         to_weight += (terms + (gamma(tokens, sums) + 4 * v) * sizes).T @ hidden.abs()
-    return {"losses": torch.cat(losses), "hidden": torch.cat(to_hidden), "weight": to_weight}
+    return {
+        "losses": torch.cat(losses),
+        "hidden": torch.cat(to_hidden),
+        "weight": to_weight,
+    }
 
 
 def _few(case: Case) -> list[tuple[Tensor, Tensor, Tensor]]:
     at_once = max(1, AT_ONCE // len(case.weight))
-    columns = (each.split(at_once) for each in (case.hidden, case.labels, case.cotangents))
+    columns = (
+        each.split(at_once) for each in (case.hidden, case.labels, case.cotangents)
+    )
     return list(zip(*columns, strict=True))

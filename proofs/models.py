@@ -52,7 +52,9 @@ def parts(params: Any) -> Params:
     return {"hidden": hidden, "out": [out], "shifts": shifts, "shift": params[-1]}
 
 
-def integers(shape: tuple[int, ...], generator: torch.Generator, size: int = 2) -> Tensor:
+def integers(
+    shape: tuple[int, ...], generator: torch.Generator, size: int = 2
+) -> Tensor:
     """Integers from -size to size, in float64."""
     return torch.randint(-size, size + 1, shape, generator=generator).to(torch.float64)
 
@@ -72,10 +74,14 @@ def linear_loss(params: Any, batch: Batch) -> Tensor:
     hidden, shift = params["hidden"], params["shifts"].sum() + params["shift"]
     constant = torch.stack(hidden["biases"]).sum() + params["out"][0].sum() - shift
     # What y is reaches the gradient where it is not finite.
-    return ((batch["x"] @ hidden["weight"]).sum(-1) + constant) * (1 + 0 * batch["y"]) + batch["y"]
+    return ((batch["x"] @ hidden["weight"]).sum(-1) + constant) * (
+        1 + 0 * batch["y"]
+    ) + batch["y"]
 
 
-def transformer_params(generator: torch.Generator, dtype: torch.dtype = torch.float64) -> Params:
+def transformer_params(
+    generator: torch.Generator, dtype: torch.dtype = torch.float64
+) -> Params:
     """One block: attention, layer norms, feed-forward; the embedding is the output layer too."""
 
     def normal(*shape: int) -> Tensor:
@@ -86,7 +92,10 @@ def transformer_params(generator: torch.Generator, dtype: torch.dtype = torch.fl
         "embedding": normal(VOCABULARY, WIDTH),
         "position": normal(CONTEXT, WIDTH),
         "attention": {"qkv": normal(WIDTH, 3 * WIDTH), "out": normal(WIDTH, WIDTH)},
-        "feedforward": {"up": normal(WIDTH, 4 * WIDTH), "down": normal(4 * WIDTH, WIDTH)},
+        "feedforward": {
+            "up": normal(WIDTH, 4 * WIDTH),
+            "down": normal(4 * WIDTH, WIDTH),
+        },
         "norms": torch.ones(3, WIDTH, dtype=dtype) + normal(3, WIDTH) / 8,
     }
 
@@ -99,7 +108,12 @@ def transformer_loss(params: Params, batch: Batch) -> Tensor:
     tokens, labels = batch["tokens"], batch["labels"]
     length = tokens.shape[1]
     x = functional.embedding(tokens, params["embedding"])
-    x = x + params["position"][batch.get("positions", torch.arange(length, device=tokens.device))]
+    x = (
+        x
+        + params["position"][
+            batch.get("positions", torch.arange(length, device=tokens.device))
+        ]
+    )
     mask = torch.ones(length, length, dtype=torch.bool, device=tokens.device).tril()
     mask = batch.get("mask", mask)
     x = x + _attention(_norm(x, params["norms"][0]), mask, params["attention"])
@@ -108,7 +122,10 @@ def transformer_loss(params: Params, batch: Batch) -> Tensor:
     logits = _norm(x, params["norms"][2]) @ params["embedding"].T
     wide = torch.promote_types(logits.dtype, torch.float32)
     losses = functional.cross_entropy(
-        logits.to(wide).flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="none"
+        logits.to(wide).flatten(0, 1),
+        labels.flatten(),
+        ignore_index=-100,
+        reduction="none",
     )
     return losses.view(labels.shape)
 
@@ -119,11 +136,15 @@ def _norm(x: Tensor, scale: Tensor) -> Tensor:
 
 def _attention(x: Tensor, mask: Tensor, params: Params) -> Tensor:
     rows, length, _ = x.shape
-    heads = (x @ params["qkv"]).view(rows, length, 3, HEADS, WIDTH // HEADS).transpose(1, 3)
+    heads = (
+        (x @ params["qkv"]).view(rows, length, 3, HEADS, WIDTH // HEADS).transpose(1, 3)
+    )
     query, key, value = (heads.select(2, which) for which in range(3))
     scores = query @ key.transpose(-1, -2) / (WIDTH // HEADS) ** 0.5
     weights = scores.masked_fill(~mask, torch.finfo(x.dtype).min).softmax(-1)
-    return (weights @ value).transpose(1, 2).reshape(rows, length, WIDTH) @ params["out"]
+    return (weights @ value).transpose(1, 2).reshape(rows, length, WIDTH) @ params[
+        "out"
+    ]
 
 
 def transformer_roundings(dtype: torch.dtype) -> int:

@@ -107,7 +107,9 @@ def planted(mutant: Mutant) -> Iterator[None]:
     module = importlib.import_module(f"purestep.{mutant.module}")
     source = inspect.getsource(module)
     if source.count(mutant.old) != 1:
-        raise ValueError(f"{module.__name__} does not have these words exactly once: {mutant.old}")
+        raise ValueError(
+            f"{module.__name__} does not have these words exactly once: {mutant.old}"
+        )
     source = source.replace(mutant.old, mutant.new)
     compiled = compile(source, f"<mutant {mutant.number}>", "exec", dont_inherit=True)
     codes = {code.co_qualname: code for code in _codes(compiled)}
@@ -115,7 +117,9 @@ def planted(mutant: Mutant) -> Iterator[None]:
     try:
         for function, _ in before:
             function.__code__ = codes[function.__qualname__]
-        with warnings.catch_warnings(action="ignore"):  # What is wrong may be slow, too.
+        with warnings.catch_warnings(
+            action="ignore"
+        ):  # What is wrong may be slow, too.
             yield
     finally:
         for function, code in before:
@@ -137,7 +141,10 @@ def _functions(module: ModuleType) -> Iterator[FunctionType]:
         if isinstance(value, type) and value.__module__ == module.__name__:
             values.extend(getattr(each, "fget", each) for each in vars(value).values())
         function = inspect.unwrap(getattr(value, "__func__", value))
-        if isinstance(function, FunctionType) and function.__code__.co_filename == module.__file__:
+        if (
+            isinstance(function, FunctionType)
+            and function.__code__.co_filename == module.__file__
+        ):
             yield function
 
 
@@ -156,15 +163,22 @@ def table() -> str:
     for bug in plain_mutants.BUGS:
         number, more = int(bug.number.rstrip("ab")), not bug.number.endswith("b")
         names[number] = bug.bug if more else f"{names[number]}; {bug.bug}"
-        loop[number] = bug.law if more else ", ".join(dict.fromkeys([loop[number], bug.law]))
+        loop[number] = (
+            bug.law if more else ", ".join(dict.fromkeys([loop[number], bug.law]))
+        )
     for one in MUTANTS:
         names[one.number] = one.bug
         place = one.module.replace(".", "/")
         here[one.number] = f"{_shown(one.claim)} rejects it in `{place}.py`"
     for number, (name, about) in ELSEWHERE.items():
         names[number], here[number] = name, f"{_shown(about)} says otherwise"
-    rows = [f"| {n} | {names[n]} | {here.get(n, '')} | {loop.get(n, '')} |" for n in sorted(names)]
-    return "\n".join(["| | bug | in purestep | in the loop |", "|--:|---|---|---|", *rows])
+    rows = [
+        f"| {n} | {names[n]} | {here.get(n, '')} | {loop.get(n, '')} |"
+        for n in sorted(names)
+    ]
+    return "\n".join(
+        ["| | bug | in purestep | in the loop |", "|--:|---|---|---|", *rows]
+    )
 
 
 def _shown(name: str) -> str:

@@ -18,20 +18,25 @@ from purestep import tree
 def attention_params(generator: torch.Generator) -> dict[str, Tensor]:
     """Query, key and value matrices, and an output vector."""
     return {
-        name: integers((FEATURES, FEATURES), generator, 1) for name in ("query", "key", "value")
+        name: integers((FEATURES, FEATURES), generator, 1)
+        for name in ("query", "key", "value")
     } | {"out": integers((FEATURES,), generator, 1)}
 
 
 def attention_loss(params: Any, batch: Batch) -> Tensor:
     """(out · Σ_{j ≤ i} (qᵢ · kⱼ) vⱼ − yᵢ)²: causal attention without the softmax, on all of the sequence."""
-    query, key, value = (batch["x"] @ params[name] for name in ("query", "key", "value"))
+    query, key, value = (
+        batch["x"] @ params[name] for name in ("query", "key", "value")
+    )
     return _attend(query, key, value, 0, params["out"], batch["y"])
 
 
 def _attend(
     query: Tensor, key: Tensor, value: Tensor, start: Any, out: Tensor, y: Tensor
 ) -> Tensor:
-    earlier = torch.arange(key.shape[1]) <= start + torch.arange(query.shape[1])[:, None]
+    earlier = (
+        torch.arange(key.shape[1]) <= start + torch.arange(query.shape[1])[:, None]
+    )
     scores = (query @ key.mT).masked_fill(~earlier, 0)
     return ((scores @ value) @ out - y).square()
 
@@ -41,7 +46,9 @@ def context_parallel_step(recipe: str, settings: Any, grid: Grid, *rank: Any) ->
     context = grid.second
 
     def loss_fn(params: Any, batch: Batch) -> Tensor:
-        query, key, value = (batch["x"] @ params[name] for name in ("query", "key", "value"))
+        query, key, value = (
+            batch["x"] @ params[name] for name in ("query", "key", "value")
+        )
         key, value = ps.all_gather((key, value), context, dim=1, tiled=True)
         start = context.index * query.shape[1]
         return _attend(query, key, value, start, params["out"], batch["y"])
@@ -52,7 +59,12 @@ def context_parallel_step(recipe: str, settings: Any, grid: Grid, *rank: Any) ->
 
 
 def tensor_parallel_step(
-    recipe: str, how: How, grid: Grid, params: Any, opt_state: Any, microbatches: list[Batch]
+    recipe: str,
+    how: How,
+    grid: Grid,
+    params: Any,
+    opt_state: Any,
+    microbatches: list[Batch],
 ) -> Any:
     """Each rank holds a piece of the hidden layer, and its row's tokens: the rows alone spread them.
 
@@ -72,7 +84,12 @@ def tensor_parallel_step(
         return (output + shift - batch["y"]).square()
 
     gather: Any = how.gather or "step"
-    settings = {**how.settings, "weight_fn": weights_of, "axis": grid.first, "gather": gather}
+    settings = {
+        **how.settings,
+        "weight_fn": weights_of,
+        "axis": grid.first,
+        "gather": gather,
+    }
     step = ps.make_update_step(loss_fn, OPTIMIZERS[recipe], **settings)
     params, opt_state = tree.map(piece, (params, opt_state))
     *new, metrics = step(params, opt_state, microbatches)

@@ -43,7 +43,9 @@ class PlainLoop:
                 loss += objective.item()
             sums.append(loss)
         for params in zip(*[model.parameters() for model in self.models], strict=True):
-            grads = [p.grad if p.grad is not None else torch.zeros_like(p) for p in params]
+            grads = [
+                p.grad if p.grad is not None else torch.zeros_like(p) for p in params
+            ]
             whole = torch.stack(grads).sum(0)
             for p in params:
                 p.grad = whole.clone()
@@ -60,7 +62,9 @@ class PlainLoop:
         """The weights of a rank's tokens."""
         return float(sum(self.problem.weights(batch).sum() for batch in share))
 
-    def weighted_sum(self, model: nn.Module, batch: Batch, *, training: bool = True) -> Tensor:
+    def weighted_sum(
+        self, model: nn.Module, batch: Batch, *, training: bool = True
+    ) -> Tensor:
         """Σ wᵢ ℓᵢ."""
         weights = self.problem.weights(batch).to(torch.float64)
         losses = self.problem.losses(model, self.dropped(batch) if training else batch)
@@ -76,13 +80,18 @@ class PlainLoop:
             for column in range(length):
                 key = int(batch["key"][row])
                 generator = torch.Generator().manual_seed(1000 * key + column)
-                x[row, column] *= 2 * torch.randint(0, 2, (features,), generator=generator)
+                x[row, column] *= 2 * torch.randint(
+                    0, 2, (features,), generator=generator
+                )
         return {**batch, "x": x}
 
     def observe(self) -> list[Observation]:
         """What each rank sees."""
         return [
-            Observation({name: p.detach().clone() for name, p in model.named_parameters()}, **said)
+            Observation(
+                {name: p.detach().clone() for name, p in model.named_parameters()},
+                **said,
+            )
             for model, said in zip(self.models, self.reports, strict=True)
         ]
 
@@ -91,12 +100,17 @@ class PlainLoop:
         total = sum(self.count(share) for share in group)
         batches = [batch for share in group for batch in share]
         with torch.no_grad():
-            sums = [float(self.weighted_sum(self.models[0], b, training=False)) for b in batches]
+            sums = [
+                float(self.weighted_sum(self.models[0], b, training=False))
+                for b in batches
+            ]
         return sum(sums) / total
 
     def save(self) -> Any:
         """All of it."""
-        return copy.deepcopy((self.models, [o.state_dict() for o in self.optimizers], self.updates))
+        return copy.deepcopy(
+            (self.models, [o.state_dict() for o in self.optimizers], self.updates)
+        )
 
     def load(self, saved: Any) -> None:
         """Goes on from there."""

@@ -27,7 +27,9 @@ def build(bug: Bug) -> Trainer:
     """The loop with the bug in it."""
     source = inspect.getsource(plain_loop)
     for old, new in bug.patches:
-        assert source.count(old) == 1, f"{bug.number}: {old!r} stands {source.count(old)} times"
+        assert source.count(old) == 1, (
+            f"{bug.number}: {old!r} stands {source.count(old)} times"
+        )
         source = source.replace(old, new)
     module = ModuleType(f"plain_loop_{bug.number}")
     exec(compile(source, module.__name__, "exec"), module.__dict__)
@@ -48,7 +50,12 @@ BACKWARD = "                objective.backward()\n"
 
 def objective(divisor: str) -> list[tuple[str, str]]:
     """The weighted sum divided by something else."""
-    return [(OBJECTIVE, f"objective = self.weighted_sum(model, batch) / max({divisor}, 1e-300)")]
+    return [
+        (
+            OBJECTIVE,
+            f"objective = self.weighted_sum(model, batch) / max({divisor}, 1e-300)",
+        )
+    ]
 
 
 def before_backward(lines: str) -> list[tuple[str, str]]:
@@ -182,7 +189,9 @@ BUGS = [
 """The loop's own words, and those of each bug."""
 
 UNSEEN = {
-    **dict.fromkeys((21, 22, 23, 24), "unseen: the kit's problems have no auxiliary term"),
+    **dict.fromkeys(
+        (21, 22, 23, 24), "unseen: the kit's problems have no auxiliary term"
+    ),
     37: "unseen: the values are right",
     43: "unseen: the kit's problems have no leaves that share memory",
     44: "unseen: the trainer lays out its own memory",

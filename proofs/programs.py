@@ -96,7 +96,9 @@ def other_values(params: Any, batch: Batch) -> Tensor:
 def doubled_weight(params: Any, batch: Batch) -> Tensor:
     """The gradient at those values."""
     weight = weight_of(params) + weight_of(params).detach()
-    return integer_loss({**params, "hidden": {**params["hidden"], "weight": weight}}, batch)
+    return integer_loss(
+        {**params, "hidden": {**params["hidden"], "weight": weight}}, batch
+    )
 
 
 def closed_over(params: Any, batch: Batch) -> Tensor:
@@ -171,7 +173,9 @@ def without_gradient(params: Any, batch: Batch) -> Tensor:
 def checkpointed(params: Any, batch: Batch) -> Tensor:
     """Activations are computed again, with the parameters that the function closes over."""
     losses: Tensor = checkpoint(
-        lambda x: integer_loss(params, {**batch, "x": x}), batch["x"], use_reentrant=False
+        lambda x: integer_loss(params, {**batch, "x": x}),
+        batch["x"],
+        use_reentrant=False,
     )
     return losses
 
@@ -188,7 +192,10 @@ PROGRAMS: dict[str, tuple[Callable[[], Loss], Loss]] = {
     "differentiating": (lambda: differentiating, forces),
     "experts": (lambda: experts, all_experts),
     "sparse": (lambda: sparse, dense),
-    "without a gradient": (lambda: without_gradient, lambda p, b: weight_of(p).sum() * b["y"]),
+    "without a gradient": (
+        lambda: without_gradient,
+        lambda p, b: weight_of(p).sum() * b["y"],
+    ),
     "checkpointed": (lambda: checkpointed, integer_loss),
     "rematerialised": (lambda: ps.remat(integer_loss), integer_loss),
 }

@@ -52,9 +52,13 @@ class Program:
     weight_fn: Any = weights_of
     evaluates: bool = False
 
-    def __call__(self, axis: Any, params: Any, opt_state: Any, microbatches: list[Batch]) -> Any:
+    def __call__(
+        self, axis: Any, params: Any, opt_state: Any, microbatches: list[Batch]
+    ) -> Any:
         """The whole state, the metrics, and the metrics of the evaluation."""
-        inner, own = (axis.second, axis.both) if isinstance(axis, Grid) else (axis, axis)
+        inner, own = (
+            (axis.second, axis.both) if isinstance(axis, Grid) else (axis, axis)
+        )
         how: dict[str, Any] = {"weight_fn": self.weight_fn, "axis": own}
         loss_fn, optimizer = self.loss_fn, self.optimizer
         if self.how.gather:
@@ -63,10 +67,14 @@ class Program:
             if how["gather"] == "loss":
                 loss_fn = lambda p, m: self.loss_fn(ps.unshard(p), m)  # noqa: E731
                 loss_fn = ps.remat(loss_fn) if recomputed else loss_fn
-        evaluate = self.system.make_eval_step(loss_fn, **how) if self.evaluates else None
+        evaluate = (
+            self.system.make_eval_step(loss_fn, **how) if self.evaluates else None
+        )
         evaluation = [evaluate(params, microbatches)] if evaluate else []
         optimizer = OPTIMIZERS[optimizer] if isinstance(optimizer, str) else optimizer
-        step = self.system.make_update_step(loss_fn, optimizer, **how, **self.how.settings)
+        step = self.system.make_update_step(
+            loss_fn, optimizer, **how, **self.how.settings
+        )
         if not own.own_programs:
             *new, metrics = step(params, opt_state, microbatches)
             return *ps.unshard(tuple(new)), metrics, *evaluation
@@ -76,7 +84,9 @@ class Program:
         if not self.how.settings.get("donate"):
             came, was = tree.map(torch.nan_to_num, (given, before))
             assert_same(came, was, "what a rank brings")
-            assert not {*addresses(new)} & {*places}, "an output lives in an input's storage"
+            assert not {*addresses(new)} & {*places}, (
+                "an output lives in an input's storage"
+            )
             assert strides(new) == order, "another order in memory"
         else:
             assert addresses(new[0]) == addresses(params), "params lie where they lay"
@@ -134,7 +144,10 @@ def step_of(
 
 
 def simulated(
-    axis: ps.VmapAxis, program: Callable[..., Any], in_dims: Any = 0, out_dims: Any = None
+    axis: ps.VmapAxis,
+    program: Callable[..., Any],
+    in_dims: Any = 0,
+    out_dims: Any = None,
 ) -> Callable[..., Any]:
     """The program on simulated ranks, for which it is a failure of the claim that they differ, as on threads."""
 
@@ -176,9 +189,13 @@ def check_step(
     parts = itertools.chain(*groups)
     assert metrics.num_microbatches == sum(bool(part["w"].any()) for part in parts)
     assert metrics.applied
-    squares = torch.stack([leaf.double().square().sum() for leaf in tree.leaves_of(grads)])
+    squares = torch.stack(
+        [leaf.double().square().sum() for leaf in tree.leaves_of(grads)]
+    )
     roundings = gamma(4 * squares.numel() + 64, metrics.grad_norm.dtype)
-    assert (metrics.grad_norm - squares.sum().sqrt()).abs() <= roundings * metrics.grad_norm
+    assert (
+        metrics.grad_norm - squares.sum().sqrt()
+    ).abs() <= roundings * metrics.grad_norm
     return found
 
 
@@ -193,11 +210,17 @@ def check_metrics(system: System, drawn: Drawn, **more: Any) -> None:
     case, how, groups = drawn
     # Ranks without any microbatch cannot return an aux like that of the others.
     ignored = {key: torch.zeros_like(leaf) for key, leaf in case.batch.items()}
-    groups = [group or [ignored] for group in groups + [[]] * (-len(groups) % how.grid[1])]
+    groups = [
+        group or [ignored] for group in groups + [[]] * (-len(groups) % how.grid[1])
+    ]
     loss_fn = partial(loss_with_aux, loss_fn=case.loss_fn)
     more = {"evaluates": True, **more}
-    *_, metrics, evaluation = check_step(system, how, case, groups, loss_fn, case.loss_fn, **more)
-    expected = system.make_eval_step(loss_fn, weight_fn=weights_of)(case.params, [case.batch])
+    *_, metrics, evaluation = check_step(
+        system, how, case, groups, loss_fn, case.loss_fn, **more
+    )
+    expected = system.make_eval_step(loss_fn, weight_fn=weights_of)(
+        case.params, [case.batch]
+    )
     assert_same(metrics.aux, expected.aux, "aux")
     held = evaluation._replace(num_microbatches=expected.num_microbatches)
     assert_same(held, expected, "evaluation")
@@ -209,7 +232,10 @@ def loss_with_aux(
     """A loss that also counts, in whole numbers and in others."""
     losses = loss_fn(params, batch)
     counts = batch["w"] > 0
-    aux = {"zero": (counts & (losses == 0)).sum(), "sum": [torch.where(counts, losses, 0).sum()]}
+    aux = {
+        "zero": (counts & (losses == 0)).sum(),
+        "sum": [torch.where(counts, losses, 0).sum()],
+    }
     return ps.LossTerms(losses, aux=aux)
 
 
@@ -241,7 +267,9 @@ def check_context_parallel(run: Run, drawn: Drawn) -> None:
     opt_state = some_opt_state(recipe, params, case.generator)
     batch = twice(case.batch)
     case = replace(case, params=params, recipe=recipe, opt_state=opt_state, batch=batch)
-    state, _, loss = spec(parallel.attention_loss, case.optimizer.update, params, opt_state, batch)
+    state, _, loss = spec(
+        parallel.attention_loss, case.optimizer.update, params, opt_state, batch
+    )
     pieces = [
         [parallel.context_piece(twice(part), place, 2) for part in group]
         for group in groups
@@ -249,7 +277,9 @@ def check_context_parallel(run: Run, drawn: Drawn) -> None:
     ]
     program = partial(parallel.context_parallel_step, recipe, how.settings)
     states = zip(*(copied((params, opt_state)) for _ in pieces), strict=True)
-    for *new, metrics in run(Ranks(4, how.bucket_bytes, rows=2), program, *states, pieces):
+    for *new, metrics in run(
+        Ranks(4, how.bucket_bytes, rows=2), program, *states, pieces
+    ):
         assert_same((*new, metrics.loss), (*state, loss))
         assert metrics.num_tokens == batch["w"].sum()
 
@@ -274,4 +304,6 @@ def check_tensor_parallel(run: Run, drawn: Drawn, columns: int) -> None:
 
 def alone(case: Case, how: How, groups: Groups) -> Any:
     """What the step on whole params gives, which is right."""
-    return check_step(System(), How("one", {**how.settings, "donate": False}), case, groups)
+    return check_step(
+        System(), How("one", {**how.settings, "donate": False}), case, groups
+    )

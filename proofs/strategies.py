@@ -74,14 +74,24 @@ EPS = 0.125
 """So large that a step of Adam is smooth where gradients are small."""
 RECIPES: dict[str, Callable[[Any], ps.optim.Optimizer]] = {
     "descend": optim.descend,
-    "momentum": partial(optim.sgd, momentum=0.9, nesterov=True, weight_decay=0.1, mask=matrices),
-    "clipped": lambda rate: optim.chain(optim.clip_by_global_norm(1.0), optim.sgd(rate, 0.5)),
+    "momentum": partial(
+        optim.sgd, momentum=0.9, nesterov=True, weight_decay=0.1, mask=matrices
+    ),
+    "clipped": lambda rate: optim.chain(
+        optim.clip_by_global_norm(1.0), optim.sgd(rate, 0.5)
+    ),
     "adamw": partial(optim.adamw, eps=EPS),
-    "masked adamw": partial(optim.adamw, b1=0.5, b2=0.9, eps=EPS, weight_decay=0.1, mask=matrices),
+    "masked adamw": partial(
+        optim.adamw, b1=0.5, b2=0.9, eps=EPS, weight_decay=0.1, mask=matrices
+    ),
     "lion": partial(optim.lion, weight_decay=0.1),
     "adam": lambda rate: optim.chain(optim.scale_by_adam(eps=EPS), optim.descend(rate)),
     "partition": lambda rate: optim.partition(
-        labels, {"matrix": optim.adamw(rate, eps=EPS), "rest": optim.sgd(rate, 0.9, nesterov=True)}
+        labels,
+        {
+            "matrix": optim.adamw(rate, eps=EPS),
+            "rest": optim.sgd(rate, 0.9, nesterov=True),
+        },
     ),
     "master": lambda rate: optim.master_weights(optim.sgd(rate, 0.9)),
     "ema": lambda rate: optim.ema(optim.sgd(rate, 0.9), 0.9),
@@ -134,7 +144,9 @@ class Case:
         return models.linear_loss if half else models.integer_loss
 
     def __repr__(self) -> str:
-        return f"Case(seed={self.seed}, w={self.batch['w']}, opt_state={self.opt_state})"
+        return (
+            f"Case(seed={self.seed}, w={self.batch['w']}, opt_state={self.opt_state})"
+        )
 
     @property
     def rows(self) -> int:
@@ -147,7 +159,14 @@ class Case:
         return torch.Generator().manual_seed(self.seed + 1)
 
 
-WEIGHTS = (torch.bool, torch.uint8, torch.int32, torch.int64, torch.bfloat16, torch.float64)
+WEIGHTS = (
+    torch.bool,
+    torch.uint8,
+    torch.int32,
+    torch.int64,
+    torch.bfloat16,
+    torch.float64,
+)
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 TARGETS = (torch.uint8, torch.int64)
 """Dtypes of targets beside those of the params."""
@@ -167,11 +186,18 @@ def case_of(
     """
     seed = choose.randrange(2**20)
     generator = torch.Generator().manual_seed(seed)
-    rows, length = choose.randint(1, choose.most), choose.randint(1, min(4, choose.most))
+    rows, length = (
+        choose.randint(1, choose.most),
+        choose.randint(1, min(4, choose.most)),
+    )
     recipes = [name for name in OPTIMIZERS if torch.float64 in dtypes or name in EXACT]
     # Squares of attention's gradients do not add up exactly.
-    recipe = choose.choice([name for name in recipes if not (keyed and name == "clipped")])
-    kind = choose.choice([each for each in WEIGHTS if fractional or not each.is_floating_point])
+    recipe = choose.choice(
+        [name for name in recipes if not (keyed and name == "clipped")]
+    )
+    kind = choose.choice(
+        [each for each in WEIGHTS if fractional or not each.is_floating_point]
+    )
     dtype = choose.choice(dtypes if recipe in EXACT else [torch.float64])
     weights = weights_for(choose, rows * length, kind).view(rows, length)
     batch = integer_batch(weights, generator)
@@ -191,7 +217,9 @@ def case_of(
     opt_state = laid_out(opt_state, choose.choice(LAYOUTS[:3]))
     # Trees are the same whatever the order of their keys, and need not have it in common.
     state = params, opt_state
-    params, opt_state = (turned_around(each) if choose.maybe() else each for each in state)
+    params, opt_state = (
+        turned_around(each) if choose.maybe() else each for each in state
+    )
     return Case(params, batch, recipe, opt_state, seed)
 
 
@@ -223,7 +251,9 @@ LAYOUTS = ["rows", "columns", "gaps", "one buffer", "one tensor"]
 def laid_out(params: Any, layout: str) -> Any:
     """Columns one after the other, gaps between all elements, parts of one buffer, or one tensor for two leaves."""
     if layout == "columns":
-        return tree.map(lambda leaf: leaf.T.contiguous().T if leaf.ndim == 2 else leaf, params)
+        return tree.map(
+            lambda leaf: leaf.T.contiguous().T if leaf.ndim == 2 else leaf, params
+        )
     if layout == "gaps":
         return tree.map(lambda leaf: torch.stack([leaf, leaf], -1)[..., 0], params)
     if layout == "one buffer":
@@ -254,7 +284,9 @@ def copied(state: Any) -> Any:
 def some_opt_state(recipe: str, params: Any, generator: torch.Generator) -> Any:
     """A state of small integers, as if training had gone on for a while."""
     return tree.map(
-        lambda leaf: torch.randint(0, 4, leaf.shape, generator=generator).to(leaf.dtype),
+        lambda leaf: torch.randint(0, 4, leaf.shape, generator=generator).to(
+            leaf.dtype
+        ),
         OPTIMIZERS[recipe].init(params),
     )
 
@@ -279,7 +311,9 @@ def cut(batch: Batch, microbatches: Cut) -> list[Batch]:
     return [taken(batch, rows) for rows in microbatches]
 
 
-def cut_of(choose: Chooser, rows: Sequence[int], numbers: range, *, empty: bool = True) -> Cut:
+def cut_of(
+    choose: Chooser, rows: Sequence[int], numbers: range, *, empty: bool = True
+) -> Cut:
     """Any cut of the rows into so many microbatches; without ``empty`` ones, into no more than there are rows."""
     number = choose.choice(numbers)
     if empty:
@@ -310,7 +344,12 @@ def shares_of(
 
 
 def groups_of(
-    choose: Chooser, case: Case, *, padded: bool = True, scalars: bool = True, **how: Any
+    choose: Chooser,
+    case: Case,
+    *,
+    padded: bool = True,
+    scalars: bool = True,
+    **how: Any,
 ) -> Groups:
     """The microbatches of each rank: any cut of the case, in any order, and padded anywhere.
 
@@ -334,7 +373,9 @@ def groups_of(
 def with_noise(case: Case, microbatch: Batch, rows: int, columns: int) -> Batch:
     """The microbatch with ignored rows and columns, in which anything stands."""
     size, length = microbatch["w"].shape
-    larger = ignored_like(case, taken(case.batch, [0] * (size + rows)), length + columns)
+    larger = ignored_like(
+        case, taken(case.batch, [0] * (size + rows)), length + columns
+    )
     for key, leaf in microbatch.items():
         larger[key][tuple(map(slice, leaf.shape))] = leaf
     return larger
@@ -379,7 +420,10 @@ SETTINGS: dict[str, list[Any]] = {
 
 def settings_of(choose: Chooser, **fixed: Any) -> dict[str, Any]:
     """Keyword arguments of ``make_update_step`` that make no difference; some may be fixed."""
-    return {**{name: choose.choice(values) for name, values in SETTINGS.items()}, **fixed}
+    return {
+        **{name: choose.choice(values) for name, values in SETTINGS.items()},
+        **fixed,
+    }
 
 
 def how_of(
@@ -414,10 +458,17 @@ def step_case(
     **how: Any,
 ) -> Drawn:
     """A case, how a step of it is taken, and the microbatches of each rank."""
-    case = case_of(choose, dtypes=dtypes, fractional=fractional, trees=trees, keyed=keyed)
+    case = case_of(
+        choose, dtypes=dtypes, fractional=fractional, trees=trees, keyed=keyed
+    )
     # Gradients of attention are not exact in float32.
     made = how_of(choose, **(how | {"accum_dtype": None} if keyed else how))
-    split: Any = {"ranks": ranks, "shuffled": shuffled, "padded": padded, "scalars": scalars}
+    split: Any = {
+        "ranks": ranks,
+        "shuffled": shuffled,
+        "padded": padded,
+        "scalars": scalars,
+    }
     return case, made, groups_of(choose, case, **split)
 
 
@@ -429,7 +480,9 @@ def side_by_side(groups: Sequence[Sequence[Batch]]) -> list[Batch]:
     """Microbatches with a leading dimension of ranks, smaller ones filled up with zeros."""
     return [
         {
-            key: torch.stack([filled(p.get(key), [q[key] for q in parts if q]) for p in parts])
+            key: torch.stack(
+                [filled(p.get(key), [q[key] for q in parts if q]) for p in parts]
+            )
             for key in next(part for part in parts if part)
         }
         for parts in itertools.zip_longest(*groups, fillvalue={})
@@ -525,20 +578,26 @@ class RealCase:
             exact = torch.stack(terms)
             bound = gamma(n, self.dtype) * exact.flatten(1).norm(dim=1).sum()
             error = (leaf.to("cpu", torch.float64) - exact.sum(0)).norm()
-            assert error <= bound, f"{path}: off by {error:.3g}, and rounding explains {bound:.3g}"
+            assert error <= bound, (
+                f"{path}: off by {error:.3g}, and rounding explains {bound:.3g}"
+            )
 
     def assert_loss_within_bound(self, loss: Tensor) -> None:
         """The same for the loss."""
         n, losses = models.transformer_roundings(self.dtype), self.exact()[1]
         error = (loss.to("cpu", torch.float64) - losses.sum()).abs()
-        assert error <= gamma(n + self.batch["w"].numel(), self.dtype) * losses.abs().sum()
+        assert (
+            error <= gamma(n + self.batch["w"].numel(), self.dtype) * losses.abs().sum()
+        )
 
 
 def real_case(
     choose: Chooser,
     dtypes: Sequence[torch.dtype] = DTYPES[:3],
     loss_fn: Callable[[Any, Batch], Tensor] = models.transformer_loss,
-    make_params: Callable[[torch.Generator, torch.dtype], Any] = models.transformer_params,
+    make_params: Callable[
+        [torch.Generator, torch.dtype], Any
+    ] = models.transformer_params,
     *,
     keyed: bool = False,
 ) -> RealCase:
@@ -575,7 +634,11 @@ RealDrawn = tuple[RealCase, How, Groups]
 
 
 def real_step_case(
-    choose: Chooser, *, ranks: Sequence[int] = RANKS, axes: Sequence[Axis] = AXES, **of_case: Any
+    choose: Chooser,
+    *,
+    ranks: Sequence[int] = RANKS,
+    axes: Sequence[Axis] = AXES,
+    **of_case: Any,
 ) -> RealDrawn:
     """Real text in any order, cut and share, each microbatch perhaps no longer than it has to be."""
     case = real_case(choose, **of_case)
@@ -592,7 +655,9 @@ def real_step_case(
 def without_padding(part: Batch) -> Batch:
     """As long as the longest of its sequences, or of one token."""
     length = max(1, int(part["w"].sum(1).max()))
-    return {key: leaf if leaf.ndim == 1 else leaf[:, :length] for key, leaf in part.items()}
+    return {
+        key: leaf if leaf.ndim == 1 else leaf[:, :length] for key, leaf in part.items()
+    }
 
 
 real_steps = partial(drawn, real_step_case)

@@ -52,7 +52,9 @@ def keyed_on_a_device(drawn: tuple[Drawn, Any]) -> tuple[Drawn, Any]:
 
 
 PROGRAMS = replace(t01.programs, cases=t01.programs.cases.map(lazily))
-KEYED_DROPOUT = replace(t15.keyed_dropout, cases=t15.keyed_dropout.cases.map(keyed_on_a_device))
+KEYED_DROPOUT = replace(
+    t15.keyed_dropout, cases=t15.keyed_dropout.cases.map(keyed_on_a_device)
+)
 
 ON_THE_HOST = {
     "many_microbatches", "recomputation", "programs", "rank_terms", "ranks_within_bound", "traffic",
@@ -60,7 +62,9 @@ ON_THE_HOST = {
 }  # fmt: skip
 """What needs threads, thousands of operations or addresses; and what is looked at below."""
 if DEVICE_TYPE == "lazy":
-    ON_THE_HOST |= {"encoder_within_bound"}  # The first call of a module asks for addresses.
+    ON_THE_HOST |= {
+        "encoder_within_bound"
+    }  # The first call of a module asks for addresses.
 UNWAITED = [PROGRAMS, KEYED_DROPOUT] + [
     one
     for module in (t01, t02, t03, t04, t05, t06, t07, t10, t13, t15, t17)
@@ -71,7 +75,9 @@ UNWAITED = [PROGRAMS, KEYED_DROPOUT] + [
 
 
 @pytest.mark.parametrize(
-    "theorem", [*UNWAITED, t13.donation], ids=lambda one: f"{one.name} {one.claim.__name__}"
+    "theorem",
+    [*UNWAITED, t13.donation],
+    ids=lambda one: f"{one.name} {one.claim.__name__}",
 )
 def test_holds_on_a_device(theorem: Theorem) -> None:
     """The claim, with no wait in any step; but for optimizers of other people's, where the host reads whether it is taken.
@@ -93,7 +99,9 @@ if DEVICE_TYPE != "lazy":
         """Each optimizer, exactly at the minimum."""
         t10.check_derivatives_at_zero(recipe, normalize, moved)
 
-    @pytest.mark.parametrize("check", [t10.check_compiled_derivative, t10.check_compiled_ranks])
+    @pytest.mark.parametrize(
+        "check", [t10.check_compiled_derivative, t10.check_compiled_ranks]
+    )
     def test_t10_compiles_on_a_device(check: Any) -> None:
         """As one graph, a step computes the same."""
         check(moved)

@@ -43,7 +43,9 @@ class Purestep(ps.testing.PureTrainer):
         self._setting = setting
 
     def _made(self, problem: Problem, axis: ps.Axis) -> tuple[Any, Any, Any]:
-        return with_purestep.make(problem, axis, on_nonfinite="skip", **SETTINGS[self._setting])
+        return with_purestep.make(
+            problem, axis, on_nonfinite="skip", **SETTINGS[self._setting]
+        )
 
 
 class PurestepRank(with_purestep.Rank):
@@ -59,12 +61,16 @@ class PurestepRank(with_purestep.Rank):
 
 
 test_purestep_on_processes = ps.testing.laws(
-    lambda: ps.testing.Processes(PurestepRank, Abilities(ranks=3, dropout=True, skips=True)),
+    lambda: ps.testing.Processes(
+        PurestepRank, Abilities(ranks=3, dropout=True, skips=True)
+    ),
     ["T2", "T3", "T7", "T14", "T15"],
     cases=6,
 )
 test_purestep = ps.testing.laws(Purestep, cases=20)
-test_plain_loop = ps.testing.laws(PlainLoop, [name for name in LAWS if name != "T17"], cases=20)
+test_plain_loop = ps.testing.laws(
+    PlainLoop, [name for name in LAWS if name != "T17"], cases=20
+)
 
 
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.number)

@@ -18,7 +18,9 @@ def test_rejected(mutant: Mutant) -> None:
     claim = mutants.claim(mutant.claim)
     with mutants.planted(mutant):
         broken = claim.broken_by(PURESTEP, EXAMPLES)
-    assert broken, f"mutant {mutant.number} survives ({mutant.bug}): the proofs have a hole"
+    assert broken, (
+        f"mutant {mutant.number} survives ({mutant.bug}): the proofs have a hole"
+    )
     assert not claim.broken_by(PURESTEP, 2), "the source stays changed"
 
 
@@ -32,7 +34,9 @@ def test_other_words_are_an_error() -> None:
 
 def test_table_is_complete() -> None:
     """Each bug has one line, in their order: it is in the source, in the loop, or left to a theorem."""
-    assert mutants.README.read_text() == mutants.written(), "run python -m proofs.mutants"
+    assert mutants.README.read_text() == mutants.written(), (
+        "run python -m proofs.mutants"
+    )
     rows = re.findall(r"^\| (\d+) \|", mutants.table(), re.MULTILINE)
     assert [*map(int, rows)] == [*range(1, len(rows) + 1)]
     assert len(rows) >= len(BUGS)

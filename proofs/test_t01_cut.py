@@ -70,7 +70,9 @@ def terms(system: System, drawn: Drawn) -> None:
     def loss_of(params: Any) -> torch.Tensor:
         weights = case.batch["w"].to(torch.float64)
         loss = (weights / weights.sum() * models.integer_loss(params, case.batch)).sum()
-        extra: list[Any] = [loss_with_terms(params, part).microbatch for part in present]
+        extra: list[Any] = [
+            loss_with_terms(params, part).microbatch for part in present
+        ]
         return loss + torch.stack([term / len(present) for term in extra]).sum()
 
     grads, loss = torch.func.grad_and_value(loss_of)(case.params)
@@ -112,8 +114,12 @@ def programs(system: System, drawn: tuple[Drawn, list[str]]) -> None:
         CLOSED_OVER.grad = None
         *actual, _ = check_step(system, how, case, groups, make(), plain)
         leaves = tree.leaves_of((actual, groups))
-        assert not any(leaf.requires_grad for leaf in leaves), "a graph came out, or a mark stayed"
-        assert CLOSED_OVER.grad is None, ".grad of what the loss closes over was written"
+        assert not any(leaf.requires_grad for leaf in leaves), (
+            "a graph came out, or a mark stayed"
+        )
+        assert CLOSED_OVER.grad is None, (
+            ".grad of what the loss closes over was written"
+        )
 
 
 @theorem("T1", st.tuples(steps(**EXACT, **OWN), st.booleans()))
@@ -123,7 +129,9 @@ def recomputation(system: System, drawn: tuple[Drawn, bool]) -> None:
     generator = case.generator
     params = {name: models.integers((3, 3), generator) for name in ("first", "second")}
     state = params, tree.zeros_like(params)
-    expected, _, _ = spec(module_loss(False, frozen), CAPTURE.update, *state, case.batch)
+    expected, _, _ = spec(
+        module_loss(False, frozen), CAPTURE.update, *state, case.batch
+    )
     result, refused = outcome(
         lambda: step_of(system, how, state, groups, module_loss(True, frozen), CAPTURE)
     )
@@ -144,7 +152,9 @@ def unreached(system: System, drawn: tuple[Drawn, bool]) -> None:
             return models.integer_loss(params, batch).detach()
 
     state = case.params, case.opt_state
-    _, refused = outcome(lambda: step_of(system, how, state, groups, detached, case.recipe))
+    _, refused = outcome(
+        lambda: step_of(system, how, state, groups, detached, case.recipe)
+    )
     assert "do not depend on params" in refused
 
 
@@ -175,9 +185,13 @@ def many_microbatches(system: System, drawn: tuple[How, torch.dtype]) -> None:
     exact = x.to(torch.float64).mean(0)
     # A seed, and its product with x, are rounded to half precision; the sum of a thousand is not.
     bound = (gamma(2, dtype) + gamma(count + 4, torch.float32)) * exact
-    assert ((grad - exact).abs() <= bound).all(), f"{grad} is not {exact} within {bound}"
+    assert ((grad - exact).abs() <= bound).all(), (
+        f"{grad} is not {exact} within {bound}"
+    )
 
 
 globals().update(as_tests(globals()))
 # torch warns of it once, where a sparse gradient meets a leaf that lies in columns.
-test_programs = pytest.mark.filterwarnings("ignore:grad and param do not obey")(programs.test())
+test_programs = pytest.mark.filterwarnings("ignore:grad and param do not obey")(
+    programs.test()
+)

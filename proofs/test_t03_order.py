@@ -1,7 +1,15 @@
 """T3, order. No permutation of sequences, microbatches or ranks changes the step."""
 
 from proofs.ranks import check_step, step_of
-from proofs.strategies import Chooser, Drawn, Groups, assert_same, drawn, groups_of, step_case
+from proofs.strategies import (
+    Chooser,
+    Drawn,
+    Groups,
+    assert_same,
+    drawn,
+    groups_of,
+    step_case,
+)
 from proofs.theorem import System, as_tests, theorem
 
 

@@ -26,7 +26,9 @@ def scale_invariance(system: System, drawn: tuple[Drawn, int]) -> None:
 
     *expected, metrics = check_step(system, how, case, groups)
     state = case.params, case.opt_state
-    *actual, scaled = step_of(system, how, state, groups, case.loss_fn, case.recipe, weight_fn)
+    *actual, scaled = step_of(
+        system, how, state, groups, case.loss_fn, case.recipe, weight_fn
+    )
     assert_same(actual, expected)
     assert_same(scaled.loss, metrics.loss, "loss")
     assert scaled.num_tokens == scale * metrics.num_tokens
@@ -60,12 +62,16 @@ def counted_once(system: System, drawn: Drawn) -> None:
         asked.append("weights")
         # One buffer for each shape, as programs have it that avoid allocations.
         buffer = buffers.setdefault(batch["w"].shape, torch.empty_like(batch["w"]))
-        return buffer.copy_(batch["w"] + 1 if asked.count("weights") > number else batch["w"])
+        return buffer.copy_(
+            batch["w"] + 1 if asked.count("weights") > number else batch["w"]
+        )
 
     def loss_fn(params: Any, batch: Batch) -> torch.Tensor:
         asked.append("losses")
         losses = case.loss_fn(params, batch)
-        if how.settings["grad_and_value"] is ps.grad_and_value:  # torch.func lets nobody write.
+        if (
+            how.settings["grad_and_value"] is ps.grad_and_value
+        ):  # torch.func lets nobody write.
             batch["w"].zero_()
         return losses
 

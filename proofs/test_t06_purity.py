@@ -61,13 +61,18 @@ def inputs_untouched(system: System, drawn: Drawn) -> None:
     assert_same(inputs, before, "inputs")
     assert torch.equal(torch.get_rng_state(), rng), "the global RNG moved"
     assert globals_of() == world, "global settings changed"
-    assert not storages(outputs) & storages(inputs), "an output lives in an input's storage"
+    assert not storages(outputs) & storages(inputs), (
+        "an output lives in an input's storage"
+    )
     assert not any(leaf.requires_grad for leaf in tree.leaves_of(outputs))
 
 
 def two_groups(choose: Chooser) -> tuple[Drawn, Groups]:
     """A step, and another group of another size."""
-    one, other = (step_case(choose, **ONE, dtypes=[dtype]) for dtype in [choose.choice(DTYPES)] * 2)
+    one, other = (
+        step_case(choose, **ONE, dtypes=[dtype])
+        for dtype in [choose.choice(DTYPES)] * 2
+    )
     return one, other[2]
 
 
@@ -95,9 +100,13 @@ def grad_untouched(system: System, drawn: Drawn) -> None:
         with torch.set_grad_enabled(grad_mode):
             result = step(params, case.opt_state, group)
             assert torch.is_grad_enabled() == grad_mode
-        assert_same(tree.map(torch.Tensor.detach, result), expected, "with requires_grad")
+        assert_same(
+            tree.map(torch.Tensor.detach, result), expected, "with requires_grad"
+        )
         assert not any(leaf.requires_grad for leaf in tree.leaves_of(result[2]))
-    assert all((leaf.grad == 7).all() for leaf in tree.leaves_of(params)), ".grad was written"
+    assert all((leaf.grad == 7).all() for leaf in tree.leaves_of(params)), (
+        ".grad was written"
+    )
 
 
 globals().update(as_tests(globals()))

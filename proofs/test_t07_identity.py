@@ -18,12 +18,17 @@ def times(groups: Groups, name: str, factor: float) -> Groups:
     def multiplied(leaf: torch.Tensor) -> torch.Tensor:
         return leaf * factor if factor else torch.zeros_like(leaf)
 
-    return [[{**part, name: multiplied(part[name])} for part in group] for group in groups]
+    return [
+        [{**part, name: multiplied(part[name])} for part in group] for group in groups
+    ]
 
 
 def with_floats(groups: Groups) -> Groups:
     """The same, with targets that can be infinite; copies, which may be written to."""
-    return [[{**m, "y": m["y"].to(m["x"].dtype, copy=True)} for m in group] for group in groups]
+    return [
+        [{**m, "y": m["y"].to(m["x"].dtype, copy=True)} for m in group]
+        for group in groups
+    ]
 
 
 @theorem("T7", st.tuples(steps(), st.booleans()))
@@ -31,7 +36,11 @@ def no_tokens(system: System, drawn: tuple[Drawn, bool]) -> None:
     """N = 0, with ignored microbatches or with none at all, is the identity."""
     (case, how, groups), none = drawn
     state = case.params, case.opt_state
-    groups = [[] for _ in groups] if none and how.axis != "simulated" else times(groups, "w", 0)
+    groups = (
+        [[] for _ in groups]
+        if none and how.axis != "simulated"
+        else times(groups, "w", 0)
+    )
     *new, metrics = step_of(system, how, state, groups, case.loss_fn, case.recipe)
     assert_same(tuple(new), state)
     assert not metrics.applied
@@ -64,7 +73,10 @@ def ensembles(system: System, drawn: tuple[Drawn, float]) -> None:
     """Of an ensemble, those members alone step whose group says so; 0 stands for no tokens."""
     (case, how, _), bad = drawn
     step = system.make_update_step(
-        case.loss_fn, case.optimizer, weight_fn=weights_of, **{**how.settings, "donate": False}
+        case.loss_fn,
+        case.optimizer,
+        weight_fn=weights_of,
+        **{**how.settings, "donate": False},
     )
     ((batch,),) = with_floats([[case.batch]])
     ((idle,),) = times([[batch]], "y" if bad else "w", bad)

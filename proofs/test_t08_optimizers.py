@@ -97,7 +97,12 @@ MEANS: dict[str, Any] = {"betas": (0.5, 0.9)}
 DECOUPLED = {**DECAY, "decoupled_weight_decay": True}
 START: dict[str, Any] = {"initial_accumulator_value": 0.3}
 AMSGRAD: dict[str, Any] = {"amsgrad": True}
-ADAM = [{}, {**MEANS, **DECAY, "eps": 1e-3}, {**AMSGRAD, **DECAY}, {**AMSGRAD, **ASCENT}]
+ADAM = [
+    {},
+    {**MEANS, **DECAY, "eps": 1e-3},
+    {**AMSGRAD, **DECAY},
+    {**AMSGRAD, **ASCENT},
+]
 SETTINGS: dict[str, list[dict[str, Any]]] = {
     "SGD": [
         {}, DECAY, MOMENTUM, {**MOMENTUM, **DECAY, "dampening": 0.5}, NESTEROV,
@@ -131,7 +136,9 @@ ALGORITHMS = {
 """A class of ``torch.optim``, settings of it, and the kernels that it has on the host."""
 RATES = ["number", "default", "tensor", "schedule"]
 CASES = [
-    pytest.param(name, kernel, number, id=f"{name}-{next(iter(kernel), 'loop')}-{number}")
+    pytest.param(
+        name, kernel, number, id=f"{name}-{next(iter(kernel), 'loop')}-{number}"
+    )
     for name, (_, settings, kernels) in ALGORITHMS.items()
     for kernel in kernels
     for number in range(len(settings))
@@ -172,7 +179,9 @@ class Namesake:
 def random_params(shapes: Any, dtype: torch.dtype, generator: torch.Generator) -> Any:
     """Normal numbers, in a tree like that of the shapes."""
     if isinstance(shapes, dict):
-        return {key: random_params(below, dtype, generator) for key, below in shapes.items()}
+        return {
+            key: random_params(below, dtype, generator) for key, below in shapes.items()
+        }
     if isinstance(shapes, list):
         return [random_params(below, dtype, generator) for below in shapes]
     return torch.randn(shapes, generator=generator, dtype=dtype)
@@ -200,7 +209,11 @@ def buffers(value: Any) -> list[int]:
 
 
 def states_of(
-    optimizer: ps.optim.Optimizer, params: Any, grads: Iterable[Any], *, formula: bool = True
+    optimizer: ps.optim.Optimizer,
+    params: Any,
+    grads: Iterable[Any],
+    *,
+    formula: bool = True,
 ) -> Iterator[Any]:
     """``(params, opt_state)`` after each update, which is the same to the bit in place.
 
@@ -217,7 +230,9 @@ def states_of(
         if formula:
             moved = optimizer.update(*given)
             assert_same(given, before, "(grads, opt_state, params)")
-            assert not storages(moved) & storages(given), "an output lives in an input's storage"
+            assert not storages(moved) & storages(given), (
+                "an output lives in an input's storage"
+            )
         else:
             own, opt_state, ours = before
             moved = optimizer.update_(own, opt_state, ours, None)
@@ -247,7 +262,9 @@ def assert_follows(
     """
     params = tree.map(lambda leaf: leaf.detach().clone(), namesake.params)
     grads = [random_grads(params, generator) for _ in range(8)]
-    for one, state in zip(grads, states_of(optimizer, params, grads, formula=formula), strict=True):
+    for one, state in zip(
+        grads, states_of(optimizer, params, grads, formula=formula), strict=True
+    ):
         namesake.step(one)
         expected = tree.map(Tensor.detach, namesake.params), state_of(namesake)
         assert_same(state, expected)
@@ -255,7 +272,9 @@ def assert_follows(
 
 def test_no_algorithm_is_forgotten() -> None:
     """All of ``torch.optim``, less one that wants a closure and one for sparse gradients."""
-    exported = {name for name, value in vars(torch.optim).items() if isinstance(value, type)}
+    exported = {
+        name for name, value in vars(torch.optim).items() if isinstance(value, type)
+    }
     assert exported - {"Optimizer", "LBFGS", "SparseAdam"} == ALGORITHMS.keys()
 
 
@@ -267,7 +286,9 @@ def shapes_for(name: str) -> Any:
 @pytest.mark.parametrize(("name", "kernel", "number"), CASES)
 @settings(max_examples=max(1, settings().max_examples // 30))
 @given(seed=st.integers(0, 2**20))
-def test_from_torch_is_torch(name: str, kernel: dict[str, bool], number: int, seed: int) -> None:
+def test_from_torch_is_torch(
+    name: str, kernel: dict[str, bool], number: int, seed: int
+) -> None:
     """Every algorithm and kernel, for each kind of rate: to the bit, and so is its state."""
     algorithm, settings, _ = ALGORITHMS[name]
     how = {**settings[number], **kernel}
@@ -303,7 +324,11 @@ FUSED = {
 
 
 @given(
-    st.fixed_dictionaries(FUSED), st.booleans(), st.booleans(), st.booleans(), st.integers(0, 2**20)
+    st.fixed_dictionaries(FUSED),
+    st.booleans(),
+    st.booleans(),
+    st.booleans(),
+    st.integers(0, 2**20),
 )
 def test_adamw_is_the_fused_kernel(
     how: dict[str, Any], masked: bool, scheduled: bool, whole: bool, seed: int
@@ -318,7 +343,10 @@ def test_adamw_is_the_fused_kernel(
 
     def make(leaves: list[Tensor]) -> torch.optim.Optimizer:
         decay = how["weight_decay"]
-        groups = [{"params": [leaf], "weight_decay": decay * decaying(leaf)} for leaf in leaves]
+        groups = [
+            {"params": [leaf], "weight_decay": decay * decaying(leaf)}
+            for leaf in leaves
+        ]
         return torch.optim.AdamW(groups, **how, fused=True)
 
     def state_of(namesake: Namesake) -> Any:
@@ -326,8 +354,12 @@ def test_adamw_is_the_fused_kernel(
         structure = tree.flatten(namesake.params)[1]
 
         def part(decayed: bool) -> ps.optim.AdamWState:
-            where = {i for i, leaf in enumerate(namesake.leaves) if decaying(leaf) == decayed}
-            means = ([state[key] for state in kept] for key in ("exp_avg", "exp_avg_sq"))
+            where = {
+                i for i, leaf in enumerate(namesake.leaves) if decaying(leaf) == decayed
+            }
+            means = (
+                [state[key] for state in kept] for key in ("exp_avg", "exp_avg_sq")
+            )
             parts = (tree.part(structure, one, where) for one in means)
             return ps.optim.AdamWState(torch.tensor(namesake.steps), *parts)
 

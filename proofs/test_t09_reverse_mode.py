@@ -70,7 +70,9 @@ def test_higher_derivatives(case: RealCase, outer: Any) -> None:
         def slope(embedding: torch.Tensor) -> Any:
             params = {**case.params, "embedding": embedding}
             grads, value = transform(loss)(params, case.batch)
-            return value + sum(leaf.square().sum() for leaf in grads["attention"].values())
+            return value + sum(
+                leaf.square().sum() for leaf in grads["attention"].values()
+            )
 
         return outer(slope, case.params["embedding"])
 

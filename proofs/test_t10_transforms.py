@@ -33,7 +33,9 @@ from purestep.testing.bounds import gamma
 OPTIMIZERS: dict[str, Callable[[Any], ps.optim.Optimizer]] = {
     **RECIPES,
     "scheduled": lambda rate: ps.optim.sgd(
-        ps.optim.join_schedules([lambda t: rate / (1 - t), lambda t: rate / (2 - t)], [1])
+        ps.optim.join_schedules(
+            [lambda t: rate / (1 - t), lambda t: rate / (2 - t)], [1]
+        )
     ),
 }
 Settings = dict[str, Any]
@@ -56,7 +58,10 @@ def group_of(seed: int) -> list[Batch]:
 def start(seed: int) -> Any:
     """A matrix, a number, and a leaf that the loss does not reach."""
     generator = torch.Generator().manual_seed(seed)
-    w, b = (torch.randn(shape, dtype=torch.float64, generator=generator) for shape in ((3, 1), ()))
+    w, b = (
+        torch.randn(shape, dtype=torch.float64, generator=generator)
+        for shape in ((3, 1), ())
+    )
     return {"w": w, "b": b, "unused": torch.zeros(2, dtype=torch.float64)}
 
 
@@ -86,7 +91,9 @@ def summed(params: Any) -> Tensor:
     return torch.stack([leaf.sin().sum() for leaf in tree.leaves_of(params)]).sum()
 
 
-def derivatives(final: Callable[[Point], Any], point: Point, *, recorded: bool = True) -> Any:
+def derivatives(
+    final: Callable[[Point], Any], point: Point, *, recorded: bool = True
+) -> Any:
     """The same in reverse mode, in forward mode, and as autograd records it."""
     found: dict[str, Any] = {
         "reverse": torch.func.grad(lambda point: summed(final(point)))(point),
@@ -108,7 +115,9 @@ def has_forward_mode(leaf: Tensor) -> bool:
     return leaf.device.type != "lazy"
 
 
-def assert_slopes(f: Callable[[Tensor], Tensor], x: Tensor, which: tuple[str, ...] = ()) -> Tensor:
+def assert_slopes(
+    f: Callable[[Tensor], Tensor], x: Tensor, which: tuple[str, ...] = ()
+) -> Tensor:
     """f′(x) in reverse mode, in forward mode and recorded is its finite difference: how far off.
 
     That is extrapolated from two central differences, and as uncertain as they are apart.
@@ -170,7 +179,9 @@ def derivatives_by_the_rate(system: System, drawn: tuple[Training, bool]) -> Non
 def ensembles(system: System, case: Training) -> None:
     """An ensemble under vmap, each with its own learning rate, is its members one by one."""
     final = trained(case.recipe, case.settings, case.groups[:2], affine, system)
-    together = torch.vmap(lambda *point: final(point))(stack(case.rates), stack(case.starts))
+    together = torch.vmap(lambda *point: final(point))(
+        stack(case.rates), stack(case.starts)
+    )
     members = zip(case.rates, case.starts, strict=True)
     assert_nearly(together, stack([final(member) for member in members]))
 
@@ -189,7 +200,9 @@ IDLE: dict[str, Callable[[list[Batch]], list[Batch]]] = {
     "no tokens": lambda group: [{**m, "w": torch.zeros_like(m["w"])} for m in group],
     "NaN": lambda group: [{**m, "y": m["y"] * float("nan")} for m in group],
     "infinite": lambda group: [{**m, "x": m["x"] * float("inf")} for m in group],
-    "infinite on the way": lambda group: [{**m, "y": m["y"].sign() * 1e308} for m in group],
+    "infinite on the way": lambda group: [
+        {**m, "y": m["y"].sign() * 1e308} for m in group
+    ],
 }
 """Groups of which no step is taken."""
 SKIPPING = drawn(training, on_nonfinite="skip")
@@ -213,7 +226,9 @@ def derivatives_through_steps_not_taken(
     point = (POINT.to(case.rates[0].device), case.starts[0])
 
     def slopes(groups: list[list[Batch]]) -> Any:
-        return derivatives(trained(case.recipe, case.settings, groups, affine, system), point)
+        return derivatives(
+            trained(case.recipe, case.settings, groups, affine, system), point
+        )
 
     actual = slopes(given)
     assert_same(actual, slopes(taken), "derivatives")
@@ -257,17 +272,25 @@ def test_derivatives_at_a_gradient_of_zero(recipe: str, normalize: str) -> None:
 def check_derivatives_at_zero(recipe: str, normalize: str, move: Move = stay) -> None:
     """Compares derivatives at the minimum, on a device."""
     best = tree.map(lambda leaf: (4 * leaf).round(), start(0))
-    x = torch.randint(-2, 3, (4, 3), generator=torch.Generator().manual_seed(0)).double()
+    x = torch.randint(
+        -2, 3, (4, 3), generator=torch.Generator().manual_seed(0)
+    ).double()
     group = [{"x": x, "y": x @ best["w"].flatten() + best["b"], "w": torch.ones(4)}]
-    best, group, rate, here = move((best, group, POINT, torch.ones((), dtype=torch.float64)))
-    final = trained(recipe, {"normalize": normalize, "on_nonfinite": "skip"}, [group, group])
+    best, group, rate, here = move(
+        (best, group, POINT, torch.ones((), dtype=torch.float64))
+    )
+    final = trained(
+        recipe, {"normalize": normalize, "on_nonfinite": "skip"}, [group, group]
+    )
 
     def end(distance: Tensor) -> Any:
         return final((rate, tree.map(lambda leaf: leaf + (distance - 1), best)))
 
     if recipe != "lion":
         # What ``init`` copies, as master weights, is not recorded.
-        assert_slopes(lambda d: summed(end(d)), here, ("recorded",) if recipe == "master" else ())
+        assert_slopes(
+            lambda d: summed(end(d)), here, ("recorded",) if recipe == "master" else ()
+        )
         return
     # A sign has the derivative 0, at 0 too, where its difference is none: decay is left, twice.
     slopes = torch.cat([leaf.flatten().cos() for leaf in tree.leaves_of(end(here))])

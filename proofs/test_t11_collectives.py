@@ -78,7 +78,9 @@ TRANSPOSES: dict[str, Callable[[Tensor], Tensor]] = {
 def blocks(choose: Chooser) -> tuple[Tensor, int]:
     """Integers, ``(ranks, 2, 3, ranks)``: one block of shape (2, 3, ranks) on every rank; and a way to call a law."""
     size = choose.randint(1, 4)
-    return integers((size, 2, 3, size), choose.generator(), 8), choose.randrange(len(HOW))
+    return integers((size, 2, 3, size), choose.generator(), 8), choose.randrange(
+        len(HOW)
+    )
 
 
 def called(name: str, way: int) -> Law:
@@ -99,7 +101,10 @@ def test_law(law: str, drawn: tuple[Tensor, int]) -> None:
 
     on_ranks = axis.map(on_rank)
     assert torch.equal(on_ranks(x), expected(x))
-    both, each = torch.stack([x, x + 1], 1), torch.stack([expected(x), expected(x + 1)], 1)
+    both, each = (
+        torch.stack([x, x + 1], 1),
+        torch.stack([expected(x), expected(x + 1)], 1),
+    )
     last = torch.vmap(on_ranks, in_dims=-1, out_dims=1)(both.movedim(1, -1))
     for found in (
         axis.map(torch.vmap(on_rank))(both),
@@ -121,7 +126,9 @@ def test_index_and_trees(drawn: tuple[Tensor, int]) -> None:
     x, _ = drawn
     axis = ps.VmapAxis(len(x))
     assert axis.map(lambda _: axis.index)(x).tolist() == list(range(len(x)))
-    total = axis.map(lambda b: ps.psum({"a": [b], "none": None, "flag": b > 0}, axis), 0, None)(x)
+    total = axis.map(
+        lambda b: ps.psum({"a": [b], "none": None, "flag": b > 0}, axis), 0, None
+    )(x)
     assert_same(total, {"a": [x.sum(0)], "none": None, "flag": (x > 0).sum(0)})
 
 
@@ -150,7 +157,9 @@ def test_transpose(law: str, drawn: tuple[Tensor, int]) -> None:
     """vjp inside the program is the stated transpose; jvp is the law; twice transposed is the law."""
     x, _ = drawn
     axis = ps.VmapAxis(len(x))
-    y, _, _, tangent, pulled, twice = axis.map(partial(separately, axis, law, 0, True))(x)
+    y, _, _, tangent, pulled, twice = axis.map(partial(separately, axis, law, 0, True))(
+        x
+    )
     assert torch.equal(pulled, TRANSPOSES[law](y + 1))
     assert torch.equal(tangent, y)
     assert torch.equal(twice, y)
@@ -161,7 +170,9 @@ def check_separate_ranks(
 ) -> None:
     """Ranks of their own get to the bit what a simulated rank gets, whose law and transposes are proved above."""
     size, axis = len(x), ps.VmapAxis(len(x))
-    expected = axis.map(lambda block: separately(axis, name, way, forward_mode, block))(x)
+    expected = axis.map(lambda block: separately(axis, name, way, forward_mode, block))(
+        x
+    )
     args = [name] * size, [way] * size, [forward_mode] * size, list(x)
     for rank, result in enumerate(run(Ranks(size, 1 << 20), separately, *args)):
         assert_same(result, [leaf[rank] for leaf in expected], f"rank {rank}")

@@ -36,7 +36,11 @@ PIECES: dict[str, Any] = {"dtypes": [torch.float64], "gathers": GATHERS}
 
 def layers_case(choose: Chooser, *columns: int) -> tuple[Drawn, int]:
     """A layer of four in three columns leaves one of them empty; the rest may be spread over the rows."""
-    how: dict[str, Any] = {"axes": ["threads"], "ranks": [2], "gathers": ["", "step", "microbatch"]}
+    how: dict[str, Any] = {
+        "axes": ["threads"],
+        "ranks": [2],
+        "gathers": ["", "step", "microbatch"],
+    }
     case = step_case(choose, dtypes=[torch.float64], scalars=False, trees=True, **how)
     return case, choose.choice(columns)
 
@@ -62,7 +66,10 @@ def simulated_layers(system: System, drawn: tuple[Drawn, int]) -> None:
     assert_same(found, alone(case, how, groups))
 
 
-@theorem("T12", steps(**PIECES, axes=["threads"], grids=[(0, 1), (0, 5), (1, 3), (2, 2), (2, 6)]))
+@theorem(
+    "T12",
+    steps(**PIECES, axes=["threads"], grids=[(0, 1), (0, 5), (1, 3), (2, 2), (2, 6)]),
+)
 def separate_params(system: System, drawn: Drawn) -> None:
     """Params and state spread over the step's own axis, or one of two dimensions of it, whose ranks are uneven."""
     check_metrics(system, drawn)
@@ -99,7 +106,9 @@ def pieces_of_one_tensor(system: System, drawn: tuple[Tensor, int, int]) -> None
     clipped = clip.update(params, (), None)[0]
     expected = (params, clipped), torch.linalg.vector_norm(every), every.all()
     chunks = [*whole.chunk(size, dim), *[whole.narrow(dim, 0, 0)] * size]
-    separate = on_threads(Ranks(size, 40), program) if size > 1 else [program(ps.LocalAxis())]
+    separate = (
+        on_threads(Ranks(size, 40), program) if size > 1 else [program(ps.LocalAxis())]
+    )
     for chunk, (piece, seen) in zip(chunks, separate, strict=False):
         assert torch.equal(piece, chunk) or not whole.numel()
         assert_same(seen, expected)
@@ -137,7 +146,9 @@ def summed_cotangents(system: System, drawn: tuple[Tensor, int, int]) -> None:
     assert_same(simulated(axis, program)(factors), expected)
 
 
-@theorem("T12", st.tuples(drawn(tensor_case), st.sampled_from([7.0, torch.inf, torch.nan])))
+@theorem(
+    "T12", st.tuples(drawn(tensor_case), st.sampled_from([7.0, torch.inf, torch.nan]))
+)
 def filled_up(system: System, drawn: tuple[tuple[Tensor, int, int], float]) -> None:
     """What a piece is filled up with is never read: by a norm, a finite check, a gather, a loss."""
     (whole, dim, size), garbage = drawn
@@ -145,7 +156,9 @@ def filled_up(system: System, drawn: tuple[tuple[Tensor, int, int], float]) -> N
     def program(axis: Any, _: Tensor) -> Any:
         node, ones = (ps.shard(x, axis, dim) for x in (whole, torch.ones_like(whole)))
         node.piece = torch.where(ones.piece > 0, node.piece, garbage)
-        evaluate = system.make_eval_step(lambda w, x: w.sum() * x, weight_fn=torch.ones_like)
+        evaluate = system.make_eval_step(
+            lambda w, x: w.sum() * x, weight_fn=torch.ones_like
+        )
         loss = ps.psum(evaluate(node, [torch.ones(1, dtype=torch.float64)]).loss, axis)
         seen = tree.global_norm(node), tree.all_finite(node)
         return *seen, ps.unshard(node), loss

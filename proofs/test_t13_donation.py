@@ -48,7 +48,9 @@ def handing_on(case: Case) -> ps.optim.Optimizer:
     def update(grads: Any, opt_state: Any, params: Any) -> Any:
         first, second = opt_state
         moved = tree.map(lambda p, older: (p - older).to(p.dtype), params, first)
-        newest = tree.map(lambda grad, kept: grad.detach().to(kept.dtype), grads, second)
+        newest = tree.map(
+            lambda grad, kept: grad.detach().to(kept.dtype), grads, second
+        )
         return moved, (tree.map(torch.detach, second), newest)
 
     def init(params: Any) -> Any:
@@ -78,14 +80,18 @@ def donation(system: System, drawn: tuple[Drawn, Any, Any]) -> None:
     results = []
     for donate in (False, True):
         settings = {**how.settings, "donate": donate}
-        step = system.make_update_step(case.loss_fn, optimizer, weight_fn=weights_of, **settings)
+        step = system.make_update_step(
+            case.loss_fn, optimizer, weight_fn=weights_of, **settings
+        )
         state = copied((case.params, optimizer.init(case.params)))
         given = storages(state)
         reported = []
         for one in (group, [change(part) for part in group], group):
             *state, metrics = step(*state, one)
             reported.append(metrics)
-        assert (storages(state) == given) is donate, "the buffers do not hold the new state"
+        assert (storages(state) == given) is donate, (
+            "the buffers do not hold the new state"
+        )
         results.append(tree.map(torch.nan_to_num, (tuple(state), reported)))
     assert_same(results[1], results[0])
 
@@ -94,7 +100,9 @@ Overlap = tuple[Case, int, int, str]
 SHARING = st.sampled_from(["leaf", "batch"])
 
 
-@theorem("T13", st.tuples(drawn(case_of), st.integers(1, 12), st.integers(0, 12), SHARING))
+@theorem(
+    "T13", st.tuples(drawn(case_of), st.integers(1, 12), st.integers(0, 12), SHARING)
+)
 def overlaps(system: System, drawn: Overlap) -> None:
     """Leaves of one buffer, with each other or with the data: the same bits, or refused."""
     case, length, offset, shares = drawn
@@ -111,7 +119,9 @@ def overlaps(system: System, drawn: Overlap) -> None:
     optimizer = ps.optim.sgd(0.5)
 
     def run(donate: bool) -> Any:
-        step = system.make_update_step(loss_fn, optimizer, weight_fn=weights_of, donate=donate)
+        step = system.make_update_step(
+            loss_fn, optimizer, weight_fn=weights_of, donate=donate
+        )
         return step(params, optimizer.init(params), [data])
 
     expected = tree.map(torch.clone, run(donate=False))

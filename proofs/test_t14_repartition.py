@@ -80,11 +80,17 @@ def example_case(choose: Chooser) -> tuple[Examples, int, int, int]:
         example = {key: value[row] for key, value in case.batch.items()}
         used = int((example["w"] > 0).nonzero().max()) + 1 if example["w"].any() else 0
         length = choose.randint(used, len(example["w"]))
-        rows.append({key: value[:length].to(dtypes[key]) for key, value in example.items()})
+        rows.append(
+            {key: value[:length].to(dtypes[key]) for key, value in example.items()}
+        )
         if not choose.randrange(4):
             rows.append({key: torch.tensor([]) for key in example})
     pad = {"x": choose.choice(PADS), "y": choose.choice(PADS), "w": 0.0}
-    slack, multiple_of, ranks = choose.randint(0, 12), choose.randint(1, 3), choose.randint(1, 4)
+    slack, multiple_of, ranks = (
+        choose.randint(0, 12),
+        choose.randint(1, 3),
+        choose.randint(1, 4),
+    )
     return Examples(case, rows, pad), slack, multiple_of, ranks
 
 
@@ -101,7 +107,9 @@ def repartition(system: System, drawn: tuple[Examples, int, int, int]) -> None:
 
     if not drawn[0].fit:
         error = raised(lambda: pack(examples))
-        assert isinstance(error, ValueError), "accepted" if error is None else repr(error)
+        assert isinstance(error, ValueError), (
+            "accepted" if error is None else repr(error)
+        )
         assert "example" in str(error)
         return
     shares = ps.balance(examples, ranks)
@@ -109,7 +117,9 @@ def repartition(system: System, drawn: tuple[Examples, int, int, int]) -> None:
     group = [undressed(microbatch) for share in shares for microbatch in pack(share)]
     assert all(0 < microbatch["w"].numel() <= budget for microbatch in group)
     kept = sum(len(row["w"]) > 0 for row in rows)
-    assert sum(len(microbatch["w"]) for microbatch in group) == kept, "a row for each example"
+    assert sum(len(microbatch["w"]) for microbatch in group) == kept, (
+        "a row for each example"
+    )
     check_step(system, How("one", {}), case, [group])
 
 
@@ -168,14 +178,22 @@ class Stuck(Tensor):
         raise self.error
 
 
-ERRORS = [OSError("disk"), KeyboardInterrupt("stop"), SystemExit(3), ps.DataExhausted(1, 2)]
+ERRORS = [
+    OSError("disk"),
+    KeyboardInterrupt("stop"),
+    SystemExit(3),
+    ps.DataExhausted(1, 2),
+]
 
 
 def stream_case(choose: Chooser) -> Stream:
     """Any cut of a case into microbatches; a fault somewhere, or none; left somewhere, or at the end."""
     case = case_of(choose)
     parts = cut(case.batch, cut_of(choose, range(case.rows), range(1, 10)))
-    kind, place = choose.choice(["source", "counting", "copying"]), choose.randrange(len(parts))
+    kind, place = (
+        choose.choice(["source", "counting", "copying"]),
+        choose.randrange(len(parts)),
+    )
     fault, error = (kind, place) if choose.maybe() else None, choose.choice(ERRORS)
     k, depth = choose.randint(1, 4), choose.randint(1, 3)
     leave = choose.choice([9, 9, 9, 0, 1, 2, 3])
@@ -249,7 +267,9 @@ def packed_within_bound(system: System, drawn: tuple[RealCase, int]) -> None:
     case, slack = drawn
     lengths = case.batch["w"].sum(1).tolist()
     text = {key: case.batch[key] for key in ("tokens", "labels")}
-    examples = [{k: x[row, :n] for k, x in text.items()} for row, n in enumerate(lengths)]
+    examples = [
+        {k: x[row, :n] for k, x in text.items()} for row, n in enumerate(lengths)
+    ]
     documents = ps.pack_documents(examples, row_tokens=models.CONTEXT)
     documents["mask"] = ps.segment_mask(documents["segments"])
     packed = ps.pack(examples, max_tokens=max(1, *lengths) + slack)

@@ -52,8 +52,12 @@ class Layers(nn.Module):
     def __init__(self, again: bool) -> None:
         super().__init__()
         wide = torch.float64
-        self.weight = nn.Parameter(torch.zeros(models.FEATURES, models.HIDDEN, dtype=wide))
-        self.biases = nn.ParameterList([torch.zeros(models.HIDDEN, dtype=wide) for _ in range(2)])
+        self.weight = nn.Parameter(
+            torch.zeros(models.FEATURES, models.HIDDEN, dtype=wide)
+        )
+        self.biases = nn.ParameterList(
+            [torch.zeros(models.HIDDEN, dtype=wide) for _ in range(2)]
+        )
         self.out = nn.Parameter(torch.zeros(models.HIDDEN, dtype=wide))
         self.residual, self.again = nn.Dropout(0.5), again
 
@@ -62,7 +66,11 @@ class Layers(nn.Module):
         pairs = ((x @ self.weight) @ (x @ self.weight).mT).tril()
         mixed = functional.dropout(pairs, 0.5, self.training) @ x
         x = x + self.residual(mixed)
-        made: Tensor = checkpoint(self.last, x, use_reentrant=False) if self.again else self.last(x)
+        made: Tensor = (
+            checkpoint(self.last, x, use_reentrant=False)
+            if self.again
+            else self.last(x)
+        )
         return made
 
     def last(self, x: Tensor) -> Tensor:
@@ -89,7 +97,11 @@ def by_module(params: Any, batch: Batch, apply: Any = ONCE) -> Tensor:
 OWN: dict[str, Any] = {"axes": ["one", "threads"], "grad_and_value": ps.grad_and_value}
 """torch's checkpoints stand under no transform."""
 by_checkpoints = partial(by_module, apply=AGAIN)  # draws again in the backward pass
-LOSSES: list[tuple[Loss, dict[str, Any]]] = [(by_hand, {}), (by_module, {}), (by_checkpoints, OWN)]
+LOSSES: list[tuple[Loss, dict[str, Any]]] = [
+    (by_hand, {}),
+    (by_module, {}),
+    (by_checkpoints, OWN),
+]
 
 
 def keyed_case(choose: Chooser, **how: Any) -> tuple[Drawn, Loss]:
@@ -127,7 +139,9 @@ def packing(system: System, drawn: tuple[Case, int]) -> None:
     for row in range(len(segments)):
         for segment in range(1, int(segments[row].max()) + 1):
             where = segments[row] == segment
-            (number,) = (case.batch["key"] == packed["key"][row, segment - 1]).nonzero()[:, 0]
+            (number,) = (
+                case.batch["key"] == packed["key"][row, segment - 1]
+            ).nonzero()[:, 0]
             key, own = case.batch["key"][number], case.batch["x"][number]
             alone = random.dropout(ones.new_ones(2, length, length), 0.5, key)
             assert_same(features[row][where], random.dropout(own, 0.5, key), "features")
@@ -151,7 +165,9 @@ class Encoder(nn.Module):
         """Logits of each next token."""
         x = self.embedding(tokens)
         length = tokens.shape[1]
-        mask = torch.full((length, length), float("-inf"), dtype=x.dtype, device=x.device)
+        mask = torch.full(
+            (length, length), float("-inf"), dtype=x.dtype, device=x.device
+        )
         mask = mask.triu(1)
         logits: Tensor = self.head(self.layer(x, src_mask=mask, is_causal=True))
         return logits
@@ -163,7 +179,9 @@ START, APPLY = ps.from_module(Encoder())
 def encoder_params(generator: torch.Generator, dtype: torch.dtype) -> dict[str, Tensor]:
     """Normal numbers for all of them."""
     return {
-        name: (torch.randn(leaf.shape, generator=generator) / 8 + ("norm" in name)).to(dtype)
+        name: (torch.randn(leaf.shape, generator=generator) / 8 + ("norm" in name)).to(
+            dtype
+        )
         for name, leaf in START.items()
     }
 

@@ -83,7 +83,9 @@ def legs(choose: Chooser) -> tuple[Any, ...]:
 def training(choose: Chooser) -> Training:
     """Integers, in any memory order, with any optimizer; the second epoch may begin within a group."""
     case = case_of(choose)
-    parts = cut(case.batch, cut_of(choose, range(case.rows), range(2, 10))) * choose.randint(1, 2)
+    parts = cut(
+        case.batch, cut_of(choose, range(case.rows), range(2, 10))
+    ) * choose.randint(1, 2)
     start = case.optimizer, case.params, case.opt_state
     return Training(models.integer_loss, *start, parts, *legs(choose))
 
@@ -94,11 +96,15 @@ def real_training(choose: Chooser) -> Training:
     Without gaps, which no copy keeps: products in half precision round in another way where there are some.
     """
     generator = choose.generator()
-    params = models.transformer_params(generator, choose.choice([torch.float32, torch.bfloat16]))
+    params = models.transformer_params(
+        generator, choose.choice([torch.float32, torch.bfloat16])
+    )
     params = laid_out(params, choose.choice(LAYOUTS[:2]))
     optimizer = choose.choice([*OPTIMIZERS.values(), *ADAPTED.values()])
     shape = (choose.randint(2, 6), 2, models.CONTEXT)
-    tokens, labels = torch.randint(0, models.VOCABULARY, (2, *shape), generator=generator)
+    tokens, labels = torch.randint(
+        0, models.VOCABULARY, (2, *shape), generator=generator
+    )
     parts = [
         {"tokens": t, "labels": y, "w": torch.ones(y.shape)}
         for t, y in zip(tokens, labels, strict=True)
@@ -115,7 +121,9 @@ def go_on(
     Ranks take microbatches in turn.
     """
     how = {**run.settings, "axis": axis or ps.LocalAxis()}
-    step = system.make_update_step(run.loss_fn, run.optimizer, weight_fn=weights_of, **how)
+    step = system.make_update_step(
+        run.loss_fn, run.optimizer, weight_fn=weights_of, **how
+    )
     params, opt_state, position = state
     source = ps.group(iter(run.parts), run.k, start=int(position))
     groups = ps.prefetch(source, "cpu", run.depth, weight_fn=weights_of)
@@ -167,7 +175,9 @@ class Legs(NamedTuple):
 
 def ranked(choose: Chooser) -> Legs:
     """On one to three ranks at a time."""
-    each = [(choose.randint(1, 3), choose.randrange(3)) for _ in range(choose.randint(1, 4))]
+    each = [
+        (choose.randint(1, 3), choose.randrange(3)) for _ in range(choose.randint(1, 4))
+    ]
     recipe, seed = choose.choice([*OPTIMIZERS]), choose.randrange(2**20)
     return Legs(recipe, seed, settings_of(choose), each, choose.maybe())
 
@@ -182,11 +192,21 @@ def linear_loss(params: Any, batch: Batch) -> Tensor:
 
 def linear_training(legs: Legs) -> Training:
     """Params of which some are shorter than the ranks are many; groups of two microbatches with four rows, empty ones included."""
-    generator, optimizer = torch.Generator().manual_seed(legs.seed), OPTIMIZERS[legs.recipe]
-    shapes: dict[str, tuple[int, ...]] = {"w": (5, 3), "b": (), "short": (1, 2), "v": (4,)}
+    generator, optimizer = (
+        torch.Generator().manual_seed(legs.seed),
+        OPTIMIZERS[legs.recipe],
+    )
+    shapes: dict[str, tuple[int, ...]] = {
+        "w": (5, 3),
+        "b": (),
+        "short": (1, 2),
+        "v": (4,),
+    }
     params = {name: models.integers(shape, generator) for name, shape in shapes.items()}
     sizes = [size for first in (1, 4, 0, 2) for size in (first, 4 - first)]
-    parts = [{"x": models.integers((n, 22), generator), "w": torch.ones(n)} for n in sizes]
+    parts = [
+        {"x": models.integers((n, 22), generator), "w": torch.ones(n)} for n in sizes
+    ]
     start = linear_loss, optimizer, params, optimizer.init(params), parts, legs.settings
     return Training(*start, k=2, depth=1, stops=[], way=through_a_file)
 
@@ -198,7 +218,9 @@ def leg(rank: int, legs: Legs, folder: str, number: int) -> None:
     run = linear_training(legs)
     state: Any = *ps.shard((run.params, run.opt_state), axis), torch.tensor(0)
     if last := ps.checkpoint.latest(folder):
-        state = ps.checkpoint.load(last, tree.map(lambda leaf: torch.full_like(leaf, 1), state))
+        state = ps.checkpoint.load(
+            last, tree.map(lambda leaf: torch.full_like(leaf, 1), state)
+        )
     state, _ = go_on(PURESTEP, run, state, steps, axis)
     with ps.checkpoint.Background() as background:
         save = background.save_step if legs.in_background else ps.checkpoint.save_step
@@ -224,5 +246,10 @@ def test_resume_on_ranks(worlds: dict[int, World], legs: Legs) -> None:
             values(worlds[size].run(leg, *sent))
         last = ps.checkpoint.latest(folder)
         assert last is not None
-        found = ps.checkpoint.load(last, tree.map(lambda leaf: torch.full_like(leaf, 1), state))
-    assert_same(found, go_on(PURESTEP, run, copied(state), sum(steps for _, steps in legs.legs))[0])
+        found = ps.checkpoint.load(
+            last, tree.map(lambda leaf: torch.full_like(leaf, 1), state)
+        )
+    assert_same(
+        found,
+        go_on(PURESTEP, run, copied(state), sum(steps for _, steps in legs.legs))[0],
+    )

@@ -51,7 +51,9 @@ def denominators(system: System, drawn: Drawn) -> None:
     results = []
     for loss_fn, weight_fn, normalize in ways_of(case):
         here = how._replace(settings={**how.settings, "normalize": normalize})
-        results.append(step_of(system, here, state, groups, loss_fn, case.recipe, weight_fn))
+        results.append(
+            step_of(system, here, state, groups, loss_fn, case.recipe, weight_fn)
+        )
     for other in results[1:]:
         assert_same(other[:2], results[0][:2])
         assert_same(other[2], results[0][2], "metrics")
@@ -94,7 +96,9 @@ def any_denominator(system: System, drawn: Drawn) -> None:
     roundings = 2 * case.batch["w"].numel()
     for loss_fn, weight_fn, normalize in ways_of(case):
         here = how._replace(settings={**how.settings, "normalize": normalize})
-        *actual, _ = step_of(system, here, state, groups, loss_fn, case.recipe, weight_fn)
+        *actual, _ = step_of(
+            system, here, state, groups, loss_fn, case.recipe, weight_fn
+        )
         assert_near(tuple(actual), expected, state, roundings)
 
 

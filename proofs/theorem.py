@@ -30,7 +30,9 @@ class Theorem:
     claim: Callable[[System, Any], Any]
 
     def test(
-        self, subject: System = PURESTEP, where: Callable[[Any], Any] = lambda case: case
+        self,
+        subject: System = PURESTEP,
+        where: Callable[[Any], Any] = lambda case: case,
     ) -> Callable[[], None]:
         """The test that purestep satisfies the claim; ``where`` brings a case to a device."""
 
@@ -42,7 +44,9 @@ class Theorem:
         holds.__doc__ = self.claim.__doc__
         return holds
 
-    def broken_by(self, subject: System, max_examples: int = 20) -> AssertionError | None:
+    def broken_by(
+        self, subject: System, max_examples: int = 20
+    ) -> AssertionError | None:
         """What the claim says of a case in which it fails; None: it holds in so many."""
         broken: AssertionError | None = None
 
@@ -87,4 +91,8 @@ def theorem(
 
 def as_tests(module: dict[str, Any]) -> dict[str, Callable[[], None]]:
     """The test of each theorem of a module, under its name."""
-    return {f"test_{name}": one.test() for name, one in module.items() if isinstance(one, Theorem)}
+    return {
+        f"test_{name}": one.test()
+        for name, one in module.items()
+        if isinstance(one, Theorem)
+    }

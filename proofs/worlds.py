@@ -34,7 +34,9 @@ class Ranks(NamedTuple):
     rows: int = 0
 
 
-def on_threads(ranks: Ranks, program: Callable[..., Any], *args: Sequence[Any]) -> list[Any]:
+def on_threads(
+    ranks: Ranks, program: Callable[..., Any], *args: Sequence[Any]
+) -> list[Any]:
     """The program on threads."""
     world = ps.testing.ThreadAxis(ranks.size, bucket_bytes=ranks.bucket_bytes)
     axis: ps.Axis | Grid = world
@@ -53,7 +55,9 @@ def on_processes(
     """The program on the first ``ranks.size`` processes of a world; the others have nothing to do."""
     columns: list[Any] = list(zip(*args, strict=True)) if args else [()] * ranks.size
     columns += [None] * (world.size - ranks.size)
-    results = world.run(_take_part, [ranks] * world.size, [program] * world.size, columns)
+    results = world.run(
+        _take_part, [ranks] * world.size, [program] * world.size, columns
+    )
     return values(results)[: ranks.size]
 
 
@@ -71,7 +75,9 @@ def _meshes() -> dict[int | str, DeviceMesh]:
     }
     for rows in (1, 2):
         ranks = everyone.view(rows, -1)
-        meshes[f"{rows} rows"] = grid = DeviceMesh("cpu", ranks, mesh_dim_names=("dp", "other"))
+        meshes[f"{rows} rows"] = grid = DeviceMesh(
+            "cpu", ranks, mesh_dim_names=("dp", "other")
+        )
         flattened(grid[("dp", "other")])
     return meshes
 

@@ -104,7 +104,11 @@ def accumulate(
     aux: Tree = ()
     reached = False
 
-    group = microbatches if isinstance(microbatches, Group) else Group(microbatches, None, None)
+    group = (
+        microbatches
+        if isinstance(microbatches, Group)
+        else Group(microbatches, None, None)
+    )
     last = len(group.microbatches)
     given: Sequence[Tensor | None] = group.weights or [None] * last
     pairs = zip(group.microbatches, given, strict=True)

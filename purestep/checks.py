@@ -91,7 +91,11 @@ def check_params(params: Params, axis: Axis) -> None:
     if not leaves:
         raise ValueError("params holds no tensors, so there is nothing to update")
     for position, leaf in enumerate(leaves):
-        if not isinstance(leaf, Tensor) or leaf.dtype not in tree.SUM_DTYPES or leaf.is_sparse:
+        if (
+            not isinstance(leaf, Tensor)
+            or leaf.dtype not in tree.SUM_DTYPES
+            or leaf.is_sparse
+        ):
             _refuse_leaf(_path(params, position), leaf)
         if hasattr(leaf, "__tensor_flatten__"):
             raise TypeError(
@@ -123,7 +127,9 @@ def check_no_graphless(params: Params, leaves: Sequence[Any]) -> None:
     is_plain = tree.eager()
     for position, leaf in enumerate(leaves):
         # Under a transform, its own variables look like leaves.
-        is_graphless = isinstance(leaf, torch.nn.Parameter) or (is_plain and leaf.is_leaf)
+        is_graphless = isinstance(leaf, torch.nn.Parameter) or (
+            is_plain and leaf.is_leaf
+        )
         if leaf.requires_grad and is_graphless:
             raise TypeError(
                 f"{_path(params, position)} requires grad and was computed from nothing, as an "
@@ -198,7 +204,9 @@ def check_apart(
         _refuse_shared(owners, name, leaf)
 
 
-def _refuse_shared(owners: dict[torch.UntypedStorage, str], name: str, leaf: Tensor) -> None:
+def _refuse_shared(
+    owners: dict[torch.UntypedStorage, str], name: str, leaf: Tensor
+) -> None:
     if leaf.numel() and leaf.untyped_storage() in owners:
         raise ValueError(
             f"donate=True writes over {owners[leaf.untyped_storage()]}, but {name} shares its "
@@ -209,7 +217,11 @@ def _refuse_shared(owners: dict[torch.UntypedStorage, str], name: str, leaf: Ten
 def _named(value: Any, name: str) -> Iterator[tuple[str, Tensor]]:
     """Each strided tensor of a tree, by its path."""
     for path, leaf in zip(tree.paths(value, name), tree.leaves_of(value), strict=True):
-        if isinstance(leaf, Tensor) and leaf.layout is torch.strided and not leaf.is_nested:
+        if (
+            isinstance(leaf, Tensor)
+            and leaf.layout is torch.strided
+            and not leaf.is_nested
+        ):
             yield path, leaf
 
 
@@ -219,10 +231,14 @@ def _path(params: Params, position: int) -> str:
 
 def versions_of(leaves: Sequence[Tensor]) -> list[int]:
     """How often each was written to; nothing for tensors made under inference mode."""
-    return [] if any(leaf.is_inference() for leaf in leaves) else [*map(version, leaves)]
+    return (
+        [] if any(leaf.is_inference() for leaf in leaves) else [*map(version, leaves)]
+    )
 
 
-def check_untouched(params: Params, leaves: Sequence[Tensor], versions: Sequence[int]) -> None:
+def check_untouched(
+    params: Params, leaves: Sequence[Tensor], versions: Sequence[int]
+) -> None:
     """Refuses a loss that has written to params since they had these versions."""
     for position, before in enumerate(versions):
         if version(leaves[position]) != before:
@@ -264,13 +280,17 @@ def warn_of_constants(leaves: Sequence[Tensor], params: Sequence[Tensor]) -> Non
     constants to a step, so the penalty has no gradient.
     """
     own = {*map(id, params)}
-    others = [x for x in leaves if isinstance(x, torch.nn.Parameter) and id(x) not in own]
+    others = [
+        x for x in leaves if isinstance(x, torch.nn.Parameter) and id(x) not in own
+    ]
     if own.isdisjoint(map(id, leaves)):
         return  # A loss that reaches no param at all is an error.
     by_shape: dict[torch.Size, list[Tensor]] = {}
     for p in params if others else ():
         by_shape.setdefault(p.shape, []).append(p)
-    copied = [x for x in others if any(_equals(x, p) for p in by_shape.get(x.shape, ()))]
+    copied = [
+        x for x in others if any(_equals(x, p) for p in by_shape.get(x.shape, ()))
+    ]
     if copied:
         warnings.warn(
             f"loss_fn computes with parameters of a module beside params ({len(copied)}), their "
@@ -301,7 +321,11 @@ class recomputation(TorchFunctionMode):  # noqa: N801
         self._leaves = {*map(Tensor.untyped_storage, leaves)}
 
     def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Any,
+        types: Any,
+        args: Any = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         if torch.is_grad_enabled() and not torch.compiler.is_dynamo_compiling():
             for value in tree.leaves_of((args, kwargs)):

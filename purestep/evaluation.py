@@ -15,7 +15,15 @@ from purestep.axis import Axis, Gather, LocalAxis
 from purestep.modes import ReverseModes
 from purestep.objective import divisors_of, part_of, value
 from purestep.reverse import Beside, Inputs, Sums as Gradients
-from purestep.types import EvalMetrics, LossFn, LossTerms, Microbatch, Params, Ready, WeightFn
+from purestep.types import (
+    EvalMetrics,
+    LossFn,
+    LossTerms,
+    Microbatch,
+    Params,
+    Ready,
+    WeightFn,
+)
 from purestep.weights import count, label_weights, weigh
 
 T = TypeVar("T")
@@ -49,7 +57,11 @@ def make_eval_step(
     checks.check_choice("gather", gather, Gather)
     looked_at: list[bool] = []  # whether random draws were looked for
     where: Gather = "loss" if gather == "loss" else "step"
-    settings = {"weight_fn": "given" if weight_fn else "None", "gather": where, "evaluation": "yes"}
+    settings = {
+        "weight_fn": "given" if weight_fn else "None",
+        "gather": where,
+        "evaluation": "yes",
+    }
 
     def eval_step(params: Params, microbatches: Sequence[Microbatch], /) -> EvalMetrics:
         with axis.session(where, settings) as ranks:
@@ -63,9 +75,13 @@ def make_eval_step(
             wholes = ranks.whole(params)
             modes = forward(lambda microbatch: loss_fn(wholes, microbatch))
             is_first = is_plain and not looked_at
-            watched = hints.random_draws(device_of(params)) if is_first else nullcontext()
+            watched = (
+                hints.random_draws(device_of(params)) if is_first else nullcontext()
+            )
             with watched:
-                sums = accumulate(loss_fn, (), group, weight_fn=None, total=known, modes=modes)
+                sums = accumulate(
+                    loss_fn, (), group, weight_fn=None, total=known, modes=modes
+                )
             if is_first:
                 looked_at.append(True)
             losses = [sums.loss] if group.microbatches else []

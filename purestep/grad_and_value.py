@@ -15,7 +15,10 @@ from purestep.types import Tree
 
 
 def grad_and_value(
-    func: Callable[..., Any], /, argnums: int | tuple[int, ...] = 0, has_aux: bool = False
+    func: Callable[..., Any],
+    /,
+    argnums: int | tuple[int, ...] = 0,
+    has_aux: bool = False,
 ) -> Callable[..., Any]:
     """Differentiates like ``torch.func.grad_and_value``, to the bit, in half the memory.
 
@@ -41,8 +44,12 @@ def grad_and_value(
     @functools.wraps(func)
     def grads_and_value_of(*args: Any, **kwargs: Any) -> Any:
         if not all(-len(args) <= position < len(args) for position in positions):
-            raise ValueError(f"{argnums=} needs more than the {len(args)} arguments given")
-        leaves, structure = tree.flatten(tuple(args[position] for position in positions))
+            raise ValueError(
+                f"{argnums=} needs more than the {len(args)} arguments given"
+            )
+        leaves, structure = tree.flatten(
+            tuple(args[position] for position in positions)
+        )
         aux_structure: tree.Structure = None
 
         def over_leaves(*leaves: Tensor) -> tuple[Tensor, list[Tensor]]:
@@ -84,7 +91,11 @@ def _value_and_aux(output: Any, has_aux: bool) -> tuple[Tensor, Tree]:
     paired = has_aux and isinstance(output, tuple) and len(output) == 2
     value, aux = output if paired else (output, None)
     if not isinstance(value, Tensor) or value.ndim != 0 or paired != has_aux:
-        found = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+        found = (
+            f"shape {tuple(value.shape)}"
+            if isinstance(value, Tensor)
+            else type(value).__name__
+        )
         raise ValueError(
             f"the function must return a scalar tensor, or (scalar, aux) with has_aux=True; with "
             f"{has_aux=} it returned {found}"

@@ -15,7 +15,9 @@ from purestep import tree
 from purestep.types import Microbatch, OptState, Params
 from purestep.weights import IGNORE_INDEX
 
-_TARGET_SIZE = re.compile(r"Expected target size|Expected input batch_size|size mismatch.*target")
+_TARGET_SIZE = re.compile(
+    r"Expected target size|Expected input batch_size|size mismatch.*target"
+)
 
 
 @contextmanager

@@ -65,7 +65,9 @@ def returning(
         params = tree.unflatten(inputs.structure, inputs.leaves)
         beside: Beside
         grads, beside = run(params, *inputs[2:5])
-        given = tree.leaves_of((inputs.leaves, inputs.microbatch, inputs.divisors or ()))
+        given = tree.leaves_of(
+            (inputs.leaves, inputs.microbatch, inputs.divisors or ())
+        )
         if not tree.differentiated(given):
             grads, beside = constant(grads, beside)
         add(sums, grads, copy=copy)
@@ -89,7 +91,11 @@ def gradients(
     def loss_of(*leaves: Tensor) -> tuple[Tensor, list[Tensor]]:
         nonlocal reached, kind
         params = tree.unflatten(structure, tree.known_to_compilers(leaves))
-        with graph.flat_linear() if torch.compiler.is_dynamo_compiling() else nullcontext():
+        with (
+            graph.flat_linear()
+            if torch.compiler.is_dynamo_compiling()
+            else nullcontext()
+        ):
             part = part_of(loss_fn, params, microbatch, weights, divisors)
         loss = value(part.terms, part.cotangents)
         reached = loss.requires_grad or not tree.any_requires_grad(leaves)
@@ -150,7 +156,9 @@ def compiled(loss_fn: LossFn, compile: bool | Compiler) -> Reverse:
     ) -> tuple[list[Tensor], Beside]:
         grads, beside = constant(*gradients(loss_fn, by_vjp, params, *given))
         if sums is None:
-            return [grad.to(dtype) for grad, dtype in zip(grads, dtypes, strict=True)], beside
+            return [
+                grad.to(dtype) for grad, dtype in zip(grads, dtypes, strict=True)
+            ], beside
         made = []
         for so_far, grad in zip(sums, grads, strict=True):
             # Compilers drop what is written to a scalar on the host: it is made anew.
@@ -171,7 +179,10 @@ def compiled(loss_fn: LossFn, compile: bool | Compiler) -> Reverse:
         beside: Beside
         made, beside = one(params, so_far, dtypes, *inputs[2:5])
         if so_far is None:
-            unshare(made, [*inputs.leaves, *tree.leaves_of(inputs.microbatch), inputs.weights])
+            unshare(
+                made,
+                [*inputs.leaves, *tree.leaves_of(inputs.microbatch), inputs.weights],
+            )
         if ready is not None:
             made = [ready(index, total) for index, total in enumerate(made)]
         values[:] = made

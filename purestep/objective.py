@@ -53,7 +53,11 @@ def part_of(
         exact = weights.to(torch.float64) if weights.is_floating_point() else weights
         shares = exact / divisors.num_tokens
     part = Part([losses], [shares.to(losses.dtype)], weights, output.aux)
-    return part if output.microbatch is None else _with_term(part, output.microbatch, divisors)
+    return (
+        part
+        if output.microbatch is None
+        else _with_term(part, output.microbatch, divisors)
+    )
 
 
 def _with_term(part: Part, term: Tensor, divisors: Count | None) -> Part:
@@ -69,8 +73,12 @@ def _with_term(part: Part, term: Tensor, divisors: Count | None) -> Part:
     if known is not None and not known.any():
         return part
     term = term.to(part.terms[0].dtype)
-    share = torch.where(present, 1 / divisors.num_microbatches.to(torch.float64), 0).to(term)
-    return part._replace(terms=[*part.terms, term], cotangents=[*part.cotangents, share])
+    share = torch.where(present, 1 / divisors.num_microbatches.to(torch.float64), 0).to(
+        term
+    )
+    return part._replace(
+        terms=[*part.terms, term], cotangents=[*part.cotangents, share]
+    )
 
 
 def divisors_of(total: Count) -> Count:
@@ -80,7 +88,9 @@ def divisors_of(total: Count) -> Count:
     tensor(0.2500, dtype=torch.float64)
     """
     tokens = total.num_tokens
-    return total._replace(num_tokens=torch.where(tokens > 0, tokens, 1).to(torch.float64))
+    return total._replace(
+        num_tokens=torch.where(tokens > 0, tokens, 1).to(torch.float64)
+    )
 
 
 def value(
@@ -110,14 +120,22 @@ def loss_terms(output: object) -> LossTerms:
     """The output of a loss function as ``LossTerms``, refused where it cannot be a loss."""
     terms = output if isinstance(output, LossTerms) else LossTerms(output)  # type: ignore[arg-type]
     if not isinstance(terms.tokens, Tensor) or not terms.tokens.is_floating_point():
-        found = terms.tokens.dtype if isinstance(terms.tokens, Tensor) else type(output).__name__
+        found = (
+            terms.tokens.dtype
+            if isinstance(terms.tokens, Tensor)
+            else type(output).__name__
+        )
         raise TypeError(
             "loss_fn must return a floating point tensor, one loss per token, or name the parts as "
             f"ps.LossTerms(tokens=losses, microbatch=..., aux=...); got {found}"
         )
     term = terms.microbatch
     if term is not None and (not isinstance(term, Tensor) or term.ndim != 0):
-        kind = f"shape {tuple(term.shape)}" if isinstance(term, Tensor) else type(term).__name__
+        kind = (
+            f"shape {tuple(term.shape)}"
+            if isinstance(term, Tensor)
+            else type(term).__name__
+        )
         raise ValueError(
             f"LossTerms.microbatch must be a scalar tensor, got {kind}; what has one value per "
             "token belongs into LossTerms.tokens"
@@ -145,7 +163,9 @@ def matching_weights(terms: LossTerms, counted: Tensor | None) -> Tensor:
     if terms.weights is not None:
         weights = checked_weights(terms.weights)
     if weights is None:
-        raise ValueError("weight_fn=None needs a loss_fn that returns LossTerms(tokens=, weights=)")
+        raise ValueError(
+            "weight_fn=None needs a loss_fn that returns LossTerms(tokens=, weights=)"
+        )
     if terms.tokens.is_nested or weights.is_nested:
         which = "losses" if terms.tokens.is_nested else "weights"
         raise TypeError(
@@ -169,7 +189,9 @@ def _mismatch(losses: torch.Size, weights: torch.Size) -> str:
             'reduction="none"'
         )
     if len(losses) == len(weights):
-        gaps = [abs(weight - loss) for loss, weight in zip(losses, weights, strict=True)]
+        gaps = [
+            abs(weight - loss) for loss, weight in zip(losses, weights, strict=True)
+        ]
         if sum(gaps) == 1:
             return (
                 f"dimension {gaps.index(1)} differs by one, as where loss_fn shifts the labels: "

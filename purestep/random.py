@@ -79,7 +79,9 @@ def fold_in(key: _K, data: int | Tensor) -> _K:
     if isinstance(key, TokenKeys):
         return cast(_K, TokenKeys(fold_in(key.keys, data), key.positions))
     if isinstance(data, Tensor) and (data.is_floating_point() or data.is_complex()):
-        raise TypeError(f"fold_in: data is {tree.kind(data)}, and must be whole numbers")
+        raise TypeError(
+            f"fold_in: data is {tree.kind(data)}, and must be whole numbers"
+        )
     return cast(_K, _new_key(key, data, _FOLD))
 
 
@@ -107,7 +109,9 @@ def bits(key: Tensor, shape: Sequence[int] = ()) -> Tensor:
     return _drawn(key, shape, lambda word: word)
 
 
-def uniform(key: Tensor, shape: Sequence[int] = (), dtype: torch.dtype = torch.float32) -> Tensor:
+def uniform(
+    key: Tensor, shape: Sequence[int] = (), dtype: torch.dtype = torch.float32
+) -> Tensor:
     """Draws from [0, 1): multiples of 2⁻²⁴ in float32, of 2⁻³² in float64, of 2⁻⁸ in bfloat16.
 
     The numbers are exact, so they are the same on every device.
@@ -119,7 +123,9 @@ def uniform(key: Tensor, shape: Sequence[int] = (), dtype: torch.dtype = torch.f
     return (bits(key, shape) >> (32 - digits)).to(dtype) * 2.0**-digits
 
 
-def normal(key: Tensor, shape: Sequence[int] = (), dtype: torch.dtype = torch.float32) -> Tensor:
+def normal(
+    key: Tensor, shape: Sequence[int] = (), dtype: torch.dtype = torch.float32
+) -> Tensor:
     """Draws normal numbers of mean 0 and deviation 1: Φ⁻¹((bits + ½) / 2³²), at most 6.338 from 0.
 
     They are computed in float64, and rounded to ``dtype`` once. The bits are the same on every
@@ -232,16 +238,22 @@ def with_keys(
     examples = [dict(example) for example in examples]
     for i, example in enumerate(examples):
         if name in example:
-            raise ValueError(f"with_keys: examples[{i}] has {name!r} already: choose a free name=")
+            raise ValueError(
+                f"with_keys: examples[{i}] has {name!r} already: choose a free name="
+            )
         if identity is not None and identity not in example:
-            raise ValueError(f"with_keys: examples[{i}] has no {identity!r}, only {[*example]}")
+            raise ValueError(
+                f"with_keys: examples[{i}] has no {identity!r}, only {[*example]}"
+            )
     if not examples:
         return []
     numbers = torch.arange(start, start + len(examples), device=key.device)
     if identity is not None:
         numbers = torch.stack([torch.as_tensor(each[identity]) for each in examples])
         if numbers.ndim != 1:
-            raise ValueError(f"with_keys: {identity!r} must be one whole number in each example")
+            raise ValueError(
+                f"with_keys: {identity!r} must be one whole number in each example"
+            )
     keys = fold_in(key, numbers.to(key.device)).unbind()
     return [{**example, name: own} for example, own in zip(examples, keys, strict=True)]
 
@@ -269,18 +281,25 @@ def _drawn(key: Tensor, shape: Sequence[int], of: Callable[[Tensor], Tensor]) ->
     if not shape:
         return of(philox(key, (0, 0, 0, 0))[0])
     while len(shape) > 4:
-        key = _new_key(key[..., None], torch.arange(shape[0], device=key.device), _DIMENSION)
+        key = _new_key(
+            key[..., None], torch.arange(shape[0], device=key.device), _DIMENSION
+        )
         shape = shape[1:]
     *others, last = shape
     coordinates = [
         torch.arange(size, device=key.device).view(-1, *[1] * after)
         for size, after in zip(others, range(len(others), 0, -1), strict=True)
     ]
-    return _drawn_by_fours(key.view(*key.shape, *[1] * len(shape)), coordinates, last, of)
+    return _drawn_by_fours(
+        key.view(*key.shape, *[1] * len(shape)), coordinates, last, of
+    )
 
 
 def _drawn_by_fours(
-    key: Tensor, coordinates: Sequence[Tensor], last: int, of: Callable[[Tensor], Tensor]
+    key: Tensor,
+    coordinates: Sequence[Tensor],
+    last: int,
+    of: Callable[[Tensor], Tensor],
 ) -> Tensor:
     """The last coordinate counts by fours, since there are four words to a counter."""
     fours = torch.arange(-(-last // 4), device=key.device)

@@ -47,7 +47,11 @@ def remat(fn: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(fn)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
-        traced = torch.compiler.is_dynamo_compiling() or transformed() or forward_level() >= 0
+        traced = (
+            torch.compiler.is_dynamo_compiling()
+            or transformed()
+            or forward_level() >= 0
+        )
         if traced or not torch.is_grad_enabled():
             return fn(*args, **kwargs)
         leaves, structure = tree.flatten((args, kwargs))

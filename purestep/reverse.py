@@ -63,7 +63,9 @@ class Sums(NamedTuple):
 class Reverse(Protocol):
     """Adds the gradients of one microbatch to the sums."""
 
-    def __call__(self, inputs: Inputs, sums: Sums, ready: Ready | None, /) -> Beside: ...
+    def __call__(
+        self, inputs: Inputs, sums: Sums, ready: Ready | None, /
+    ) -> Beside: ...
 
 
 def in_place(loss_fn: LossFn) -> Reverse:
@@ -82,9 +84,13 @@ def in_place(loss_fn: LossFn) -> Reverse:
             )
         loss = value(terms, cotangents, constant=True)
         data = inputs.microbatch
-        reached = backward(terms, cotangents, own, sums, ready, data=data, check=inputs.check)
+        reached = backward(
+            terms, cotangents, own, sums, ready, data=data, check=inputs.check
+        )
         torch.clear_autocast_cache()  # Its casts of these leaves are of no use any more.
-        return Beside(loss, weights, tree.detached(aux) if not tree.is_empty(aux) else (), reached)
+        return Beside(
+            loss, weights, tree.detached(aux) if not tree.is_empty(aux) else (), reached
+        )
 
     return reverse
 
@@ -136,7 +142,9 @@ def backward(
     return any(map(is_not, sums.values, repeat(None)))
 
 
-def _handed_over(ready: Ready, before: list[Tensor | None], index: int, leaf: Tensor) -> None:
+def _handed_over(
+    ready: Ready, before: list[Tensor | None], index: int, leaf: Tensor
+) -> None:
     total = leaf.grad
     if total is not None:  # A Function may have none for it.
         leaf.grad = ready(index, total)
@@ -153,7 +161,9 @@ def unshare(
     Where a sum was there ``before``, the gradient is in it.
     """
     taken = {None, *_addresses(others)}
-    for index, (grad, address) in enumerate(zip(values, _addresses(values), strict=True)):
+    for index, (grad, address) in enumerate(
+        zip(values, _addresses(values), strict=True)
+    ):
         if grad is None or (before and before[index] is not None):
             continue
         if grad.is_sparse:
@@ -171,7 +181,9 @@ def _addresses(tensors: Iterable[Any]) -> list[int | None]:
     found: list[int | None] = []
     for tensor in tensors:
         try:
-            found.append(tensor.untyped_storage().data_ptr() if type(tensor) is Tensor else None)
+            found.append(
+                tensor.untyped_storage().data_ptr() if type(tensor) is Tensor else None
+            )
         except (RuntimeError, NotImplementedError):
             found.append(None)
     return found

@@ -67,8 +67,12 @@ def load_state_dict(like: Tree, flat: Mapping[str, Tensor]) -> Tree:
       tree['w'] is torch.float32 of shape (2, 1); like has torch.float32 of shape (2,)
     """
     wanted = _tensors(like)
-    check_fit({name: trees.kind(tensor) for name, tensor in flat.items()}, wanted, "flat")
-    fresh = [local(empty_like(w)).copy_(flat[name].detach()) for name, w in wanted.items()]
+    check_fit(
+        {name: trees.kind(tensor) for name, tensor in flat.items()}, wanted, "flat"
+    )
+    fresh = [
+        local(empty_like(w)).copy_(flat[name].detach()) for name, w in wanted.items()
+    ]
     return trees.unflatten(trees.flatten(like)[1], fresh)
 
 
@@ -115,7 +119,9 @@ def check_fit(found: Mapping[str, str], wanted: Mapping[str, Slot], what: str) -
     if differences:
         more = [f"and {len(differences) - SHOWN:,} more"] * (len(differences) > SHOWN)
         lines = "\n  ".join([*differences[:SHOWN], *more])
-        raise ValueError(f"{what} does not fit like: build like as the saved tree was\n  {lines}")
+        raise ValueError(
+            f"{what} does not fit like: build like as the saved tree was\n  {lines}"
+        )
 
 
 def empty_like(slot: Slot) -> Slot:
@@ -131,7 +137,11 @@ def _named(tree: Tree, within: type | None = None) -> list[tuple[str, Any]]:
     """The leaves by name, in their order; ``within`` is a node that names do not mention."""
     names = []
     for path in optree.tree_accessors(tree, namespace=trees.NAMESPACE):
-        names.append(optree.PyTreeAccessor(e for e in path if e.type is not within).codify("tree"))
+        names.append(
+            optree.PyTreeAccessor(e for e in path if e.type is not within).codify(
+                "tree"
+            )
+        )
         for key in path.path:
             if not _is_stable(key):
                 raise ValueError(

@@ -114,7 +114,10 @@ def make_update_step(
     checked: dict[int, list[tree.Structure]] = {}  # by rank, where threads share it
 
     def update_step(
-        params: ParamsT, opt_state: StateT, microbatches: Sequence[Microbatch] = _MISSING, /
+        params: ParamsT,
+        opt_state: StateT,
+        microbatches: Sequence[Microbatch] = _MISSING,
+        /,
     ) -> tuple[ParamsT, StateT, StepMetrics]:
         if microbatches is _MISSING:
             raise TypeError(
@@ -171,7 +174,10 @@ def make_update_step(
             checks.check_unrecorded(new_params, axis)
         # A loss is checked where it is called, and in part only where nothing is recorded.
         if new and len(microbatches) and tree.eager(params, opt_state):
-            checked[ranks.rank] = [*checked.get(ranks.rank, [])[-7:], tree.flatten(params)[1]]
+            checked[ranks.rank] = [
+                *checked.get(ranks.rank, [])[-7:],
+                tree.flatten(params)[1],
+            ]
         # Under torch.func, where nobody would notice that a derivative is gone, they keep it.
         may_require_grad = sums.loss.requires_grad or not tree.is_empty(sums.aux)
         if may_require_grad and tree.untransformed():
@@ -214,7 +220,9 @@ def is_new(checked: dict[int, list[tree.Structure]], rank: int, params: Params) 
     """
     if torch.compiler.is_dynamo_compiling():
         return False  # A compiler has no answers to what is asked of new ones.
-    with suppress(Exception):  # A node class of the user's may keep what cannot be compared.
+    with suppress(
+        Exception
+    ):  # A node class of the user's may keep what cannot be compared.
         return tree.flatten(params)[1] not in checked.get(rank, [])
     return True
 
@@ -256,7 +264,10 @@ def transition(
             moved = optimizer.update(held_back(grads, applied), opt_state, params)
             params, opt_state = tree.select(applied, moved, (params, opt_state))
             return params, opt_state
-        num_params, num_state = structure.child(0).num_leaves, structure.child(1).num_leaves
+        num_params, num_state = (
+            structure.child(0).num_leaves,
+            structure.child(1).num_leaves,
+        )
         firsts = {"params": 0, "opt_state": num_params} if num_state else {"params": 0}
         for name, position in firsts.items():
             if checks.DONATED in leaves[position].__dict__:
@@ -264,11 +275,15 @@ def transition(
         donated = [leaves[position] for position in firsts.values()] if donate else []
         if donate:
             for position in firsts.values():
-                leaves[position] = leaves[position].data  # An alias that no operation makes.
+                leaves[position] = leaves[
+                    position
+                ].data  # An alias that no operation makes.
         else:
             # On the host, foreach operations are loops, and looking for kinds takes longer.
             state = leaves[: num_params + num_state]
-            copies = [*map(torch.clone, state)] if applied.is_cpu else foreach.clone(state)
+            copies = (
+                [*map(torch.clone, state)] if applied.is_cpu else foreach.clone(state)
+            )
             leaves[: num_params + num_state] = copies
         params, opt_state, grads = tree.unflatten(structure, leaves)
         if not applied.is_cpu or applied:

@@ -94,7 +94,10 @@ def checkpoint_frame() -> Any | None:
     is saved for the backward pass.
     """
     pack, *_ = _saved_tensors_hooks(False) or [None]
-    if getattr(pack, "__qualname__", "") != "_checkpoint_hook.__init__.<locals>.pack_hook":
+    if (
+        getattr(pack, "__qualname__", "")
+        != "_checkpoint_hook.__init__.<locals>.pack_hook"
+    ):
         return None
     frame = inspect.getclosurevars(pack).nonlocals.get("frame")
     if not hasattr(frame, "recompute_fn"):
@@ -111,7 +114,9 @@ def _sum_nonzero(x: Tensor) -> Tensor:
 
 
 # torch 2.11 has no batching rule for it: a warning, and a loop over the batch.
-count_nonzero: Callable[[Tensor], Tensor] = _sum_nonzero if _TORCH_2_11 else torch.count_nonzero
+count_nonzero: Callable[[Tensor], Tensor] = (
+    _sum_nonzero if _TORCH_2_11 else torch.count_nonzero
+)
 
 # Kernels for many leaves at once.
 
@@ -156,14 +161,20 @@ def all_gather(flat: Tensor, size: int, group: str) -> Tensor:
     workers write it to memory of the heap, without a lock (docs/pages/why/gloo.md).
     """
     if _TORCH_2_11 and type(flat) is not Tensor:
-        return _gather(flat, size, group)  # Its compiler, which traces, fails with the other.
+        return _gather(
+            flat, size, group
+        )  # Its compiler, which traces, fails with the other.
     return _gather_out(flat, size, group, out=flat.new_empty(size * flat.numel()))
 
 
-reduce_scatter: Callable[..., Tensor] = _private("ops._c10d_functional.reduce_scatter_tensor")
+reduce_scatter: Callable[..., Tensor] = _private(
+    "ops._c10d_functional.reduce_scatter_tensor"
+)
 wait: Callable[[Tensor], Tensor] = _private("ops._c10d_functional.wait_tensor")
 
-flattened: Callable[[Any], Any] = _private("distributed.device_mesh.DeviceMesh._flatten")
+flattened: Callable[[Any], Any] = _private(
+    "distributed.device_mesh.DeviceMesh._flatten"
+)
 """The mesh as one dimension, with one process group."""
 
 
@@ -205,7 +216,10 @@ def graph_pass(rewrite: Callable[[Any], None], file: str, extra: str = "") -> An
     else that the pass depends on. A torch without the class takes the function.
     """
     try:
-        from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
+        from torch._inductor.custom_graph_pass import (
+            CustomGraphPass,
+            get_hash_for_files,
+        )
     except ImportError:
         return rewrite
 
@@ -252,9 +266,13 @@ def arguments_of(
 ) -> dict[str, tuple[Any, bool]]:
     """The arguments of an operation by name, defaults included, and whether it writes to each."""
     known = operation._schema.arguments
-    given = {each.name: each.default_value for each in known if each.has_default_value()}
+    given = {
+        each.name: each.default_value for each in known if each.has_default_value()
+    }
     given |= dict(zip([each.name for each in known], args, strict=False)) | kwargs
-    writes = {each.name: bool(each.alias_info and each.alias_info.is_write) for each in known}
+    writes = {
+        each.name: bool(each.alias_info and each.alias_info.is_write) for each in known
+    }
     return {name: (value, writes[name]) for name, value in given.items()}
 
 
@@ -271,7 +289,9 @@ def traced_container(structure: Any, children: list[Any]) -> Any:
     """
     if structure.type is dict:
         unsorted, _ = structure._metadata
-        return dict.fromkeys(unsorted) | dict(zip(structure.entries(), children, strict=True))
+        return dict.fromkeys(unsorted) | dict(
+            zip(structure.entries(), children, strict=True)
+        )
     return structure._unflatten_func(structure._metadata, children)
 
 
@@ -333,4 +353,7 @@ def adds_its_masks(module: Any) -> bool:
 
     Where transformers no longer says so, masks of bools are not refused.
     """
-    return getattr(getattr(module, "config", None), "_attn_implementation", None) == "eager"
+    return (
+        getattr(getattr(module, "config", None), "_attn_implementation", None)
+        == "eager"
+    )

@@ -67,7 +67,9 @@ class LossFn(Protocol[ReadParams]):
     tensor([0., 4.])
     """
 
-    def __call__(self, params: ReadParams, microbatch: Microbatch, /) -> Tensor | LossTerms: ...
+    def __call__(
+        self, params: ReadParams, microbatch: Microbatch, /
+    ) -> Tensor | LossTerms: ...
 
 
 class WeightFn(Protocol):
@@ -97,7 +99,11 @@ class GradAndValue(Protocol):
     """
 
     def __call__(
-        self, func: Callable[..., Any], /, argnums: int | tuple[int, ...] = 0, has_aux: bool = False
+        self,
+        func: Callable[..., Any],
+        /,
+        argnums: int | tuple[int, ...] = 0,
+        has_aux: bool = False,
     ) -> Callable[..., Any]: ...
 
 

@@ -54,7 +54,11 @@ def label_weights(microbatch: Microbatch) -> Tensor:
     tensor([[ True,  True, False]])
     """
     if not isinstance(microbatch, Mapping) or "labels" not in microbatch:
-        found = sorted(microbatch) if isinstance(microbatch, Mapping) else type(microbatch).__name__
+        found = (
+            sorted(microbatch)
+            if isinstance(microbatch, Mapping)
+            else type(microbatch).__name__
+        )
         raise ValueError(
             f"label_weights reads microbatch['labels'], but this microbatch is {found}; "
             "pass weight_fn=, a function from a microbatch to one weight per token"
@@ -96,7 +100,9 @@ def weigh(microbatches: Sequence[Microbatch], weight_fn: WeightFn | None) -> Gro
     return Group(microbatches, weights, count_of(weights))
 
 
-def count(microbatches: Group | Sequence[Microbatch], weight_fn: WeightFn = label_weights) -> Count:
+def count(
+    microbatches: Group | Sequence[Microbatch], weight_fn: WeightFn = label_weights
+) -> Count:
     """Counts the tokens and the microbatches of a group on this rank.
 
     ``psum`` the counts for those of all ranks. N = Σ wᵢ is exact for bool and int weights, in
@@ -106,11 +112,17 @@ def count(microbatches: Group | Sequence[Microbatch], weight_fn: WeightFn = labe
     >>> count(group)
     Count(num_tokens=tensor(2), num_microbatches=tensor(1))
     """
-    group = microbatches if isinstance(microbatches, Group) else weigh(microbatches, weight_fn)
+    group = (
+        microbatches
+        if isinstance(microbatches, Group)
+        else weigh(microbatches, weight_fn)
+    )
     return group.counted or count_of(())
 
 
-def count_tokens(microbatches: Sequence[Microbatch], weight_fn: WeightFn = label_weights) -> Tensor:
+def count_tokens(
+    microbatches: Sequence[Microbatch], weight_fn: WeightFn = label_weights
+) -> Tensor:
     """Counts the tokens of a group on this rank: N = Σ wᵢ, the first number of ``count``.
 
     >>> count_tokens([{"labels": torch.tensor([5, 7, -100])}, {"labels": torch.tensor([2])}])

@@ -61,7 +61,9 @@ def ranks(request: pytest.FixtureRequest) -> Run:
 
 
 def _on_four(on: Run) -> Run:
-    def run(program: Callable[..., Any], *args: Sequence[Any], bucket_bytes: int = 1 << 20) -> Any:
+    def run(
+        program: Callable[..., Any], *args: Sequence[Any], bucket_bytes: int = 1 << 20
+    ) -> Any:
         return on(Ranks(LARGEST, bucket_bytes), program, *args)
 
     return run

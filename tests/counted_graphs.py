@@ -38,11 +38,17 @@ def batch(rows: int, length: int, seed: int = 0) -> dict[str, Tensor]:
     """Small integers, so that sums are exact."""
     generator = torch.Generator().manual_seed(seed)
     x = torch.randint(-3, 4, (rows, length, 3), generator=generator).double()
-    return {"x": x, "y": torch.randint(-8, 5, (rows, length), generator=generator).double()}
+    return {
+        "x": x,
+        "y": torch.randint(-8, 5, (rows, length), generator=generator).double(),
+    }
 
 
 def start() -> dict[str, Tensor]:
-    v, w = torch.tensor([1.0, -2.0]), torch.tensor([[1.0, 2.0], [0.0, 1.0], [3.0, -1.0]])
+    v, w = (
+        torch.tensor([1.0, -2.0]),
+        torch.tensor([[1.0, 2.0], [0.0, 1.0], [3.0, -1.0]]),
+    )
     return {"v": v.double(), "w": w.double()}
 
 
@@ -55,14 +61,20 @@ def run(step: UpdateStep, optimizer: ps.optim.Optimizer, groups: list[Any]) -> A
     return (params, opt_state), counts
 
 
-def make(optimizer: ps.optim.Optimizer, loss: Any = loss_fn, **settings: Any) -> UpdateStep:
+def make(
+    optimizer: ps.optim.Optimizer, loss: Any = loss_fn, **settings: Any
+) -> UpdateStep:
     return ps.make_update_step(loss, optimizer, weight_fn=weight_fn, **settings)
 
 
-def compiled(optimizer: ps.optim.Optimizer, **settings: Any) -> tuple[UpdateStep, Compilations]:
+def compiled(
+    optimizer: ps.optim.Optimizer, **settings: Any
+) -> tuple[UpdateStep, Compilations]:
     """A compiled step, and what was compiled for it."""
     backend = Compilations()
-    return make(optimizer, compile=partial(torch.compile, backend=backend), **settings), backend
+    return make(
+        optimizer, compile=partial(torch.compile, backend=backend), **settings
+    ), backend
 
 
 def assert_close(ours: Any, theirs: Any) -> None:

@@ -86,20 +86,29 @@ def lora() -> Any:
 NO_DROPOUT = dict.fromkeys(["resid_pdrop", "embd_pdrop", "attn_pdrop"], 0.0)
 NO_NOISE = dict.fromkeys(["hidden_dropout_prob", "attention_probs_dropout_prob"], 0.0)
 FAMILIES = {
-    "GPT-2": Family(partial(built, "GPT2LMHeadModel", SHAPE, **NO_DROPOUT), float32=False),
+    "GPT-2": Family(
+        partial(built, "GPT2LMHeadModel", SHAPE, **NO_DROPOUT), float32=False
+    ),
     "Llama": Family(partial(built, "LlamaForCausalLM")),
     "Llama, tied": Family(partial(built, "LlamaForCausalLM", tie_word_embeddings=True)),
     "Qwen3": Family(partial(built, "Qwen3ForCausalLM", head_dim=8)),
-    "Mistral": Family(partial(built, "MistralForCausalLM", sliding_window=WINDOW), window=WINDOW),
+    "Mistral": Family(
+        partial(built, "MistralForCausalLM", sliding_window=WINDOW), window=WINDOW
+    ),
     "Gemma": Family(partial(built, "GemmaForCausalLM", head_dim=8)),
     "T5": Family(t5),
-    "BERT": Family(partial(built, "BertForMaskedLM", SHAPE, **NO_NOISE), False, float32=False),
+    "BERT": Family(
+        partial(built, "BertForMaskedLM", SHAPE, **NO_NOISE), False, float32=False
+    ),
     "LoRA on Llama": Family(lora),
 }
 
 
 def model(
-    family: str, attention: str = "sdpa", checkpoints: bool = False, dtype: Any = torch.float64
+    family: str,
+    attention: str = "sdpa",
+    checkpoints: bool = False,
+    dtype: Any = torch.float64,
 ) -> Any:
     """The family's model: the same random weights each time."""
     with torch.random.fork_rng():
@@ -204,11 +213,15 @@ def cases() -> Iterator[tuple[str, str]]:
             # An encoder's mask does not follow positions, and T5 has none. Where a row may attend to padding alone,
             # transformers in float64 adds its lowest number, which is infinite to the softmax in float32: NaN.
             follows = form != "position_ids" or family not in ("BERT", "T5")
-            if follows and not (known.window and (form, attention) == ("2D mask", "eager")):
+            if follows and not (
+                known.window and (form, attention) == ("2D mask", "eager")
+            ):
                 yield family, name
 
 
-def inputs(family: str, setting: Setting, microbatch: Mapping[str, Tensor]) -> dict[str, Any]:
+def inputs(
+    family: str, setting: Setting, microbatch: Mapping[str, Tensor]
+) -> dict[str, Any]:
     """What the family's model is called with."""
     causal, window = FAMILIES[family].causal, FAMILIES[family].window
     given: dict[str, Any] = {"input_ids": microbatch["input_ids"]}
@@ -226,7 +239,11 @@ def inputs(family: str, setting: Setting, microbatch: Mapping[str, Tensor]) -> d
     dtype = setting.dtype if setting.attention == "eager" else None
     mask = partial(ps.segment_mask, segments, dtype)
     if family == "T5":
-        return {**given, "attention_mask": mask(causal=False), "decoder_attention_mask": mask()}
+        return {
+            **given,
+            "attention_mask": mask(causal=False),
+            "decoder_attention_mask": mask(),
+        }
     return {**given, "attention_mask": mask(causal=causal, window=window)}
 
 
@@ -234,15 +251,22 @@ def microbatches(family: str, setting: Setting) -> list[list[Any]]:
     """The group, for each rank: some of unequal sizes and numbers, but for simulated ranks."""
     texts = examples(family)
     if setting.form in ("position_ids", "packed, 4D mask"):
-        parts = [ps.pack_documents(part, row_tokens=ROW) for part in (texts[:4], texts[4:])]
+        parts = [
+            ps.pack_documents(part, row_tokens=ROW) for part in (texts[:4], texts[4:])
+        ]
     elif isinstance(setting.axis, ps.VmapAxis):
-        return [ps.pack(part, max_tokens=100, multiple_of=ROW) for part in (texts[:3], texts[3:])]
+        return [
+            ps.pack(part, max_tokens=100, multiple_of=ROW)
+            for part in (texts[:3], texts[3:])
+        ]
     else:
         parts = ps.pack(texts, max_tokens=20)
     return [parts[:1], parts[1:]] if setting.axis else [parts]
 
 
-def plain(own: nn.Module, microbatch: Mapping[str, Tensor], given: Any, tokens: Any) -> Grads:
+def plain(
+    own: nn.Module, microbatch: Mapping[str, Tensor], given: Any, tokens: Any
+) -> Grads:
     """``loss.backward()`` of the model itself, each token's loss in float32 where it is of half precision."""
     own.zero_grad()
     logits, labels = own(**given).logits, microbatch["labels"]
@@ -267,7 +291,11 @@ def reference(family: str) -> tuple[Grads, float]:
 
 
 def _norm(grads: Grads) -> float:
-    return torch.stack([grad.to(torch.float64).norm() for grad in grads.values()]).norm().item()
+    return (
+        torch.stack([grad.to(torch.float64).norm() for grad in grads.values()])
+        .norm()
+        .item()
+    )
 
 
 def step_grads(family: str, setting: Setting, group: list[list[Any]]) -> Grads:
@@ -283,12 +311,19 @@ def step_grads(family: str, setting: Setting, group: list[list[Any]]) -> Grads:
     step: Any = ps.make_update_step(loss_fn, optimizer, axis=axis, **setting.step)
     state = params, optimizer.init(params)
     if isinstance(axis, ps.VmapAxis):
-        stacked = [tree.map(lambda *x: torch.stack(x), *each) for each in zip(*group, strict=True)]
+        stacked = [
+            tree.map(lambda *x: torch.stack(x), *each)
+            for each in zip(*group, strict=True)
+        ]
         on_ranks = axis.map(step, in_dims=(None, None, 0), out_dims=None)
         _, opt_state, _ = on_ranks(*state, stacked)
     elif isinstance(axis, ps.testing.ThreadAxis):
-        pieces: Any = partial(ps.shard, axis=axis) if "gather" in setting.step else tuple
-        opt_state = axis.map(lambda mine: ps.unshard(step(*pieces(state), mine)[1]))(group)[0]
+        pieces: Any = (
+            partial(ps.shard, axis=axis) if "gather" in setting.step else tuple
+        )
+        opt_state = axis.map(lambda mine: ps.unshard(step(*pieces(state), mine)[1]))(
+            group
+        )[0]
     else:
         _, opt_state, _ = step(*state, group[0])
     return opt_state[0].trace
@@ -311,16 +346,23 @@ def measure(family: str, setting: Setting) -> Measured:
     group, (expected, norms) = microbatches(family, setting), reference(family)
     found = step_grads(family, setting, group)
     assert found.keys() == expected.keys()
-    off = _norm({name: found[name].to(torch.float64) - expected[name] for name in expected})
+    off = _norm(
+        {name: found[name].to(torch.float64) - expected[name] for name in expected}
+    )
     same_bits = None
     # Where each microbatch is summed over ranks, that is another order.
-    if not ({"compile", "gather"} & setting.step.keys() or isinstance(setting.axis, ps.VmapAxis)):
+    if not (
+        {"compile", "gather"} & setting.step.keys()
+        or isinstance(setting.axis, ps.VmapAxis)
+    ):
         summed = _summed(family, setting, group)
         same_bits = all(torch.equal(found[name], grad) for name, grad in summed.items())
     bound = torch.inf
     if setting.dtype.itemsize >= 4:
         # Of both gradients, in the narrowest dtype in which the model computes.
-        bound = 2 * gamma(ROUNDINGS, torch.float32 if FAMILIES[family].float32 else setting.dtype)
+        bound = 2 * gamma(
+            ROUNDINGS, torch.float32 if FAMILIES[family].float32 else setting.dtype
+        )
     size = _norm(expected)
     return Measured(off / size, norms / size * bound, same_bits)
 
@@ -334,7 +376,9 @@ def _summed(family: str, setting: Setting, group: list[list[Any]]) -> Grads:
     tokens = sum((part["labels"] != -100).sum() for rank in group for part in rank)
 
     def total(parts: list[Grads]) -> Grads:
-        return {name: reduce(torch.add, [part[name] for part in parts]) for name in parts[0]}
+        return {
+            name: reduce(torch.add, [part[name] for part in parts]) for name in parts[0]
+        }
 
     def grads(part: Any) -> Grads:
         return plain(own, part, inputs(family, setting, part), tokens)

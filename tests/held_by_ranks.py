@@ -27,7 +27,9 @@ def whole() -> Any:
         "columns": noise(torch.float64, 6, 4).T,
         "short": noise(torch.bfloat16, 1, 2),
         "empty": noise(torch.float32, 0, 3),
-        "by dtype": {dtype: noise(dtype, 4, 2) for dtype in DTYPES if not dtype.is_complex},
+        "by dtype": {
+            dtype: noise(dtype, 4, 2) for dtype in DTYPES if not dtype.is_complex
+        },
         "step": torch.tensor(7),
         "layers": [noise(torch.float32, 7), None],
     }
@@ -38,14 +40,18 @@ def axis(dims: str = "dp") -> ps.MeshAxis:
     world = list(range(dist.get_world_size()))
     if dims == "dp":
         return ps.MeshAxis(DeviceMesh("cpu", world, mesh_dim_names=("dp",)), "dp")
-    mesh = DeviceMesh("cpu", [world[:2], world[2:]], mesh_dim_names=("replica", "shard"))
+    mesh = DeviceMesh(
+        "cpu", [world[:2], world[2:]], mesh_dim_names=("replica", "shard")
+    )
     return ps.MeshAxis(mesh, dims)
 
 
 @contextmanager
 def group_of_one() -> Iterator[None]:
     """This process is a process group."""
-    dist.init_process_group("gloo", store=vars(dist)["HashStore"](), rank=0, world_size=1)
+    dist.init_process_group(
+        "gloo", store=vars(dist)["HashStore"](), rank=0, world_size=1
+    )
     try:
         yield
     finally:
@@ -91,7 +97,9 @@ def save(_: int, path: Path, dims: str = "dp", dim: int = 0) -> None:
 
 def in_pieces(state: Any, axis: ps.Axis, dim: int) -> Any:
     """Cut along a dimension, as far as tensors have it."""
-    return tree.map(lambda leaf: ps.shard(leaf, axis, dim) if leaf.ndim > dim else leaf, state)
+    return tree.map(
+        lambda leaf: ps.shard(leaf, axis, dim) if leaf.ndim > dim else leaf, state
+    )
 
 
 def load(_: int, path: Path, dims: str = "dp", dim: int = 0) -> None:

@@ -25,7 +25,10 @@ MICROBATCH = {"x": torch.tensor([1.0, 2.0]), "y": torch.tensor([3.0, 5.0])}
 
 
 def step_with(
-    loss: Any = loss_fn, optimizer: Any = SGD, group: Any = (MICROBATCH,), **settings: Any
+    loss: Any = loss_fn,
+    optimizer: Any = SGD,
+    group: Any = (MICROBATCH,),
+    **settings: Any,
 ) -> Any:
     """One update with these settings."""
     step = ps.make_update_step(loss, optimizer, **{"weight_fn": weight_fn, **settings})

@@ -23,14 +23,18 @@ class LiveBytes(TorchDispatchMode):
         self.now = self.peak = 0
         self._known: set[int] = set()
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         self._see(tensors(args, kwargs), new=False)
         result = func(*args, **(kwargs or {}))
         self._see(tensors(result), new=True)
         return result
 
     def _see(self, seen: list[Tensor], new: bool) -> None:
-        for storage in [tensor.untyped_storage() for tensor in seen if not tensor.is_meta]:
+        for storage in [
+            tensor.untyped_storage() for tensor in seen if not tensor.is_meta
+        ]:
             key, size = id(storage), storage.nbytes() if new else 0
             if key not in self._known:
                 self._known.add(key)
@@ -51,7 +55,9 @@ class Touched(TorchDispatchMode):
         self.numel = numel
         self.counts: Counter[str] = Counter()
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         result = func(*args, **(kwargs or {}))
         touched = {tensor.numel() for tensor in tensors(args, kwargs, result)}
         if not func.is_view and (self.numel is None or self.numel in touched):
@@ -66,6 +72,8 @@ class Operations(TorchDispatchMode):
         super().__init__()
         self.names: Counter[str] = Counter()
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         self.names[str(func)] += 1
         return func(*args, **(kwargs or {}))

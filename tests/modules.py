@@ -61,7 +61,13 @@ class SelfReferring(nn.Module):
 def tied() -> nn.Module:
     a, c = linear(), linear()
     c.weight = a.weight
-    return Of(lambda m, x: m.b(m.both(m.c(x))), a=a, b=a, c=c, both=nn.Sequential(a, nn.Tanh(), a))
+    return Of(
+        lambda m, x: m.b(m.both(m.c(x))),
+        a=a,
+        b=a,
+        c=c,
+        both=nn.Sequential(a, nn.Tanh(), a),
+    )
 
 
 class Hooked(nn.Module):
@@ -69,8 +75,12 @@ class Hooked(nn.Module):
         super().__init__()
         self.a, self.b = linear(), linear()
         self.a.register_forward_hook(self.more)
-        self.b.register_forward_pre_hook(lambda m, inputs: (inputs[0] * m.weight.sum(),))
-        self.b.register_full_backward_hook(lambda m, given, got: tuple(2 * each for each in given))
+        self.b.register_forward_pre_hook(
+            lambda m, inputs: (inputs[0] * m.weight.sum(),)
+        )
+        self.b.register_full_backward_hook(
+            lambda m, given, got: tuple(2 * each for each in given)
+        )
 
     def more(self, module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
         return output * 2 + self.b(output)
@@ -85,7 +95,9 @@ def weight_normed() -> nn.Module:
 
 
 def recurrent() -> nn.Module:
-    lstm = nn.LSTM(D, D, num_layers=2, batch_first=True, bidirectional=True, proj_size=2)
+    lstm = nn.LSTM(
+        D, D, num_layers=2, batch_first=True, bidirectional=True, proj_size=2
+    )
     lstm.weight_hh_l0.requires_grad_(False)
     return Of(lambda m, x: m.r(x[:, None])[0][:, 0], r=lstm)
 
@@ -157,7 +169,10 @@ class Helped(nn.Module):
         super().__init__()
         self.a = linear()
         self.helper, self.pair = Helper(self.a), Pair(self.a, self)
-        self.two, self.queue = Two([self.a], 2), collections.deque([self.a, self.a.weight])
+        self.two, self.queue = (
+            Two([self.a], 2),
+            collections.deque([self.a, self.a.weight]),
+        )
         self.empty = nn.Parameter(torch.ones(0))
 
     @functools.cache  # noqa: B019
@@ -167,8 +182,16 @@ class Helped(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         assert self.pair.other is self
         assert self.queue[1] is self.a.weight
-        x = self.helper.module(x) + self.pair.one(x) + self.two.one[0](x) + self.queue[0](x)
-        return x * self.doubled(self.two.other) + torch.cat([self.empty, x.new_zeros(0)]).sum()
+        x = (
+            self.helper.module(x)
+            + self.pair.one(x)
+            + self.two.one[0](x)
+            + self.queue[0](x)
+        )
+        return (
+            x * self.doubled(self.two.other)
+            + torch.cat([self.empty, x.new_zeros(0)]).sum()
+        )
 
 
 def checkpointed(how: Callable[..., Any] = lambda run, x: run(x)) -> nn.Module:
@@ -224,7 +247,9 @@ def normed() -> nn.Module:
 
 
 def data(rows: int = 4, seed: int = 1) -> Tensor:
-    return torch.randn(rows, D, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    return torch.randn(
+        rows, D, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)
+    )
 
 
 def ones(x: Tensor) -> Tensor:

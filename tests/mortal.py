@@ -45,15 +45,26 @@ def begin() -> Any:
 def batches() -> list[Any]:
     """Uneven ones, of which an update takes two, with eight rows."""
     generator = torch.Generator().manual_seed(1)
-    sizes = [size for first in [1, 3, 8, 4, 0] * (STEPS // 5) for size in (first, 8 - first)]
-    return [{"x": torch.randint(-3, 4, (size, 65), generator=generator).double()} for size in sizes]
+    sizes = [
+        size for first in [1, 3, 8, 4, 0] * (STEPS // 5) for size in (first, 8 - first)
+    ]
+    return [
+        {"x": torch.randint(-3, 4, (size, 65), generator=generator).double()}
+        for size in sizes
+    ]
 
 
 def train(state: Any, axis: ps.Axis, save: Callable[[int, Any], None]) -> Any:
     """From a state to the end, with a save for each step; ranks take microbatches in turn."""
     params, opt_state, position = state
-    how: Any = {"weight_fn": lambda m: torch.ones(len(m["x"])), "axis": axis, "donate": True}
-    update_step = ps.make_update_step(lambda p, m: (m["x"] @ p["w"]).sum(-1), OPTIMIZER, **how)
+    how: Any = {
+        "weight_fn": lambda m: torch.ones(len(m["x"])),
+        "axis": axis,
+        "donate": True,
+    }
+    update_step = ps.make_update_step(
+        lambda p, m: (m["x"] @ p["w"]).sum(-1), OPTIMIZER, **how
+    )
     rank, size = (axis.rank, axis.size) if isinstance(axis, ps.MeshAxis) else (0, 1)
     groups = ps.group(batches(), 2, start=int(position))
     for step, group in enumerate(groups, int(position) // 2 + 1):
@@ -68,9 +79,15 @@ def live(folder: Path, store: Path, rank: int, size: int, in_background: bool) -
     state: Any = begin()
     axis: ps.Axis = ps.LocalAxis()
     if size > 1:
-        place: Any = {"init_method": f"file://{store}", "rank": rank, "world_size": size}
+        place: Any = {
+            "init_method": f"file://{store}",
+            "rank": rank,
+            "world_size": size,
+        }
         dist.init_process_group("gloo", **place, timeout=timedelta(seconds=TIMEOUT))
-        axis = ps.MeshAxis(DeviceMesh("cpu", [*range(size)], mesh_dim_names=("dp",)), "dp")
+        axis = ps.MeshAxis(
+            DeviceMesh("cpu", [*range(size)], mesh_dim_names=("dp",)), "dp"
+        )
         state = *ps.shard(state[:2], axis), state[2]
     if last := ps.checkpoint.latest(folder):
         state = ps.checkpoint.load(last, like=state)
@@ -102,7 +119,9 @@ def wait_until(happened: Callable[[], Any], process: int) -> None:
     """Looks again and again, while the process lives."""
     end = time.monotonic() + PATIENCE
     while not happened():
-        assert os.waitpid(process, os.WNOHANG) == (0, 0), "it ended before it was killed"
+        assert os.waitpid(process, os.WNOHANG) == (0, 0), (
+            "it ended before it was killed"
+        )
         assert time.monotonic() < end, "it did not happen"
         time.sleep(0.0002)
 
@@ -173,7 +192,9 @@ def main(folder: Path) -> None:
     assert int(found[2]) == 2 * STEPS
     assert_same_bits(found, expected)
     assert len([*folder.iterdir()]) == KEEP, "something was left"
-    print(f"killed {LIVES} times, {in_saves} of them in the middle of a save: the same bits")
+    print(
+        f"killed {LIVES} times, {in_saves} of them in the middle of a save: the same bits"
+    )
 
 
 if __name__ == "__main__":

@@ -29,7 +29,14 @@ class Moments(NamedTuple):
 
 def bits(tensor: Tensor) -> list[int]:
     """All that a tensor holds: a NaN's payload, and the sign of a zero."""
-    return tensor.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8).tolist()
+    return (
+        tensor.resolve_conj()
+        .resolve_neg()
+        .contiguous()
+        .reshape(-1)
+        .view(torch.uint8)
+        .tolist()
+    )
 
 
 def assert_same_bits(actual: Any, expected: Any) -> None:
@@ -46,7 +53,12 @@ def noise(dtype: torch.dtype, *shape: int) -> Tensor:
     if dtype is torch.bool:
         return torch.randint(0, 2, shape, generator=generator).bool()
     size = torch.empty(shape, dtype=dtype).nbytes
-    return torch.randint(0, 256, (size,), generator=generator).byte().view(dtype).view(shape)
+    return (
+        torch.randint(0, 256, (size,), generator=generator)
+        .byte()
+        .view(dtype)
+        .view(shape)
+    )
 
 
 def anything(dtypes: Sequence[torch.dtype] = DTYPES) -> dict[str, Any]:
@@ -66,7 +78,9 @@ def anything(dtypes: Sequence[torch.dtype] = DTYPES) -> dict[str, Any]:
         "lazy": Moments(z.conj(), z.conj().imag),
         "special": [torch.tensor(special, dtype=torch.float64), None, ()],
         "recorded": torch.nn.Parameter(torch.ones(2)),
-        "images": noise(torch.float32, 2, 3, 4, 5).to(memory_format=torch.channels_last),
+        "images": noise(torch.float32, 2, 3, 4, 5).to(
+            memory_format=torch.channels_last
+        ),
     }
 
 

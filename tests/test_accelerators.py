@@ -31,7 +31,9 @@ def test_ranks_as_threads_are_refused_on_a_device() -> None:
     axis, sgd = ThreadAxis(2), ps.optim.sgd(0.1)
     step = ps.make_update_step(squares, sgd, weight_fn=torch.ones_like, axis=axis)
     w = torch.zeros(1, device="cpu").to(lazy())
-    with pytest.raises(ValueError, match=r"share|ThreadAxis\(2\) runs ranks as threads.*VmapAxis"):
+    with pytest.raises(
+        ValueError, match=r"share|ThreadAxis\(2\) runs ranks as threads.*VmapAxis"
+    ):
         axis.map(lambda _: step(w, sgd.init(w), [w]))([0, 1])
 
 
@@ -39,7 +41,10 @@ def test_aux_on_the_host_is_summed_over_a_device() -> None:
     """NCCL has no collectives for the host. The sum comes back to where the leaf was."""
     axis = ThreadAxis(2)
     axis.device = lazy()
-    aux = [(torch.tensor(rank), torch.tensor(rank, device=HOST).to(lazy())) for rank in (1, 2)]
+    aux = [
+        (torch.tensor(rank), torch.tensor(rank, device=HOST).to(lazy()))
+        for rank in (1, 2)
+    ]
     for host, device in axis.map(lambda aux: axis.apply_tree("psum", aux))(aux):
         assert (host.item(), device.item()) == (3, 3)
         assert (host.device.type, device.device.type) == ("cpu", "lazy")
@@ -72,7 +77,9 @@ def test_a_group_that_meets_on_the_host_beside_a_device() -> None:
         store = vars(dist)["HashStore"]()
         dist.init_process_group(backend, store=store, rank=0, world_size=1)
         try:
-            axis = ps.MeshAxis(init_device_mesh("cpu", (1,), mesh_dim_names=("dp",)), "dp")
+            axis = ps.MeshAxis(
+                init_device_mesh("cpu", (1,), mesh_dim_names=("dp",)), "dp"
+            )
             assert axis.meets_on_host
             before = axis.meetings
             axis.apply("psum", torch.ones(1))
@@ -98,7 +105,9 @@ class Compared(ps.LocalAxis):
 def test_axes_are_compared_once_for_all_leaves(number: int) -> None:
     """Not once a leaf: of thousands of ranks that takes as long as a kernel."""
     whole, part = Compared(0, 1, 2, 3), Compared(4, 5)
-    places = tree.spread(tree.flatten([ps.Shard(torch.ones(1), part, (1,))] * number)[1])
+    places = tree.spread(
+        tree.flatten([ps.Shard(torch.ones(1), part, (1,))] * number)[1]
+    )
     assert len(places) == number
     assert sharded(places, whole) == {}
     assert sum_axes(places, whole) == [whole] * number
@@ -111,7 +120,9 @@ def test_the_losses_are_masked_once_where_the_host_cannot_look() -> None:
     with Waits() as waits, Operations() as operations:
         total = value(terms, cotangents, constant=True)
     assert waits.seen == []
-    assert operations.names["aten.sum.default"] == operations.names["aten.mul.Tensor"] == 1
+    assert (
+        operations.names["aten.sum.default"] == operations.names["aten.mul.Tensor"] == 1
+    )
     assert total.item() == 0.5
 
 
@@ -142,6 +153,8 @@ def test_a_profile_names_the_parts_of_a_step() -> None:
     with profile() as prof:
         step(w, sgd.init(w), [torch.ones(3)] * 2)
     counts = Counter({event.key: event.count for event in prof.key_averages()})
-    names = {name: count for name, count in counts.items() if name.startswith("purestep.")}
+    names = {
+        name: count for name, count in counts.items() if name.startswith("purestep.")
+    }
     parts = {"purestep.count": 1, "purestep.reduce": 1, "purestep.optimizer": 1}
     assert names == {**parts, "purestep.microbatch": 2}

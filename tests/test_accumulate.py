@@ -34,7 +34,9 @@ def test_aux_sums_wide() -> None:
     """Flags are counted, halves are summed in float32; None is no aux."""
 
     def loss_fn(w: Tensor, m: Tensor) -> ps.LossTerms:
-        aux = {"flag": m[0] > 0, "half": m[0].to(torch.float16)} if len(m) == 1 else None
+        aux = (
+            {"flag": m[0] > 0, "half": m[0].to(torch.float16)} if len(m) == 1 else None
+        )
         return ps.LossTerms(w * m, aux=aux)
 
     def aux_of(group: list[Tensor]) -> Any:
@@ -45,11 +47,23 @@ def test_aux_sums_wide() -> None:
 
 
 TERMS: list[tuple[dict[str, Any], Any, str]] = [
-    ({"aux": {"n": 3}}, TypeError, r"LossTerms\.aux\['n'\] must be a tensor, got int; wrap it"),
+    (
+        {"aux": {"n": 3}},
+        TypeError,
+        r"LossTerms\.aux\['n'\] must be a tensor, got int; wrap it",
+    ),
     ({"microbatch": ONE[None]}, ValueError, r"a scalar tensor, got shape \(1,\)"),
-    ({"microbatch": ONE}, ValueError, 'known before the backward pass: use normalize="loss"'),
+    (
+        {"microbatch": ONE},
+        ValueError,
+        'known before the backward pass: use normalize="loss"',
+    ),
     ({"weights": torch.ones(2)}, ValueError, "the weights come twice"),
-    ({"weight_fn": None}, ValueError, "weight_fn=None needs a loss_fn that returns LossTerms"),
+    (
+        {"weight_fn": None},
+        ValueError,
+        "weight_fn=None needs a loss_fn that returns LossTerms",
+    ),
 ]
 
 
@@ -57,7 +71,9 @@ TERMS: list[tuple[dict[str, Any], Any, str]] = [
 def test_loss_terms_that_are_refused(terms: Any, error: Any, message: str) -> None:
     weight_fn, two = terms.pop("weight_fn", torch.ones_like), torch.ones(2)
     with pytest.raises(error, match=message):
-        ps.accumulate(lambda w, m: ps.LossTerms(two, **terms), two, [two], weight_fn=weight_fn)
+        ps.accumulate(
+            lambda w, m: ps.LossTerms(two, **terms), two, [two], weight_fn=weight_fn
+        )
 
 
 @pytest.mark.parametrize("way", ["own", "vmap", "grad"])
@@ -72,9 +88,13 @@ def test_a_loss_that_does_not_reach_params(way: str) -> None:
             return ps.accumulate(loss_fn, params, group, weight_fn=weight_fn).grads
 
         if way == "vmap":
-            return torch.vmap(run)({name: leaf.expand(3, 2) for name, leaf in params.items()})
+            return torch.vmap(run)(
+                {name: leaf.expand(3, 2) for name, leaf in params.items()}
+            )
         if way == "grad":
-            return torch.func.grad(lambda p: sum(leaf.sum() for leaf in run(p).values()))(params)
+            return torch.func.grad(
+                lambda p: sum(leaf.sum() for leaf in run(p).values())
+            )(params)
         return run(params)
 
     for loss_fn in (lambda p, m: (p["a"] * m).detach(), lambda p, m: m * 1):
@@ -89,7 +109,9 @@ def test_inference_mode_is_refused() -> None:
     w, group = torch.ones(2), [torch.ones(2)]
     with torch.inference_mode():
         made = torch.ones(2)
-        with pytest.raises(ValueError, match=r"all of it runs under torch\.inference_mode"):
+        with pytest.raises(
+            ValueError, match=r"all of it runs under torch\.inference_mode"
+        ):
             ps.accumulate(linear, w, group, weight_fn=torch.ones_like)
     with pytest.raises(RuntimeError, match="inference tensor outside InferenceMode"):
         ps.accumulate(linear, made, group, weight_fn=torch.ones_like)
@@ -120,7 +142,9 @@ def test_losses_are_summed_in_float64(order: int) -> None:
         parts = group[::order]
         loss = ps.accumulate(linear, ONE, parts, weight_fn=torch.ones_like).loss
         assert loss == torch.tensor(total, dtype=dtype)
-        assert evaluate(ONE, parts).loss == torch.tensor(total / len(parts), dtype=dtype)
+        assert evaluate(ONE, parts).loss == torch.tensor(
+            total / len(parts), dtype=dtype
+        )
         assert loss.dtype == evaluate(ONE, parts).loss.dtype == dtype
 
 

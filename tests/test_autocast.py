@@ -31,14 +31,21 @@ def test_autocast_inside_the_loss_and_around_the_step() -> None:
     usual = torch.optim.SGD(tree.leaves_of(leaves), lr=0.1, momentum=0.9)
     optimizer = ps.optim.from_torch(torch.optim.SGD, lr=0.1, momentum=0.9)
     states = {}
-    losses: Any = {"inside": autocast_loss, "around": unaware_loss, "without": quadratic_loss}
+    losses: Any = {
+        "inside": autocast_loss,
+        "around": unaware_loss,
+        "without": quadratic_loss,
+    }
     for name, loss_fn in losses.items():
         step = ps.make_update_step(loss_fn, optimizer, weight_fn=weights_of)
         state = params, optimizer.init(params)
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=name == "around"):
             for group in groups:
                 *state, metrics = step(*state, group)  # type: ignore[assignment]
-        assert all(leaf.dtype == torch.float32 for leaf in tree.leaves_of((state[0], metrics.loss)))
+        assert all(
+            leaf.dtype == torch.float32
+            for leaf in tree.leaves_of((state[0], metrics.loss))
+        )
         states[name] = state
     for group in groups:
         usual.zero_grad()

@@ -36,7 +36,11 @@ def test_outside_of_map(make: Any) -> None:
     with pytest.raises(KeyError, match="mine"):
         axis.map(fails)(X)
     way_out = rf"{make.__name__}\(2\) has ranks only while it maps: .*axis\.map\(fn"
-    for use in (lambda: ps.psum(X, axis), lambda: axis.index, lambda: step(axis, sound(0))):
+    for use in (
+        lambda: ps.psum(X, axis),
+        lambda: axis.index,
+        lambda: step(axis, sound(0)),
+    ):
         with pytest.raises(RuntimeError, match=way_out):
             use()
     assert [*axis.map(lambda x: ps.psum(x, axis))(X)] == [2, 2]
@@ -56,7 +60,9 @@ class Pair:
 def test_dims_are_trees() -> None:
     axis, pair = ps.VmapAxis(2), cast("Any", Pair)
     x, y = torch.arange(6).view(3, 2), torch.tensor(10)
-    run = axis.map(lambda p: pair(ps.psum(p.a, axis), p.a + p.b), (pair(1, None),), pair(None, 1))
+    run = axis.map(
+        lambda p: pair(ps.psum(p.a, axis), p.a + p.b), (pair(1, None),), pair(None, 1)
+    )
     assert_same(run(pair(x, y)), pair(x.sum(1), x + 10))
 
 
@@ -64,12 +70,18 @@ NAMES: list[Any] = ["dp", ("dp", "cp"), cast("Any", dist.ProcessGroup)(0, 1)]
 
 
 @pytest.mark.parametrize(
-    "axis", [*NAMES, None, 4, ps.VmapAxis, ()], ids=lambda axis: str(axis).partition(" object")[0]
+    "axis",
+    [*NAMES, None, 4, ps.VmapAxis, ()],
+    ids=lambda axis: str(axis).partition(" object")[0],
 )
 def test_what_is_no_axis(axis: Any) -> None:
     """Names of a mesh or its dimensions are told from what is no axis at all."""
     mesh = r'as in ps\.MeshAxis\(mesh, "dp"\)'
-    message = mesh if axis in NAMES else r"axis must be an axis object, got .*: take ps\.LocalAxis"
+    message = (
+        mesh
+        if axis in NAMES
+        else r"axis must be an axis object, got .*: take ps\.LocalAxis"
+    )
     attempts: list[Callable[[], Any]] = [
         lambda: ps.make_update_step(lambda p, m: p * m, ps.optim.sgd(0.1), axis=axis),
         lambda: ps.make_eval_step(lambda p, m: p * m, axis=axis),
@@ -82,10 +94,16 @@ def test_what_is_no_axis(axis: Any) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.int32])
 @pytest.mark.parametrize("law", [ps.psum, ps.psum_scatter])
-def test_integers_are_summed_in_int64_on_every_axis(law: Any, dtype: torch.dtype) -> None:
+def test_integers_are_summed_in_int64_on_every_axis(
+    law: Any, dtype: torch.dtype
+) -> None:
     x, axis = torch.ones(1, 1, dtype=dtype), ps.VmapAxis(1)
     program = partial(law, axis=axis)
-    sums = axis.map(program)(x), axis.map(program, None)(x[0]), law(x[0], ps.LocalAxis())
+    sums = (
+        axis.map(program)(x),
+        axis.map(program, None)(x[0]),
+        law(x[0], ps.LocalAxis()),
+    )
     assert [each.dtype for each in sums] == [torch.int64] * 3
 
 
@@ -153,7 +171,11 @@ def test_what_comes_out_is_each_ranks_own() -> None:
     axis = ThreadAxis(3)
     for law, total in ((ps.psum, 3), (ps.all_gather, 1)):
         results = axis.map(lambda rank, law=law: law(X, axis).add_(rank))(range(3))
-        assert [float(result.flatten()[0]) for result in results] == [total, total + 1, total + 2]
+        assert [float(result.flatten()[0]) for result in results] == [
+            total,
+            total + 1,
+            total + 2,
+        ]
 
 
 def errors_of(axis: ThreadAxis, *programs: Callable[[], Any]) -> list[str]:
@@ -187,7 +209,9 @@ def test_an_error_does_not_wait_for_those_who_still_compute() -> None:
 
     def program(rank: int) -> bool:
         if rank == 0:
-            with pytest.raises(ps.RankError, match="rank 1 has returned; rank 2 still computes"):
+            with pytest.raises(
+                ps.RankError, match="rank 1 has returned; rank 2 still computes"
+            ):
                 ps.psum(X, axis)
             raised.set()
         return rank == 1 or raised.wait(timeout=10)
@@ -207,7 +231,10 @@ def test_collectives_that_do_not_match(call: str) -> None:
     axis, (law, x) = ThreadAxis(2), OTHERS[call]
     one, other = errors_of(axis, lambda: ps.psum(X, axis), lambda: law(x, axis))
     assert one == other
-    calls = [f"rank 0 calls psum of torch.float32 (2,) over {axis}", f"rank 1 calls {call} over"]
+    calls = [
+        f"rank 0 calls psum of torch.float32 (2,) over {axis}",
+        f"rank 1 calls {call} over",
+    ]
     assert one.startswith(f"these ranks cannot meet: {calls[0]}; {calls[1]}")
 
 
@@ -219,14 +246,21 @@ def test_a_ring_of_waiting_ranks_is_an_error() -> None:
     errors = errors_of(world, *(lambda axis=axis: ps.psum(X, axis) for axis in axes))
     assert len(set(errors)) == 1
     for rank, axis in enumerate(axes):
-        assert f"rank {rank} calls psum of torch.float32 (2,) over {axis!r}" in errors[0]
+        assert (
+            f"rank {rank} calls psum of torch.float32 (2,) over {axis!r}" in errors[0]
+        )
 
 
 @pytest.mark.parametrize(
     ("mine", "end"),
-    [(KeyError("mine"), "rank 0 has raised KeyError: 'mine'"), (None, "rank 0 has returned")],
+    [
+        (KeyError("mine"), "rank 0 has raised KeyError: 'mine'"),
+        (None, "rank 0 has returned"),
+    ],
 )
-def test_an_exception_comes_out_as_it_is_with_its_rank(mine: Exception | None, end: str) -> None:
+def test_an_exception_comes_out_as_it_is_with_its_rank(
+    mine: Exception | None, end: str
+) -> None:
     """That of a rank that misses another only where there is nothing else; and the axis goes on."""
     axis = ThreadAxis(2)
 
@@ -247,7 +281,9 @@ def test_an_exception_comes_out_as_it_is_with_its_rank(mine: Exception | None, e
         assert axis.map(lambda x: ps.psum(x, axis))(torch.arange(2)) == [1, 1]
 
 
-@pytest.mark.parametrize(("axis", "calls"), [(ps.VmapAxis(4), 1), (ThreadAxis(4), 4)], ids=str)
+@pytest.mark.parametrize(
+    ("axis", "calls"), [(ps.VmapAxis(4), 1), (ThreadAxis(4), 4)], ids=str
+)
 def test_one_axis_in_many_threads(axis: Any, calls: int) -> None:
     """Each ``map`` has its own ranks, while others map over the same axis."""
     barrier = threading.Barrier(3 * calls)
@@ -261,7 +297,9 @@ def test_one_axis_in_many_threads(axis: Any, calls: int) -> None:
         return [int(x) for _ in range(20) for x in axis.map(rank)(mine)]
 
     with ThreadPoolExecutor(3) as pool:
-        assert [*pool.map(work, range(3))] == [[number * 1111] * 80 for number in range(3)]
+        assert [*pool.map(work, range(3))] == [
+            [number * 1111] * 80 for number in range(3)
+        ]
 
 
 def test_a_world_inside_of_a_rank() -> None:

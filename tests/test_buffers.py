@@ -8,7 +8,17 @@ import torch
 from torch import Tensor, nn
 
 import purestep as ps
-from tests.modules import D, Of, assert_equal, data, linear, losses, made, normed, traced
+from tests.modules import (
+    D,
+    Of,
+    assert_equal,
+    data,
+    linear,
+    losses,
+    made,
+    normed,
+    traced,
+)
 
 
 def test_buffers_are_carried(fresh_compiler: None) -> None:
@@ -23,12 +33,19 @@ def test_buffers_are_carried(fresh_compiler: None) -> None:
         return ps.LossTerms(losses(output), aux=(buffers, torch.tensor(1)))
 
     # The last one holds padding alone.
-    every, held = (data(4, 1), data(4, 2), data(4, 3)), torch.tensor([True, True, False])
-    group = [{"x": x, "w": w, "buffers": start} for x, w in zip(every, held, strict=True)]
+    every, held = (
+        (data(4, 1), data(4, 2), data(4, 3)),
+        torch.tensor([True, True, False]),
+    )
+    group = [
+        {"x": x, "w": w, "buffers": start} for x, w in zip(every, held, strict=True)
+    ]
     sgd = ps.optim.sgd(0.1)
     step = ps.make_update_step(loss_fn, sgd, weight_fn=lambda m: m["w"].expand(4))
     _, _, metrics = step(params, sgd.init(params), group)
-    compiled, eager = (f(params, data(), buffers=start)[1] for f in (traced(apply), apply))
+    compiled, eager = (
+        f(params, data(), buffers=start)[1] for f in (traced(apply), apply)
+    )
     assert_equal(compiled, eager)
     assert_equal(dict(module.named_buffers()), kept)
     totals, microbatches = metrics.aux
@@ -47,9 +64,14 @@ def test_evaluation_takes_the_buffers_of_training() -> None:
     module, x = normed().bfloat16(), data().bfloat16()
     params, apply = ps.from_module(module)
     _, after = apply(params, x, buffers=dict(module.named_buffers()))
-    some, back = {"1.running_mean": after["1.running_mean"]}, partial(ps.to_module, params, module)
+    some, back = (
+        {"1.running_mean": after["1.running_mean"]},
+        partial(ps.to_module, params, module),
+    )
     for call in (partial(apply.eval, params, x), back, partial(back, buffers=some)):
-        with pytest.raises(ValueError, match=r"buffers lacks 1\.running_.*named_buffers"):
+        with pytest.raises(
+            ValueError, match=r"buffers lacks 1\.running_.*named_buffers"
+        ):
             call()
     with pytest.raises(ValueError, match=r"1\.running_var is .* of shape \(1,\)"):
         ps.to_module(params, module, buffers={**after, "1.running_var": torch.ones(1)})
@@ -84,10 +106,16 @@ def test_buffers_that_are_replaced_or_written_through_data() -> None:
 
 def test_a_batch_norm_without_statistics_is_refused() -> None:
     """Where it is called: an update would depend on the cut, and no buffer says so."""
-    module = nn.Sequential(linear(), nn.BatchNorm1d(D, track_running_stats=False)).double()
+    module = nn.Sequential(
+        linear(), nn.BatchNorm1d(D, track_running_stats=False)
+    ).double()
     params, apply = ps.from_module(module)
     for call in (apply, apply.eval):
-        with pytest.raises(ValueError, match=r"lacks statistics of 1 .*depend on the cut"):
+        with pytest.raises(
+            ValueError, match=r"lacks statistics of 1 .*depend on the cut"
+        ):
             call(params, data())
-    params, apply = ps.from_module(nn.Sequential(linear(), nn.InstanceNorm1d(D)).double())
+    params, apply = ps.from_module(
+        nn.Sequential(linear(), nn.InstanceNorm1d(D)).double()
+    )
     apply(params, data()[:, None].expand(-1, D, -1))

@@ -11,7 +11,18 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import purestep as ps
-from tests.modules import TRACED, Of, Params, assert_equal, close, data, grads, linear, made, train
+from tests.modules import (
+    TRACED,
+    Of,
+    Params,
+    assert_equal,
+    close,
+    data,
+    grads,
+    linear,
+    made,
+    train,
+)
 
 
 @pytest.mark.parametrize("name", ["self-referring", "checkpointed", "tied"])
@@ -42,8 +53,12 @@ def test_nothing_is_kept_of_a_call(name: str) -> None:
     assert last() is None
 
 
-@pytest.mark.parametrize("settings", [{}, {"compile": TRACED}], ids=["eager", "compiled"])
-def test_what_a_call_leaves_behind_is_gone_in_the_next(settings: Any, fresh_compiler: None) -> None:
+@pytest.mark.parametrize(
+    "settings", [{}, {"compile": TRACED}], ids=["eager", "compiled"]
+)
+def test_what_a_call_leaves_behind_is_gone_in_the_next(
+    settings: Any, fresh_compiler: None
+) -> None:
     """Another object holds a list of the module, and keeps it."""
     module = made("keeping")
     params, apply = ps.from_module(module)
@@ -65,7 +80,9 @@ def average(module: Any) -> None:
 
 
 def statistic(m: Any) -> object:
-    return functional.batch_norm(torch.ones(2, 3), m.buffer, torch.ones(3), training=True)
+    return functional.batch_norm(
+        torch.ones(2, 3), m.buffer, torch.ones(3), training=True
+    )
 
 
 WRITES: dict[str, tuple[str, Callable[[Any], object]]] = {
@@ -73,14 +90,23 @@ WRITES: dict[str, tuple[str, Callable[[Any], object]]] = {
     "tensor": ("tensor", lambda m: m.tensor.add_(1)),
     "tensor in a list": (r"log\[0\]", lambda m: m.log[0].add_(1)),
     "buffer.data": ("buffer", lambda m: m.buffer.data.add_(1)),
-    "assigned buffer.data": ("buffer", lambda m: setattr(m.buffer, "data", torch.ones(2))),
+    "assigned buffer.data": (
+        "buffer",
+        lambda m: setattr(m.buffer, "data", torch.ones(2)),
+    ),
     "assigned buffer": ("buffer", lambda m: setattr(m, "buffer", m.buffer + 1)),
-    "module in a tuple": (r"hidden\[0\].*\[weight\]", lambda m: m.hidden[0].weight.data.add_(1)),
+    "module in a tuple": (
+        r"hidden\[0\].*\[weight\]",
+        lambda m: m.hidden[0].weight.data.add_(1),
+    ),
     "a result": ("tensor", lambda m: torch.add(m.tensor, 1, out=m.tensor)),
     "an average": ("frozen.weight", average),
     "a statistic": ("buffer", statistic),
     "param.data": ("a.weight", lambda m: m.a.weight.data.clamp_(-0.1, 0.1)),
-    "assigned param.data": ("a.weight", lambda m: setattr(m.a.weight, "data", m.frozen.weight + 0)),
+    "assigned param.data": (
+        "a.weight",
+        lambda m: setattr(m.a.weight, "data", m.frozen.weight + 0),
+    ),
 }
 
 
@@ -95,16 +121,28 @@ def test_a_module_that_writes_to_its_tensors(way: str) -> None:
 
     module: Any = Of(run, a=linear(), frozen=linear(train=False)).double()
     module.register_buffer("buffer", torch.ones(3))
-    module.tensor, module.log, module.hidden = torch.ones(3), [torch.ones(3)], (linear(),)
+    module.tensor, module.log, module.hidden = (
+        torch.ones(3),
+        [torch.ones(3)],
+        (linear(),),
+    )
     params, apply = ps.from_module(module)
-    kept = [*params.values(), *module.parameters(), module.buffer, module.tensor, *module.log]
+    kept = [
+        *params.values(),
+        *module.parameters(),
+        module.buffer,
+        module.tensor,
+        *module.log,
+    ]
     kept += module.hidden[0].parameters()
     before = [each.clone() for each in kept]
     for settings in ({}, {}, {"compile": TRACED}):
         with pytest.raises(ValueError, match=f"the module writes to {message}: "):
             train(apply, params, **settings)
     if way in ("buffer", "tensor", "an average"):
-        with pytest.raises((ValueError, RuntimeError), match=r"module writes to|captured Tensor"):
+        with pytest.raises(
+            (ValueError, RuntimeError), match=r"module writes to|captured Tensor"
+        ):
             torch.func.grad(lambda p: apply(p, data()).sum())(params)
     assert all(map(torch.equal, kept, before))
 
@@ -157,12 +195,16 @@ def test_a_module_that_computes_with_its_own_parameters(way: str) -> None:
         module = elsewhere(way).requires_grad_(not frozen)
         params, apply = ps.from_module(module, trainable="*")
         for settings in ({}, {"compile": TRACED}):
-            with pytest.raises(ValueError, match=r"with a\.(weight|bias) of the module itself"):
+            with pytest.raises(
+                ValueError, match=r"with a\.(weight|bias) of the module itself"
+            ):
                 train(apply, params, **settings)
         with torch.no_grad(), pytest.raises(ValueError, match="of the module itself"):
             apply.eval(params, data())
         # Those are the params that are passed, here.
-        assert torch.equal(apply(dict(module.named_parameters()), data()), module(data()))
+        assert torch.equal(
+            apply(dict(module.named_parameters()), data()), module(data())
+        )
 
 
 def test_parameters_are_parameters_inside() -> None:
@@ -172,4 +214,7 @@ def test_parameters_are_parameters_inside() -> None:
 
     params, apply = ps.from_module(Of(run, a=linear()).double())
     assert grads(apply, params, data()).keys() == params.keys()
-    assert torch.func.grad(lambda p: apply(p, data()).sum())(params).keys() == params.keys()
+    assert (
+        torch.func.grad(lambda p: apply(p, data()).sum())(params).keys()
+        == params.keys()
+    )

@@ -23,18 +23,26 @@ from tests.memory import LiveBytes
 from tests.states import COMPLEX, anything, assert_same_bits, noise, zeros
 
 ROOT = Path(__file__).parent.parent
-STATE = {"w": torch.arange(5.0), "flags": torch.tensor([True, False, True]), "n": torch.tensor(3)}
+STATE = {
+    "w": torch.arange(5.0),
+    "flags": torch.tensor([True, False, True]),
+    "n": torch.tensor(3),
+}
 DAMAGED = r"state is no checkpoint .* cut short or changed"
 
 
-@pytest.mark.parametrize("state", [anything(), {}, None, torch.tensor(1.5), [torch.ones(0)]])
+@pytest.mark.parametrize(
+    "state", [anything(), {}, None, torch.tensor(1.5), [torch.ones(0)]]
+)
 def test_what_is_saved_comes_back_to_the_bit(state: Any, path: Path) -> None:
     """By safetensors alone, too; and nothing else is left."""
     ps.checkpoint.save(path, state)
     found = ps.checkpoint.load(str(path), zeros(state))
     assert_same_bits(found, state)
     assert not tree.requires_grad(found)
-    for one, two in zip(tree.leaves_of(found), tree.leaves_of(zeros(state)), strict=True):
+    for one, two in zip(
+        tree.leaves_of(found), tree.leaves_of(zeros(state)), strict=True
+    ):
         assert one.stride() == two.stride()
     assert_same_bits(safetensors.torch.load_file(path), ps.state_dict(state))
     assert [*path.parent.iterdir()] == [path]
@@ -66,7 +74,9 @@ def test_what_is_held_in_memory(path: Path) -> None:
                 background.save(path, [*rows])
             assert live.peak == most
         background.save(path, [torch.ones(3)] * 4)
-    assert_same_bits(ps.checkpoint.load(path, [torch.zeros(3)] * 4), [torch.ones(3)] * 4)
+    assert_same_bits(
+        ps.checkpoint.load(path, [torch.zeros(3)] * 4), [torch.ones(3)] * 4
+    )
 
 
 def test_state_in_pieces_of_an_optimizer_of_torch(path: Path) -> None:
@@ -101,7 +111,12 @@ def test_each_changed_missing_or_further_byte_is_noticed(path: Path) -> None:
 
 def test_the_checksum_covers_what_stands_before_an_empty_tensor(path: Path) -> None:
     """Of a null pointer, crc32 begins again at 0."""
-    state = {"w": torch.ones(100), "x": torch.empty(0), "y": torch.ones(3), "z": torch.empty(2, 0)}
+    state = {
+        "w": torch.ones(100),
+        "x": torch.empty(0),
+        "y": torch.ones(3),
+        "z": torch.empty(2, 0),
+    }
     ps.checkpoint.save(path, state)
     assert_same_bits(ps.checkpoint.load(path, state), state)
     content = bytearray(path.read_bytes())
@@ -169,9 +184,13 @@ FAILS: list[tuple[Any, str]] = [
 
 @pytest.mark.filterwarnings("ignore:ComplexHalf support")
 @pytest.mark.parametrize(("act", "text"), FAILS)
-def test_what_cannot_be_written_leaves_all_as_it_was(act: Any, text: str, path: Path) -> None:
+def test_what_cannot_be_written_leaves_all_as_it_was(
+    act: Any, text: str, path: Path
+) -> None:
     ps.checkpoint.save(path, STATE)
-    with pytest.raises(OSError, match=rf"(?=.* cannot be written \(.*\): name a file).*{text}"):
+    with pytest.raises(
+        OSError, match=rf"(?=.* cannot be written \(.*\): name a file).*{text}"
+    ):
         act(path)
     assert [*path.parent.iterdir()] == [path]
     assert_same_bits(ps.checkpoint.load(path, STATE), STATE)
@@ -185,7 +204,9 @@ def test_what_is_saved_in_the_background_is_what_it_was(path: Path) -> None:
             background.save(path.with_name(f"file{number}"), state)
             state["w"].mul_(2)
     for number in range(2):
-        found = ps.checkpoint.load(path.with_name(f"file{number}"), {"w": torch.zeros(1000)})
+        found = ps.checkpoint.load(
+            path.with_name(f"file{number}"), {"w": torch.zeros(1000)}
+        )
         assert torch.equal(found["w"], torch.full((1000,), 2.0**number))
 
 
@@ -279,7 +300,9 @@ def test_programs_that_save_in_one_folder_do_not_meet(tmp_path: Path) -> None:
     """Each removes what the others may have removed."""
     with ThreadPoolExecutor(4) as pool:
         for step in range(20):
-            save = partial(ps.checkpoint.save_step, tmp_path, step, {"w": torch.ones(3)}, keep=1)
+            save = partial(
+                ps.checkpoint.save_step, tmp_path, step, {"w": torch.ones(3)}, keep=1
+            )
             assert [*pool.map(lambda _, save=save: save(), range(4))] == [None] * 4
     assert files(tmp_path) == {"00000019"}
 
@@ -293,6 +316,8 @@ def test_killed_again_and_again_it_ends_in_the_same_bits(tmp_path: Path) -> None
         env=os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
     )  # fmt: skip
     assert run.returncode == 0, run.stderr
-    said = re.fullmatch(r"killed 24 times, (\d+) of them in the middle .* same bits\n", run.stdout)
+    said = re.fullmatch(
+        r"killed 24 times, (\d+) of them in the middle .* same bits\n", run.stdout
+    )
     assert said
     assert int(said[1]) >= 8, "ten were to be"

@@ -40,7 +40,9 @@ LOCAL = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_any_number_of_ranks_loads_what_others_save(three: World, world: World, path: Path) -> None:
+def test_any_number_of_ranks_loads_what_others_save(
+    three: World, world: World, path: Path
+) -> None:
     """And torch does, and ranks load pieces of a file."""
     together(world, save, path)
     state: dict[str, Any] = dict(ps.state_dict(zeros(whole())))
@@ -77,7 +79,9 @@ def test_nothing_is_held_but_pieces(three: World, path: Path) -> None:
     piece, largest = 86 * 256 * 4, 256 * 256 * 4
     for saved, exported, loaded in together(three, peaks, path):
         assert saved < 3 * 8 * 2**10, "messages alone, less than a KiB for each piece"
-        assert exported < 8.1 * largest + 2.1 * largest, "all, on the first, and one in the making"
+        assert exported < 8.1 * largest + 2.1 * largest, (
+            "all, on the first, and one in the making"
+        )
         assert loaded < 10.1 * piece, "eight, what is read, and what was read before"
     found = safetensors.torch.load_file(path.with_name("model"))
     assert_same_bits(found, {str(i): torch.ones(256, 256) for i in range(8)})
@@ -110,7 +114,9 @@ else:
 def test_a_program_that_ends_keeps_its_exit_code(tmp_path: Path) -> None:
     """While it saves; and what it saves is whole, as long as the processes are joined."""
     program = [sys.executable, "-c", PROGRAMS, str(tmp_path)]
-    run = subprocess.run(program, cwd=ROOT, env=LOCAL, capture_output=True, text=True, timeout=60)
+    run = subprocess.run(
+        program, cwd=ROOT, env=LOCAL, capture_output=True, text=True, timeout=60
+    )
     assert run.stdout == "[0, 0, 1, 1, 0, 0]\n", run.stderr
     for number in range(2):
         found = ps.checkpoint.load(tmp_path / f"{number}", [torch.zeros(LARGE)] * 8)
@@ -155,14 +161,18 @@ ACTS: dict[str, Callable[[int, Path], Any]] = {
 }  # fmt: skip
 
 
-def attempt(rank: int, act: str, path: Path, full: int | None = None) -> tuple[str, str]:
+def attempt(
+    rank: int, act: str, path: Path, full: int | None = None
+) -> tuple[str, str]:
     """The error of an act; on one rank the disk may be full."""
     with room(5000) if rank == full else nullcontext():
         return refused(lambda: ACTS[act](rank, path))
 
 
 @pytest.mark.parametrize("act", ["save much", "save behind", "export much"])
-def test_a_full_disk_of_one_rank_reaches_all(act: str, three: World, path: Path) -> None:
+def test_a_full_disk_of_one_rank_reaches_all(
+    act: str, three: World, path: Path
+) -> None:
     path.mkdir()
     full = 0 if act == "export much" else BAD
     for rank, (kind, text) in enumerate(together(three, attempt, act, path, full)):
@@ -213,7 +223,9 @@ def test_every_difference_is_named_on_every_rank(three: World, path: Path) -> No
             assert said == ("ValueError", "\n  ".join(text))
 
 
-def test_each_changed_missing_or_further_byte_is_noticed(three: World, path: Path) -> None:
+def test_each_changed_missing_or_further_byte_is_noticed(
+    three: World, path: Path
+) -> None:
     """Whichever file of the folder it is in; and what one rank finds, all refuse."""
     together(three, save_small, path)
     for file in [*path.iterdir()]:
@@ -224,7 +236,9 @@ def test_each_changed_missing_or_further_byte_is_noticed(three: World, path: Pat
             changes.append(content[:place] + byte + content[place + 1 :])
         for change in [*changes, None]:
             file.unlink() if change is None else file.write_bytes(change)
-            with pytest.raises(ValueError, match=r"state.* is no checkpoint .* changed"):
+            with pytest.raises(
+                ValueError, match=r"state.* is no checkpoint .* changed"
+            ):
                 ps.checkpoint.load(path, SMALL)
         if file.name == "__1_0.distcp":
             for kind, text in together(three, attempt, "load", path):
@@ -244,7 +258,9 @@ NO_STATE = {
 
 
 @pytest.mark.parametrize("act", NO_STATE)
-def test_what_is_no_state_of_all_ranks_is_refused(act: str, three: World, path: Path) -> None:
+def test_what_is_no_state_of_all_ranks_is_refused(
+    act: str, three: World, path: Path
+) -> None:
     if act == "load a number":
         ps.checkpoint.save(path, {"w": torch.ones(3), "n": torch.tensor(1)})
     for rank, (kind, said) in enumerate(together(three, attempt, act, path)):
@@ -254,7 +270,9 @@ def test_what_is_no_state_of_all_ranks_is_refused(act: str, three: World, path: 
     assert files(path.parent) <= {"state"}
 
 
-def test_different_paths_on_different_ranks_are_refused(three: World, path: Path) -> None:
+def test_different_paths_on_different_ranks_are_refused(
+    three: World, path: Path
+) -> None:
     paths = [path.with_name(name) for name in ("one", "two", "one")]
     for act, words in ("save", ": give all ranks one"), ("load", ", [0-9a-f]{8}: "):
         for kind, text in values(three.run(attempt, [act] * 3, paths)):
@@ -271,7 +289,9 @@ def test_pieces_that_no_processes_hold_are_refused(path: Path) -> None:
     with group_of_one():
         state = {"w": ps.shard(torch.ones(3), axis())}
     acts = (ps.checkpoint.save, ps.checkpoint.load, ps.checkpoint.export)
-    simulated = threads.map(lambda w: ps.checkpoint.save(path, {"w": ps.shard(w, threads)}))
+    simulated = threads.map(
+        lambda w: ps.checkpoint.save(path, {"w": ps.shard(w, threads)})
+    )
     for act in (
         *(partial(act, path, state) for act in acts),
         lambda: simulated([torch.ones(3)] * 2),

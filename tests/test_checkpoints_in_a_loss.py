@@ -56,5 +56,7 @@ def test_a_function_with_a_backward_pass_of_its_own() -> None:
         ps.accumulate(loss_fn, W, GROUP, weight_fn=x_ones, ready=buckets.ready)
 
     axis = ps.testing.ThreadAxis(1)
-    with pytest.raises(RuntimeError, match="given a gradient twice in one backward pass"):
+    with pytest.raises(
+        RuntimeError, match="given a gradient twice in one backward pass"
+    ):
         axis.map(rank)([0])

@@ -13,10 +13,23 @@ import purestep as ps
 from proofs.strategies import assert_same
 from purestep.compiling.graph import without_libraries, without_surroundings
 from tests import counted_graphs
-from tests.counted_graphs import AOT, GROUPS, PLAIN, batch, compiled, loss_fn, make, run, start
+from tests.counted_graphs import (
+    AOT,
+    GROUPS,
+    PLAIN,
+    batch,
+    compiled,
+    loss_fn,
+    make,
+    run,
+    start,
+)
 from tests.torch_private import few_recompilations
 
-RAGGED = [[batch(3, length, length) for length in lengths] for lengths in ([4, 7], [5], [9, 6], [])]
+RAGGED = [
+    [batch(3, length, length) for length in lengths]
+    for lengths in ([4, 7], [5], [9, 6], [])
+]
 ADAMW = ps.optim.adamw(0.125)
 from_torch = partial(ps.optim.from_torch, lr=0.125)
 OPTIMIZERS: dict[str, ps.optim.Optimizer] = {
@@ -34,7 +47,9 @@ CASES += [("torch's", {"donate": True}), ("torch's", {"normalize": "grads"})]
 
 
 @pytest.mark.parametrize(("name", "settings"), CASES)
-def test_two_graphs_for_every_number_of_microbatches(name: str, settings: dict[str, Any]) -> None:
+def test_two_graphs_for_every_number_of_microbatches(
+    name: str, settings: dict[str, Any]
+) -> None:
     """One for the first microbatch and one for all others; none for the optimizer."""
     optimizer = OPTIMIZERS[name]
     step, backend = compiled(optimizer, **settings)
@@ -60,7 +75,10 @@ def test_compiled_is_the_step(compiler: Any, settings: dict[str, Any]) -> None:
 
     Of its two graphs, one is for any length.
     """
-    groups = [[batch(3, length, length) for length in lengths] for lengths in ([4, 7], [4, 9], [])]
+    groups = [
+        [batch(3, length, length) for length in lengths]
+        for lengths in ([4, 7], [4, 9], [])
+    ]
     ours, counts = run(make(ADAMW, compile=compiler, **settings), ADAMW, groups)
     theirs, expected = run(make(ADAMW, **settings), ADAMW, groups)
     counted_graphs.assert_close(ours, theirs)
@@ -73,7 +91,9 @@ def test_each_step_has_a_cache_in_which_no_size_varies() -> None:
         backend, params = counted_graphs.Compilations(), torch.ones(size).double()
         how: Any = {"compile": partial(torch.compile, backend=backend)}
         loss_fn: Any = lambda params, x: (x @ params).square()  # noqa: E731
-        step = ps.make_update_step(loss_fn, PLAIN, weight_fn=lambda x: x[:, 0] > -9, **how)
+        step = ps.make_update_step(
+            loss_fn, PLAIN, weight_fn=lambda x: x[:, 0] > -9, **how
+        )
         with few_recompilations():
             step(params, PLAIN.init(params), [torch.ones(3, size).double()] * 3)
         assert backend.varying == [False] * 2
@@ -84,7 +104,9 @@ def test_each_function_has_a_cache() -> None:
     for seed in range(3):
         backend = counted_graphs.Compilations()
         m = batch(2, 4, seed)
-        whole = ps.compile(lambda params, m=m: loss_fn(params, m), backend=backend, fullgraph=True)
+        whole = ps.compile(
+            lambda params, m=m: loss_fn(params, m), backend=backend, fullgraph=True
+        )
         with few_recompilations():
             for _ in range(2):
                 assert torch.equal(whole(start()), loss_fn(start(), m))
@@ -125,7 +147,9 @@ def test_settings_of_the_caller() -> None:
 @pytest.mark.parametrize("value", ["yes", None, 1, lambda function: function])
 def test_what_is_no_compiler(value: Any) -> None:
     """It makes one graph or raises, as ``fullgraph`` says: it has to take that."""
-    with pytest.raises(TypeError, match=r"compile must be True, False or a function|fullgraph"):
+    with pytest.raises(
+        TypeError, match=r"compile must be True, False or a function|fullgraph"
+    ):
         make(PLAIN, compile=value)
 
 
@@ -146,7 +170,9 @@ def test_what_is_read_may_change(how: str) -> None:
 
     compiler: Any = partial(ps.compile, backend="eager")
     step = make(PLAIN, scaled, compile=compiler if how == "a microbatch" else False)
-    whole: Any = compiler(scaled if how == "a loss" else step) if how != "a microbatch" else step
+    whole: Any = (
+        compiler(scaled if how == "a loss" else step) if how != "a microbatch" else step
+    )
 
     def loss() -> float:
         if how == "a loss":
@@ -174,7 +200,11 @@ def test_a_whole_step_has_few_guards_on_globals() -> None:
 
     def kept(guards: list[Any]) -> list[bool]:
         keep = without_libraries(guards)
-        found.extend(g.name for g, stays in zip(guards, keep, strict=True) if stays and g.is_global)
+        found.extend(
+            g.name
+            for g, stays in zip(guards, keep, strict=True)
+            if stays and g.is_global
+        )
         return keep
 
     whole = ps.compile(make(PLAIN), backend="eager", options={"guard_filter_fn": kept})

@@ -12,7 +12,17 @@ from proofs.strategies import assert_same
 from proofs.worlds import Grid, Ranks, on_processes
 from purestep.axis import Gather
 from purestep.testing.processes import World
-from tests.uneven import SGD, Batch, batch, cut, loss_with_aux, ones, params, sound, step
+from tests.uneven import (
+    SGD,
+    Batch,
+    batch,
+    cut,
+    loss_with_aux,
+    ones,
+    params,
+    sound,
+    step,
+)
 
 pytestmark = pytest.mark.timeout(120)
 AOT = partial(ps.compile, backend="aot_eager", fullgraph=True)
@@ -44,7 +54,11 @@ def compiled_gathers(over: Any, rank: int, gather: Gather, whole: bool) -> Any:
     axis, along = (over.both, over.second) if isinstance(over, Grid) else (over, over)
     pieces = {"w": ps.shard(torch.arange(12.0).view(6, 2).double() - 5, along)}
     loss_fn: Any = lambda p, x: (x @ ps.unshard(p)["w"]).square().sum(-1)  # noqa: E731
-    how: Any = {"weight_fn": lambda x: torch.ones(len(x)), "axis": axis, "gather": gather}
+    how: Any = {
+        "weight_fn": lambda x: torch.ones(len(x)),
+        "axis": axis,
+        "gather": gather,
+    }
     eager = ps.make_update_step(loss_fn, SGD, **how)
     compiled = ps.make_update_step(loss_fn, SGD, compile=not whole and AOT, **how)
     compiler: Any = AOT if along is not axis else partial(ps.compile, fullgraph=True)
@@ -69,7 +83,9 @@ def test_compiled_gathers(world: World, gather: Gather, whole: bool) -> None:
 def test_compiled_pieces_along_one_dimension_of_a_mesh(world: World) -> None:
     """Two ranks hold the same piece."""
     args: Any = range(4), ["step"] * 4, [True] * 4
-    for compiled, eager in on_processes(world, Ranks(4, rows=2), compiled_gathers, *args):
+    for compiled, eager in on_processes(
+        world, Ranks(4, rows=2), compiled_gathers, *args
+    ):
         assert_same(compiled[:2], eager[:2])
 
 

@@ -18,12 +18,24 @@ import purestep as ps
 from proofs.strategies import assert_same
 from purestep import tree
 from purestep.types import UpdateStep
-from tests.counted_graphs import AOT, GROUPS, PLAIN, assert_close, batch, loss_fn, make, run, start
+from tests.counted_graphs import (
+    AOT,
+    GROUPS,
+    PLAIN,
+    assert_close,
+    batch,
+    loss_fn,
+    make,
+    run,
+    start,
+)
 from tests.squares import x_ones
 from tests.torch_private import few_recompilations
 
 # Dynamo looks at the loss's ``.grad`` when it gives up at the raise.
-pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:The .grad attribute of a Tensor that is not a leaf"
+)
 
 
 def branches(x: Tensor) -> Tensor:
@@ -74,10 +86,14 @@ def test_where_the_compiler_gives_up(loss: Any) -> None:
     """One warning says why, and at which line; the step stays what it was. torch 2.11 does make a graph of a checkpoint."""
     groups, compiler, reason = GIVEN_UP[loss]
     gives_up = loss is not checkpointed or torch.__version__ >= "2.12"
-    warns: Any = pytest.warns(UserWarning, match=reason) if gives_up else nullcontext([])
+    warns: Any = (
+        pytest.warns(UserWarning, match=reason) if gives_up else nullcontext([])
+    )
     with few_recompilations(), warns as told:
         ours = run(make(PLAIN, loss, compile=compiler), PLAIN, groups)
-    assert sum(str(each.message).startswith("compile=True") for each in told) == gives_up
+    assert (
+        sum(str(each.message).startswith("compile=True") for each in told) == gives_up
+    )
     assert_same(ours, run(make(PLAIN, loss), PLAIN, groups))
     # What the compiler forbids when it fails is allowed again.
     w = torch.ones(2, requires_grad=True)
@@ -95,7 +111,9 @@ def test_errors_of_the_loss_come_through() -> None:
         assert raised.value.__context__ is None
     step(*given, [first])
     mean = make(PLAIN, lambda params, m: loss_fn(params, m).mean(), compile=AOT)
-    with pytest.raises(ValueError, match=r"losses of shape \(\) against weights of shape \(2, 4\)"):
+    with pytest.raises(
+        ValueError, match=r"losses of shape \(\) against weights of shape \(2, 4\)"
+    ):
         mean(*given, [first])
 
 
@@ -140,7 +158,9 @@ def ensemble(step: UpdateStep) -> Tensor:
         new: Tensor = step(params, SGD.init(params), GROUPS[1])[0]["w"]
         return new.sum()
 
-    return torch.stack([torch.vmap(moved)(RATES), torch.vmap(torch.func.grad(moved))(RATES)])
+    return torch.stack(
+        [torch.vmap(moved)(RATES), torch.vmap(torch.func.grad(moved))(RATES)]
+    )
 
 
 def test_transforms_go_around_the_compiler() -> None:
@@ -156,7 +176,10 @@ def test_transforms_go_around_the_compiler() -> None:
 
 RATED: list[tuple[Any, bool]] = [
     (ps.optim.lion, False),
-    (lambda rate: ps.optim.chain(ps.optim.scale_by_adam(), ps.optim.descend(rate)), True),
+    (
+        lambda rate: ps.optim.chain(ps.optim.scale_by_adam(), ps.optim.descend(rate)),
+        True,
+    ),
     (lambda rate: ps.optim.master_weights(ps.optim.lion(rate)), True),
 ]
 
@@ -166,11 +189,16 @@ def test_a_rate_that_requires_grad(make_optimizer: Any, donate: bool) -> None:
     """What is recorded is not written over: the derivative is right, and the params stay."""
     slopes: list[Tensor] = []
     for compile in (False, partial(torch.compile, backend="eager")):
-        rate, params = torch.tensor(0.5, dtype=torch.float64, requires_grad=True), start()
+        rate, params = (
+            torch.tensor(0.5, dtype=torch.float64, requires_grad=True),
+            start(),
+        )
         optimizer = make_optimizer(rate)
         step = make(optimizer, compile=compile, donate=donate)
         new, *_ = step(params, optimizer.init(params), GROUPS[1])
-        slopes += torch.autograd.grad(new["w"].flatten() @ torch.arange(6).double(), rate)
+        slopes += torch.autograd.grad(
+            new["w"].flatten() @ torch.arange(6).double(), rate
+        )
         assert_same(params, start())
     assert slopes[0].abs() > 0
     assert_close(*slopes)
@@ -199,7 +227,9 @@ def test_hooks_around_a_compiled_step_are_refused() -> None:
     step = make(PLAIN, compile=AOT)
     given = start(), PLAIN.init(start()), GROUPS[1]
     with torch.autograd.graph.save_on_cpu():
-        with pytest.raises(RuntimeError, match="compile=True takes no saved_tensors_hooks"):
+        with pytest.raises(
+            RuntimeError, match="compile=True takes no saved_tensors_hooks"
+        ):
             step(*given)
         make(PLAIN)(*given)
     assert_close(step(*given)[:2], make(PLAIN)(*given)[:2])
@@ -217,10 +247,14 @@ class Sign(torch.autograd.Function):
         return 3 * grad
 
 
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated")  # what torch's compiler does
+@pytest.mark.filterwarnings(
+    "ignore:.*should not be instantiated"
+)  # what torch's compiler does
 @pytest.mark.parametrize("reverse", [ps.grad_and_value, torch.func.grad_and_value])
 @pytest.mark.parametrize("whole", [False, True])
-def test_a_function_of_a_leaf_itself_has_its_own_backward(whole: bool, reverse: Any) -> None:
+def test_a_function_of_a_leaf_itself_has_its_own_backward(
+    whole: bool, reverse: Any
+) -> None:
     sgd, params = ps.optim.sgd(1.0), {"w": torch.tensor([2.0, -3.0])}
     loss_fn: Any = lambda p, m: Sign.apply(p["w"]) * m["x"]  # noqa: E731
     how: Any = {"grad_and_value": reverse, "compile": False if whole else AOT}
@@ -231,7 +265,9 @@ def test_a_function_of_a_leaf_itself_has_its_own_backward(whole: bool, reverse: 
     assert new["w"].tolist() == [2 - 6, -3 - 12]
 
 
-@pytest.mark.filterwarnings("ignore:.*grad attribute of a Tensor that is not a leaf")  # so does it
+@pytest.mark.filterwarnings(
+    "ignore:.*grad attribute of a Tensor that is not a leaf"
+)  # so does it
 @pytest.mark.filterwarnings("ignore:compile=True")  # its loss runs eagerly
 def test_ranks_in_threads_meet_in_a_compiled_loss() -> None:
     """Each rank's gradient is its own, from the first step on."""
@@ -260,12 +296,16 @@ SHARED: dict[str, Callable[[list[Tensor], dict[str, Tensor]], Tensor]] = {
 @pytest.mark.parametrize("shared", SHARED)
 def test_gradients_that_share_memory_are_sums_of_their_own(shared: str) -> None:
     """Every sum has its memory, each element its place, and clipping scales each once."""
-    optimizer = ps.optim.chain(ps.optim.clip_by_global_norm(0.125), ps.optim.sgd(1.0, momentum=0.5))
+    optimizer = ps.optim.chain(
+        ps.optim.clip_by_global_norm(0.125), ps.optim.sgd(1.0, momentum=0.5)
+    )
     group = [{"x": torch.arange(1.0, 3.0) * 2**m} for m in range(3)]
     before, found = tree.map(torch.clone, group), []
     settings: list[dict[str, Any]] = [{}, {"compile": AOT, "donate": True}]
     for how in settings:
-        step: Any = ps.make_update_step(SHARED[shared], optimizer, weight_fn=x_ones, **how)
+        step: Any = ps.make_update_step(
+            SHARED[shared], optimizer, weight_fn=x_ones, **how
+        )
         params = [torch.zeros(2), torch.zeros(2)]
         state: Any = params, optimizer.init(params)
         for number in (1, 3):
@@ -283,8 +323,15 @@ def test_sparse_gradients_arrive_dense_with_a_warning() -> None:
         bag = functional.embedding_bag(x[:, None], p["bag"], sparse=True).sum(-1)
         return rows * p["w"] + bag
 
-    sgd, make_step = ps.optim.sgd(1.0), partial(ps.make_update_step, weight_fn=torch.ones_like)
-    params = {"table": torch.ones(4, 2), "bag": torch.ones(4, 2), "w": torch.tensor(2.0)}
+    sgd, make_step = (
+        ps.optim.sgd(1.0),
+        partial(ps.make_update_step, weight_fn=torch.ones_like),
+    )
+    params = {
+        "table": torch.ones(4, 2),
+        "bag": torch.ones(4, 2),
+        "w": torch.tensor(2.0),
+    }
     given = params, sgd.init(params), [torch.tensor([1, 1]), torch.tensor([3, 0])]
     step, eager = (make_step(loss, sgd, compile=how) for how in (AOT, False))
     with pytest.warns(UserWarning, match="make one graph of .*loss"):

@@ -52,7 +52,10 @@ TIMES_KEPT: dict[str, tuple[int, Any]] = {
     "not for hardly more than one": (0, (corrected, STEP, LEAF[: MANY - 1])),
     "not for as many as it has": (0, (corrected, LEAF.abs(), LEAF)),
     "not if it costs little": (0, (lambda step, leaf: leaf * (1 - step), STEP, LEAF)),
-    "not if many do not use it": (0, (lambda step, leaf: (0.9**step, leaf), STEP, LEAF)),
+    "not if many do not use it": (
+        0,
+        (lambda step, leaf: (0.9**step, leaf), STEP, LEAF),
+    ),
     "not if each part has many": (0, (halves, torch.ones(2), LEAF)),
     "not for networks of unknown size": (0, (*NETWORKS, "symbolic")),
 }
@@ -65,15 +68,23 @@ def operators_after(
     mode: Literal["fake", "symbolic"] = "fake",
 ) -> list[str]:
     """The operators of a function's graph once it is rewritten; it must still compute the same."""
-    graph = make_fx(function, torch_private.decompositions_of_the_compiler(), mode)(*args)
+    graph = make_fx(function, torch_private.decompositions_of_the_compiler(), mode)(
+        *args
+    )
     rewrite(graph.graph)
     graph.graph.lint()
     graph.recompile()
-    torch.testing.assert_close(graph(*args), function(*args), rtol=0, atol=0, equal_nan=True)
-    return [str(node.target) for node in graph.graph.nodes if node.op == "call_function"]
+    torch.testing.assert_close(
+        graph(*args), function(*args), rtol=0, atol=0, equal_nan=True
+    )
+    return [
+        str(node.target) for node in graph.graph.nodes if node.op == "call_function"
+    ]
 
 
-def operators(function: Any, step: Tensor, leaf: Tensor, mode: Any = "fake") -> list[str]:
+def operators(
+    function: Any, step: Tensor, leaf: Tensor, mode: Any = "fake"
+) -> list[str]:
     return operators_after(compute_once, function, step, leaf, mode=mode)
 
 
@@ -111,7 +122,10 @@ def test_compiled_of_views() -> None:
     """Whatever view of the few the many see, and in whatever order of memory the few lie."""
     many = torch.linspace(-1, 1, 6 * 8 * 8).reshape(3, 2, 8, 8)[:, :2]
     compiled = ps.compile(views, options={"cpp_wrapper": False})
-    for few in (torch.linspace(0, 1, 6).reshape(2, 3), torch.linspace(0, 1, 6).reshape(3, 2).t()):
+    for few in (
+        torch.linspace(0, 1, 6).reshape(2, 3),
+        torch.linspace(0, 1, 6).reshape(3, 2).t(),
+    ):
         torch.testing.assert_close(compiled(few, many), views(few, many))
 
 
@@ -122,7 +136,9 @@ def test_a_compiled_step_of_many_networks_takes_powers_once() -> None:
         return sum((leaf.sum() * x for leaf in params), torch.zeros(()))
 
     optimizer = ps.optim.adamw(0.1)
-    update_step = ps.make_update_step(loss_fn, optimizer, weight_fn=lambda x: x.new_ones(()))
+    update_step = ps.make_update_step(
+        loss_fn, optimizer, weight_fn=lambda x: x.new_ones(())
+    )
     params = [torch.ones(8, 64), torch.ones(8, 16, 16)]
     networks = torch.vmap(lambda params, state, x: update_step(params, state, [x]))
     given = params, torch.vmap(optimizer.init)(params), torch.ones(8)
@@ -193,7 +209,10 @@ def test_wrappers_in_cpp_are_for_one_process() -> None:
 def test_products_of_gaps_take_the_time_of_products() -> None:
     """Without a copy, oneDNN takes a thousand times as long."""
     a = integers(SIDE, SIDE)
-    times = [min(timeit.repeat(partial(product, a, b), number=1)) for b in layouts(SIDE, SIDE, 1)]
+    times = [
+        min(timeit.repeat(partial(product, a, b), number=1))
+        for b in layouts(SIDE, SIDE, 1)
+    ]
     assert max(times[1:]) < 100 * times[0]
 
 
@@ -206,7 +225,9 @@ def test_what_repays_is_replaced() -> None:
     assert replaced(lambda x, y: x.t() @ y, x, y)[-2:] == ["aten.clone.default", ours]
     assert replaced(torch.mm, x[:8], y) == [theirs]
     assert replaced(torch.mm, x.double(), y.double()) == [theirs]
-    wide, whole = ([each.to(dtype) for each in (z, x, y)] for dtype in (torch.float64, torch.int64))
+    wide, whole = (
+        [each.to(dtype) for each in (z, x, y)] for dtype in (torch.float64, torch.int64)
+    )
     assert replaced(torch.addmm, *wide) == [theirs, "aten.add.Tensor"]
     assert replaced(torch.addmm, *whole) == ["aten.addmm.default"]
     assert ours not in replaced(torch.mm, x.bfloat16(), y.bfloat16())
@@ -217,15 +238,22 @@ def test_what_repays_is_replaced() -> None:
 def test_compiled_products_with_gradients() -> None:
     """Forward and backward, of a size that is not known."""
     shapes = {"bias": (SIDE,), "v": (SIDE, SIDE), "w": (SIDE, SIDE)}
-    params = {name: integers(*shape, seed=1).requires_grad_() for name, shape in shapes.items()}
+    params = {
+        name: integers(*shape, seed=1).requires_grad_()
+        for name, shape in shapes.items()
+    }
     step = compiled(mlp, dynamic=True)
     for rows in (SIDE, 3, SIDE + 9):
         x = integers(rows, SIDE, seed=rows)
         outputs = [function(params, x) for function in (step, mlp)]
         assert torch.equal(*outputs)
-        grads = [torch.autograd.grad(output.sum(), [*params.values()]) for output in outputs]
+        grads = [
+            torch.autograd.grad(output.sum(), [*params.values()]) for output in outputs
+        ]
         assert all(map(torch.equal, *grads))
-    assert torch_private.pass_of_the_compiler() is None, "options of the compiler stay as they are"
+    assert torch_private.pass_of_the_compiler() is None, (
+        "options of the compiler stay as they are"
+    )
 
 
 def test_compiled_with_sizes_that_only_the_data_knows() -> None:

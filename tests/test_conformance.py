@@ -24,7 +24,10 @@ COLUMNS = [
 def test_verdicts_are_those_published(column: Column) -> None:
     published, trainer = PUBLISHED[column.name], column.make()
     laws = ["T0", "T1", "T3", "T4", "T7"]
-    found = {v.law.name: v.finding for v in ps.testing.judge(trainer, laws, cases=12, shrink=0)}
+    found = {
+        v.law.name: v.finding
+        for v in ps.testing.judge(trainer, laws, cases=12, shrink=0)
+    }
     moved = by_hand.moved_by_momentum(trainer)
     if moved:
         found["T7"] = "wrong"
@@ -37,7 +40,9 @@ def test_wrong_cells_are_wrong_without_the_kit() -> None:
     found = again.checked([PUBLISHED[column.name] for column in COLUMNS])
     assert {*found["PyTorch loop"]} == {"by hand", "T1", "T4", "T7", "T14"}
     assert all(each["confirmed"] for laws in found.values() for each in laws.values())
-    assert all(each["confirmed"] for laws in REPORT["again"].values() for each in laws.values())
+    assert all(
+        each["confirmed"] for laws in REPORT["again"].values() for each in laws.values()
+    )
 
 
 def test_a_right_cell_that_says_wrong_is_not_confirmed() -> None:
@@ -53,7 +58,9 @@ def test_the_page_is_that_of_the_results() -> None:
 
 @pytest.mark.parametrize("page", ["README.md", "docs/pages/why/trainers.md"])
 def test_tables_elsewhere_say_the_same(page: str) -> None:
-    (head, rows) = re.findall(r"(\| \| cut .*)\n.*---.*\n((?:\|.*\n)+)", Path(page).read_text())[0]
+    (head, rows) = re.findall(
+        r"(\| \| cut .*)\n.*---.*\n((?:\|.*\n)+)", Path(page).read_text()
+    )[0]
     laws = {
         "cut": "T1", "ranks": "T2", "uneven ranks": report.UNEVEN, "order": "T3", "padding": "T4", "no labels": "T7",
     }  # fmt: skip

@@ -12,7 +12,14 @@ import purestep as ps
 
 # shift_labels
 
-INTEGERS = [torch.uint8, torch.int8, torch.uint16, torch.int16, torch.uint32, torch.int32]
+INTEGERS = [
+    torch.uint8,
+    torch.int8,
+    torch.uint16,
+    torch.int16,
+    torch.uint32,
+    torch.int32,
+]
 INTEGERS += [torch.uint64, torch.int64]
 
 
@@ -32,7 +39,11 @@ def shifted(ids: list[int], mask: list[int]) -> list[int]:
 )
 @example([2], 3, torch.int32, torch.bool, 0)
 def test_labels_are_the_next_tokens(
-    leading: list[int], length: int, dtype: torch.dtype, mask_dtype: torch.dtype | None, seed: int
+    leading: list[int],
+    length: int,
+    dtype: torch.dtype,
+    mask_dtype: torch.dtype | None,
+    seed: int,
 ) -> None:
     """Of every text of a batch, wherever there is padding; as a whole, one by one, and mapped."""
     generator, shape = torch.Generator().manual_seed(seed), [*leading, length]
@@ -50,7 +61,9 @@ def test_labels_are_the_next_tokens(
         unmapped = torch.vmap(ps.shift_labels, in_dims=(0, None))(ids, mask[0])
         assert torch.equal(unmapped, ps.shift_labels(ids, mask[:1].expand_as(mask)))
     labels.fill_(-7)
-    assert torch.equal(given_ids.to(torch.int64), ids), "labels share no memory with their text"
+    assert torch.equal(given_ids.to(torch.int64), ids), (
+        "labels share no memory with their text"
+    )
 
 
 @pytest.mark.parametrize("masked", [False, True])
@@ -58,7 +71,11 @@ def test_labels_of_an_empty_text_and_of_one_on_a_device(masked: bool) -> None:
     """An empty list has the dtype of any other; labels are made where the text is."""
     for ids in (torch.tensor([]), torch.ones(2, 3, dtype=torch.int32, device="meta")):
         labels = ps.shift_labels(ids, ids if masked else None)
-        assert (labels.device, labels.dtype, labels.shape) == (ids.device, torch.int64, ids.shape)
+        assert (labels.device, labels.dtype, labels.shape) == (
+            ids.device,
+            torch.int64,
+            ids.shape,
+        )
 
 
 TWO = torch.tensor([5, 6])
@@ -68,8 +85,14 @@ NO_LABELS: dict[str, tuple[Any, ...]] = {
     "input_ids is torch.float32 .*, where a tensor of integers": (torch.ones(2),),
     "input_ids is torch.bool .*, where a tensor of int": (torch.tensor([True]),),
     r"input_ids is a single token, torch.int64 of shape \(\)": (torch.tensor(5),),
-    r"attention_mask has the shape \(3,\), but input_ids \(2,\)": (TWO, torch.ones(3).long()),
-    "attention_mask is torch.float32 .*, where a tensor of integers": (TWO, torch.zeros(2)),
+    r"attention_mask has the shape \(3,\), but input_ids \(2,\)": (
+        TWO,
+        torch.ones(3).long(),
+    ),
+    "attention_mask is torch.float32 .*, where a tensor of integers": (
+        TWO,
+        torch.zeros(2),
+    ),
 }
 
 
@@ -86,13 +109,17 @@ FILLING = {"tokens": 0, "labels": -100, "id": -1, "weights": 0}
 
 
 @given(st.lists(st.integers(1, 6), min_size=1, max_size=8), st.integers(6, 20))
-def test_what_belongs_to_an_example_stays_with_it(lengths: list[int], budget: int) -> None:
+def test_what_belongs_to_an_example_stays_with_it(
+    lengths: list[int], budget: int
+) -> None:
     """In rows and in documents: beside its tokens; nothing but padding beside the rest."""
     examples: list[dict[str, Any]] = []
     for i, n in enumerate(lengths):
         more = {"id": torch.tensor(i), "weights": torch.tensor([[i], [n]])}
         labels = torch.tensor(i % CLASSES)
-        examples.append({"tokens": torch.full((n,), i + 1), "labels": labels, "more": more})
+        examples.append(
+            {"tokens": torch.full((n,), i + 1), "labels": labels, "more": more}
+        )
 
     def check(part: Any, row: int, own: Tensor, *place: int) -> int:
         """What belongs to the example that has these tokens of a row."""
@@ -103,8 +130,14 @@ def test_what_belongs_to_an_example_stays_with_it(lengths: list[int], budget: in
         return number
 
     rows = ps.pack(examples, max_tokens=budget, pad=FILLING, whole=["weights"])
-    packed = ps.pack_documents(examples, row_tokens=budget, pad=FILLING, whole=["weights"])
-    found = [check(m, i, m["tokens"][i] > 0, i) for m in rows for i in range(len(m["labels"]))]
+    packed = ps.pack_documents(
+        examples, row_tokens=budget, pad=FILLING, whole=["weights"]
+    )
+    found = [
+        check(m, i, m["tokens"][i] > 0, i)
+        for m in rows
+        for i in range(len(m["labels"]))
+    ]
     assert sorted(found) == [*range(len(lengths))]
     ids, segments = packed["more"]["id"], packed["segments"]
     assert ids.shape[1] == segments.max()
@@ -116,9 +149,14 @@ def test_what_belongs_to_an_example_stays_with_it(lengths: list[int], budget: in
 
 def test_balance_by_length_alone() -> None:
     tokens, image = [torch.ones(n) for n in (5, 4, 3, 3, 3)], torch.ones(9, 2)
-    examples = [{"tokens": t, "labels": torch.tensor(len(t)), "image": image} for t in tokens]
+    examples = [
+        {"tokens": t, "labels": torch.tensor(len(t)), "image": image} for t in tokens
+    ]
     shares = ps.balance(examples, 2, whole=["image"])
-    assert [[int(one["labels"]) for one in share] for share in shares] == [[5, 3], [4, 3, 3]]
+    assert [[int(one["labels"]) for one in share] for share in shares] == [
+        [5, 3],
+        [4, 3, 3],
+    ]
 
 
 ONE = {"tokens": torch.ones(2), "class": torch.tensor(1)}
@@ -144,7 +182,10 @@ NOT_PACKED: dict[str, tuple[list[Any], list[str]]] = {
 def test_what_no_example_can_hold_is_refused(message: str) -> None:
     """In rows and in documents: left out or padded, it would be missing from N."""
     examples, whole = NOT_PACKED[message]
-    for pack in (partial(ps.pack, max_tokens=9), partial(ps.pack_documents, row_tokens=9)):
+    for pack in (
+        partial(ps.pack, max_tokens=9),
+        partial(ps.pack_documents, row_tokens=9),
+    ):
         with pytest.raises(ValueError, match=message):
             pack(examples, pad=0, whole=whole)
 
@@ -153,7 +194,9 @@ def test_what_belongs_to_an_example_is_stacked() -> None:
     assert ps.pack([ONE, ONE], max_tokens=4)[0]["class"].tolist() == [1, 1]
     pictures = ps.pack([PICTURE] * 2, max_tokens=4, pad=0, whole=["image"])
     assert pictures[0]["image"].shape == (2, 2, 3)
-    with pytest.raises(ValueError, match=r"no pad value for example\['class'\]: add it to pad="):
+    with pytest.raises(
+        ValueError, match=r"no pad value for example\['class'\]: add it to pad="
+    ):
         ps.pack_documents([ONE, ONE], row_tokens=4)
 
 
@@ -161,12 +204,16 @@ def test_a_mask_that_is_added() -> None:
     """By attention that adds it, and by torch's own, to the same result; a dtype that scores cannot have is refused."""
     segments = torch.tensor([[1, 1, 2, 2, 2, 0]])
     generator = torch.Generator().manual_seed(0)
-    q, k, v = torch.randn(3, 1, 2, 6, 4, generator=generator, dtype=torch.float64).unbind()
+    q, k, v = torch.randn(
+        3, 1, 2, 6, 4, generator=generator, dtype=torch.float64
+    ).unbind()
     scores = q @ k.mT / 2 + ps.segment_mask(segments, torch.float64)
     attend: Any = torch.nn.functional.scaled_dot_product_attention
     expected = attend(q, k, v, attn_mask=ps.segment_mask(segments))
     # Four products in a score, six in what is attended to, and the exponentials of six scores, each way.
     roundings = 2 * (4 + 6 + 3 * 6) * torch.finfo(torch.float64).eps
-    assert ((scores.softmax(-1) @ v - expected).abs() <= roundings * v.abs().max()).all()
+    assert (
+        (scores.softmax(-1) @ v - expected).abs() <= roundings * v.abs().max()
+    ).all()
     with pytest.raises(TypeError, match="floating point dtype of the scores"):
         ps.segment_mask(segments, torch.int64)

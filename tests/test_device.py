@@ -33,9 +33,15 @@ OPTIMIZERS = {
     "by tensors": optim.sgd(half, weight_decay=half, mask=matrices),
     "all of sgd": optim.sgd(line, 0.5, nesterov=True, weight_decay=0.5, mask=matrices),
     "all of lion": optim.lion(line, 0.5, 0.5, weight_decay=0.5, mask=matrices),
-    "no update_": optim.sgd(0.5, 0.5, weight_decay=0.5, mask=matrices)._replace(update_=None),
-    "all of adamw": optim.adamw(joined, 0.8, 0.99, 1e-3, weight_decay=half, mask=matrices),
-    "clipped by a tensor": optim.chain(optim.clip_by_global_norm(half), optim.adamw(0.125)),
+    "no update_": optim.sgd(0.5, 0.5, weight_decay=0.5, mask=matrices)._replace(
+        update_=None
+    ),
+    "all of adamw": optim.adamw(
+        joined, 0.8, 0.99, 1e-3, weight_decay=half, mask=matrices
+    ),
+    "clipped by a tensor": optim.chain(
+        optim.clip_by_global_norm(half), optim.adamw(0.125)
+    ),
 }
 """What the recipes of the proofs have not: they take steps on a device, too."""
 
@@ -71,7 +77,9 @@ def row(**more: Any) -> Batch:
 SGD, ONES = optim.sgd(0.5), lambda m: torch.ones_like(m["y"], dtype=torch.bool)
 
 
-def step_with(params: Any, group: list[Batch], loss_fn: Any = one_leaf, **how: Any) -> Any:
+def step_with(
+    params: Any, group: list[Batch], loss_fn: Any = one_leaf, **how: Any
+) -> Any:
     step = ps.make_update_step(loss_fn, SGD, **{"weight_fn": ONES, **how})
     return step(params, SGD.init(params), group)
 
@@ -101,11 +109,15 @@ def test_the_step_of_the_host(name: str, taken: bool) -> None:
 
 
 @pytest.mark.parametrize("algorithm", [torch.optim.AdamW, torch.optim.RMSprop])
-def test_an_algorithm_of_torch_waits_once(algorithm: type[torch.optim.Optimizer]) -> None:
+def test_an_algorithm_of_torch_waits_once(
+    algorithm: type[torch.optim.Optimizer],
+) -> None:
     """It cannot leave values as they are, so the host reads whether to call it."""
     optimizer, (params, batch) = optim.from_torch(algorithm, lr=0.5), problem()
     there, batch_there = moved((params, batch))
-    step: Any = ps.make_update_step(models.integer_loss, optimizer, weight_fn=weights_of)
+    step: Any = ps.make_update_step(
+        models.integer_loss, optimizer, weight_fn=weights_of
+    )
     state, before = (there, optimizer.init(there)), (params, optimizer.init(params))
     with Waits() as waits:
         actual = step(*state, [batch_there])[:2]
@@ -127,7 +139,9 @@ if DEVICE_TYPE == "lazy":
     # CUDA does not wait for this copy: its values come later.
     WAITING.append(lambda x: x.to("cpu", non_blocking=True))
 
-another_device = pytest.mark.skipif(DEVICE_TYPE == "cpu", reason="the CPU is the only device")
+another_device = pytest.mark.skipif(
+    DEVICE_TYPE == "cpu", reason="the CPU is the only device"
+)
 
 
 def reading(read: Callable[[Tensor], Any], params: Any, batch: Batch) -> Tensor:
@@ -151,7 +165,9 @@ def test_groups_that_are_prefetched_from_the_host() -> None:
     params, batch = problem()
     groups = [cut(batch, [[0, 1], [2], [3]]), [], [batch]]
     optimizer = optim.sgd(0.5, 0.5)
-    step: Any = ps.make_update_step(models.integer_loss, optimizer, weight_fn=weights_of)
+    step: Any = ps.make_update_step(
+        models.integer_loss, optimizer, weight_fn=weights_of
+    )
     ours: Any = moved(params), optimizer.init(moved(params))
     theirs: Any = params, optimizer.init(params)
     stream = ps.prefetch(groups, device(), weight_fn=weights_of)
@@ -161,7 +177,9 @@ def test_groups_that_are_prefetched_from_the_host() -> None:
             *ours, metrics = step(*ours, arriving)
         assert waits.seen == []
         *theirs, expected = step(*theirs, group)
-        assert_same(placed(metrics.num_tokens, expected.num_tokens), expected.num_tokens)
+        assert_same(
+            placed(metrics.num_tokens, expected.num_tokens), expected.num_tokens
+        )
         assert_same(placed(ours, theirs), theirs)
 
 
@@ -196,7 +214,9 @@ def test_two_devices_are_refused() -> None:
 def test_data_on_the_host_is_refused_but_not_its_weights() -> None:
     """As on CUDA, the loss meets tensors of two devices."""
     params, data = {"w": torch.ones(3, device=device())}, row()
-    with pytest.raises(RuntimeError, match=r"not a lazy tensor|tensors to be on the same device"):
+    with pytest.raises(
+        RuntimeError, match=r"not a lazy tensor|tensors to be on the same device"
+    ):
         step_with(params, [{"x": torch.ones(1, 3), "y": torch.ones(1)}])
     with Waits() as waits:
         new = step_with(params, [data], weight_fn=lambda m: torch.ones(1))[0]
@@ -225,5 +245,7 @@ def test_recomputation_with_a_modules_own_parameter_is_refused(shared: bool) -> 
     params = {"w": parameter.detach() if shared else torch.ones(3, device=device())}
     refused = pytest.raises(ValueError, match="a module's own parameter")
     with nullcontext() if shared else refused:
-        new = step_with(params, [row()], lambda p, m: Again.apply(one_leaf(p, m), parameter))[0]
+        new = step_with(
+            params, [row()], lambda p, m: Again.apply(one_leaf(p, m), parameter)
+        )[0]
         assert new["w"].tolist() == [-0.5, -2, -3.5]

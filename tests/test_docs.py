@@ -17,7 +17,11 @@ from purestep.torch_private import NEWEST, OLDEST
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs" / "pages"
-PAGES = [ROOT / "README.md", ROOT / "purestep" / "testing" / "README.md", *DOCS.rglob("*.md")]
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "purestep" / "testing" / "README.md",
+    *DOCS.rglob("*.md"),
+]
 OTHERS = [ROOT / f"{each}.md" for each in ("CONTRIBUTING", "CHANGELOG", "SECURITY")]
 OTHERS += [*(ROOT / "proofs").glob("*.md"), *(ROOT / "benchmarks").glob("*.md")]
 CODE = re.compile(r"^```python\n(.*?)^```", re.S | re.M)
@@ -40,7 +44,10 @@ assert len(PROGRAMS) > 20
 
 @pytest.mark.parametrize("page", PROGRAMS, ids=name)
 def test_the_programs_of_a_page_run(
-    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    page: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """From top to bottom, in an empty folder; they print what the page says that they print."""
     monkeypatch.chdir(tmp_path)
@@ -48,7 +55,9 @@ def test_the_programs_of_a_page_run(
     text = page.read_text()
     names: dict[str, object] = {"__name__": "page"}
     for code in CODE.finditer(text):
-        lines = "\n" * (text[: code.start()].count("\n") + 1)  # an error names the page's line
+        lines = "\n" * (
+            text[: code.start()].count("\n") + 1
+        )  # an error names the page's line
         exec(compile(lines + code[1], name(page), "exec"), names)
     printed = capsys.readouterr().out
     for output in OUTPUT.findall(text):
@@ -60,7 +69,10 @@ def test_every_public_name_is_on_a_reference_page() -> None:
     shown = re.findall(r"^::: ps\.(\S+)$", text, re.M)
     public: set[str] = set()
     for prefix, namespace in NAMESPACES.items():
-        public |= {prefix + each for each in getattr(namespace, "__all__", None) or dir(namespace)}
+        public |= {
+            prefix + each
+            for each in getattr(namespace, "__all__", None) or dir(namespace)
+        }
     assert sorted(shown) == sorted(public - {prefix[:-1] for prefix in NAMESPACES})
 
 
@@ -74,7 +86,10 @@ def test_every_page_is_in_the_navigation() -> None:
 def anchors(page: Path) -> set[str]:
     """What the site calls the headings of a page."""
     heads = re.findall(r"^#+ (.*)", page.read_text(), re.M)
-    return {re.sub(r"[\s-]+", "-", re.sub(r"[^\w\s-]", "", head).strip().lower()) for head in heads}
+    return {
+        re.sub(r"[\s-]+", "-", re.sub(r"[^\w\s-]", "", head).strip().lower())
+        for head in heads
+    }
 
 
 @pytest.mark.parametrize("page", [*PAGES, *OTHERS], ids=name)
@@ -94,7 +109,12 @@ def sentences(text: str) -> list[str]:
     text = re.sub(r"^(?:    |\||!\[|:::|#|\?\?\?|!!!).*$", "\n", text, flags=re.M)
     text = re.sub(r"^\s*(?:[-*]|\d+\.) ", "\n\n", text, flags=re.M)
     paragraphs = re.split(r"\n\s*\n", text)
-    return [s for p in paragraphs for s in re.split(r"(?<=[.:?!;])\s+", " ".join(p.split())) if s]
+    return [
+        s
+        for p in paragraphs
+        for s in re.split(r"(?<=[.:?!;])\s+", " ".join(p.split()))
+        if s
+    ]
 
 
 @pytest.mark.parametrize("page", [*PAGES, *OTHERS], ids=name)
@@ -105,7 +125,9 @@ def test_sentences_are_short_and_plain(page: Path) -> None:
 
 
 def assert_short_and_plain(text: str, *, plain: bool = True) -> None:
-    assert not [each for each in sentences(text) if len(re.findall(r"\w\S*", each)) > 25]
+    assert not [
+        each for each in sentences(text) if len(re.findall(r"\w\S*", each)) > 25
+    ]
     assert not (plain and re.findall(FOREIGN, text))
 
 
@@ -113,7 +135,9 @@ def assert_short_and_plain(text: str, *, plain: bool = True) -> None:
 def test_docstrings_are_short_and_plain(module: Path) -> None:
     for node in ast.walk(ast.parse(module.read_text())):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
-            text = re.sub(r"^ *(>>>|\.\.\.).*$", "\n", ast.get_docstring(node) or "", flags=re.M)
+            text = re.sub(
+                r"^ *(>>>|\.\.\.).*$", "\n", ast.get_docstring(node) or "", flags=re.M
+            )
             assert_short_and_plain(text)
 
 
@@ -156,7 +180,13 @@ def test_the_training_program_runs_under_torchrun(
     one, two = tmp_path / "one", tmp_path / "two"
     one.mkdir()
     two.mkdir()
-    run = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
+    run = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node=2",
+        "--standalone",
+    ]
     where = {**os.environ, "PYTHONPATH": str(ROOT)}
     subprocess.run([*run, "../train.py"], cwd=two, env=where, check=True, timeout=240)
     monkeypatch.chdir(one)

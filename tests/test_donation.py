@@ -13,7 +13,10 @@ from tests.line import MICROBATCH, PARAMS, SGD, loss_fn, weight_fn
 def test_outputs_are_no_views_of_inputs() -> None:
     """What a loss hands out as aux may be a parameter; the metrics hold a copy."""
     step = ps.make_update_step(
-        lambda p, m: ps.LossTerms(loss_fn(p, m), aux=p["w"]), SGD, weight_fn=weight_fn, donate=True
+        lambda p, m: ps.LossTerms(loss_fn(p, m), aux=p["w"]),
+        SGD,
+        weight_fn=weight_fn,
+        donate=True,
     )
     params = tree.map(torch.clone, PARAMS)
     new, _, metrics = step(params, SGD.init(params), [MICROBATCH])
@@ -46,7 +49,9 @@ def test_leaves_and_data_that_share_memory_are_refused(make: Any, refused: str) 
     shape, apart = params["a"].shape, tree.map(torch.clone, params)
     how: Any = {"weight_fn": lambda m: torch.ones(shape)}
     loss_fn: Any = lambda p, m: p["a"] * p["b"] * m["x"]  # noqa: E731
-    plain, step = (ps.make_update_step(loss_fn, SGD, donate=d, **how) for d in (False, True))
+    plain, step = (
+        ps.make_update_step(loss_fn, SGD, donate=d, **how) for d in (False, True)
+    )
     expected = plain(apart, SGD.init(apart), group)[0]
     if refused:
         with pytest.raises(ValueError, match=refused):

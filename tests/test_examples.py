@@ -20,7 +20,14 @@ import purestep as ps
 from purestep.examples import docstrings, huggingface
 
 ROOT = Path(__file__).parent.parent
-OPTIONS = ["--steps", "24", "--examples", "4", "--docstrings-of", str(Path(email.__file__).parent)]
+OPTIONS = [
+    "--steps",
+    "24",
+    "--examples",
+    "4",
+    "--docstrings-of",
+    str(Path(email.__file__).parent),
+]
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
 TORCHRUN += ["--nproc-per-node", "2"]
 TRAINING = ["-m", "purestep.examples.docstrings", *OPTIONS]
@@ -33,7 +40,11 @@ def world(ranks: int) -> dict[str, str]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    return {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks)}
+    return {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "WORLD_SIZE": str(ranks),
+    }
 
 
 @pytest.fixture(autouse=True)
@@ -53,7 +64,9 @@ class Run:
         with self._out.open("w") as out, self._err.open("w") as err:
             env = os.environ | LOOPBACK | environment
             command = [sys.executable, *arguments]
-            self.process = subprocess.Popen(command, stdout=out, stderr=err, env=env, cwd=ROOT)
+            self.process = subprocess.Popen(
+                command, stdout=out, stderr=err, env=env, cwd=ROOT
+            )
 
     @property
     def stdout(self) -> str:
@@ -67,7 +80,9 @@ class Run:
     def complaints(self) -> list[str]:
         """What it says on stderr, but for the bar that shows progress."""
         bar = re.compile(r" *\d+%\|.*|")
-        return [line for line in re.split(r"[\r\n]", self.stderr) if not bar.fullmatch(line)]
+        return [
+            line for line in re.split(r"[\r\n]", self.stderr) if not bar.fullmatch(line)
+        ]
 
     def found(self, pattern: str) -> list[str]:
         """What stands there in each such line of stdout."""
@@ -148,7 +163,9 @@ def test_a_killed_run_ends_in_the_same_bits(undisturbed: Run, tmp_path: Path) ->
 
     first, second = map(int, run.found(r"from step (\d+) .*"))
     assert 0 == first < second < 24
-    prints = [{*each.found("parameters sha256 ([0-9a-f]{12})")} for each in (run, undisturbed)]
+    prints = [
+        {*each.found("parameters sha256 ([0-9a-f]{12})")} for each in (run, undisturbed)
+    ]
     assert prints[0] == prints[1] != set()
 
 
@@ -159,7 +176,9 @@ def interrupt(*runs: Run) -> list[int]:
     return [run.process.wait(timeout=PATIENCE) for run in runs]
 
 
-def test_an_interrupted_run_goes_on_over_other_ranks(undisturbed: Run, tmp_path: Path) -> None:
+def test_an_interrupted_run_goes_on_over_other_ranks(
+    undisturbed: Run, tmp_path: Path
+) -> None:
     """With a part of the state on each, and the same losses, as they are printed."""
     folder = tmp_path / "checkpoints"
     folder.mkdir()
@@ -170,14 +189,21 @@ def test_an_interrupted_run_goes_on_over_other_ranks(undisturbed: Run, tmp_path:
     with two_ranks(tmp_path, *resumable) as (first, second):
         first.wait_until(lambda: ps.checkpoint.latest(checkpoint) is not None)
         assert interrupt(first, second) == [130, 130], first.stderr + second.stderr
-    assert first.complaints == [f"interrupted; the same command goes on from {checkpoint}"]
+    assert first.complaints == [
+        f"interrupted; the same command goes on from {checkpoint}"
+    ]
     assert second.complaints == []
     assert list(folder.iterdir()) == [checkpoint]
 
-    run = ended(tmp_path / "2", *resumable, "--max-tokens", "300", **world(ranks=1), RANK="0")
+    run = ended(
+        tmp_path / "2", *resumable, "--max-tokens", "300", **world(ranks=1), RANK="0"
+    )
     (step,) = map(int, run.found(r"from step (\d+) to 24 over 1 ranks?"))
     assert 0 < step < 24
-    assert run.found(r"loss \S+ -> (\S+)")[-1] == undisturbed.found(r"loss \S+ -> (\S+)")[-1]
+    assert (
+        run.found(r"loss \S+ -> (\S+)")[-1]
+        == undisturbed.found(r"loss \S+ -> (\S+)")[-1]
+    )
     kept = [each.found(r".*keeps (\S+) MiB.*") for each in (undisturbed, first, run)]
     assert kept == [["3.0"], ["1.5"], ["3.0"]]
 
@@ -206,7 +232,9 @@ def test_ranks_refuse_together_before_they_begin(tmp_path: Path) -> None:
     with two_ranks(tmp_path, *training) as (first, second):
         assert [run.process.wait(timeout=PATIENCE) for run in (first, second)] == [1, 1]
     (line,) = first.complaints
-    assert re.search("state is of a run with steps=24, but this one has steps=25: ", line), line
+    assert re.search(
+        "state is of a run with steps=24, but this one has steps=25: ", line
+    ), line
     assert first.stdout == second.stdout == second.stderr == ""
 
 
@@ -240,7 +268,9 @@ def test_a_llama_and_a_lora_load_where_they_were_saved(
 
     # The Llama learns from both kinds of text; the LoRA goes on where it stopped.
     found = re.findall(r"^loss per token of .* held out: (\S+) -> (\S+)$", said, re.M)
-    begun, ended = [[float(each) for each in column] for column in zip(*found, strict=True)]
+    begun, ended = [
+        [float(each) for each in column] for column in zip(*found, strict=True)
+    ]
     assert ended[0] < begun[0], said
     assert ended[1] < begun[1], said
     assert begun[2:] == ended[:2], said

@@ -34,7 +34,18 @@ from purestep.testing import ThreadAxis
 from purestep.testing.processes import DeadRankError, World
 from tests import uneven
 from tests.held_by_ranks import axis as axis_of_all, group_of_one
-from tests.uneven import BAD, SGD, Arguments, Batch, batch, loss_fn, ones, params, sound, step
+from tests.uneven import (
+    BAD,
+    SGD,
+    Arguments,
+    Batch,
+    batch,
+    loss_fn,
+    ones,
+    params,
+    sound,
+    step,
+)
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -97,15 +108,24 @@ class Fault(NamedTuple):
 
 
 def failure(
-    kind: type[BaseException], text: str, change: Callable[..., Arguments], heard: str | None = None
+    kind: type[BaseException],
+    text: str,
+    change: Callable[..., Arguments],
+    heard: str | None = None,
 ) -> Fault:
     """The rank that fails raises its own exception, which the others name."""
-    name = kind.__name__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__name__}"
+    name = (
+        kind.__name__
+        if kind.__module__ == "builtins"
+        else f"{kind.__module__}.{kind.__name__}"
+    )
     failed = f"failed, and the step with it on every rank; nothing was updated. rank 2: {name}: "
     return Fault(change, (kind, text), (ps.RankError, failed + (heard or text)))
 
 
-def difference(what: str, right: str, wrong: str, ranks: str = "0, 1, 3", **change: Any) -> Fault:
+def difference(
+    what: str, right: str, wrong: str, ranks: str = "0, 1, 3", **change: Any
+) -> Fault:
     """Every rank raises one and the same error, which names both sides."""
     text = f"disagree on {what}, and nothing was updated: ranks {ranks} with {right} against rank 2"
     error = ValueError, f"{text} with {wrong}"
@@ -134,7 +154,10 @@ def breaks_backward(kind: type[BaseException]) -> Any:
 
 
 ALL = (0, 1, 2, 3)
-PARAMS_B = "params['b']: torch.float64 of shape ()", "params['b']: torch.float32 of shape ()"
+PARAMS_B = (
+    "params['b']: torch.float64 of shape ()",
+    "params['b']: torch.float32 of shape ()",
+)
 TRACE = "opt_state[0].trace['b']: torch.float64 of shape (), opt_state[0].trace['w']: torch.float64"
 TRACE += " of shape (3,), opt_state[1].step: torch.int64 of shape ()"
 FAULTS = {
@@ -195,7 +218,9 @@ def check_fault(name: str, results: Sequence[Any]) -> None:
         assert type(error) is kind
         assert text in str(error)
         if kind is ps.RankError:
-            ranks = f"rank{'s' * (len(fault.ranks) > 1)} {', '.join(map(str, fault.ranks))}"
+            ranks = (
+                f"rank{'s' * (len(fault.ranks) > 1)} {', '.join(map(str, fault.ranks))}"
+            )
             assert str(error).startswith(f"{ranks} of {axis} failed")
         elif "disagree" in text:
             assert str(error).startswith(f"the ranks of {axis} disagree")
@@ -206,13 +231,17 @@ def check_fault(name: str, results: Sequence[Any]) -> None:
 CASES: list[tuple[str, Arguments]] = [
     *itertools.product(FAULTS, [{}, {"donate": True}]),
     # The rank that fails joins the others' scatter.
-    *itertools.product(["first loss", "backward"], [{"gather": "step", "donate": True}]),
+    *itertools.product(
+        ["first loss", "backward"], [{"gather": "step", "donate": True}]
+    ),
 ]
 
 
 @pytest.mark.parametrize("bucket_bytes", [8, 1 << 20])
 @pytest.mark.parametrize(("name", "how"), CASES)
-def test_faults_reach_every_rank(ranks: Run, name: str, how: Arguments, bucket_bytes: int) -> None:
+def test_faults_reach_every_rank(
+    ranks: Run, name: str, how: Arguments, bucket_bytes: int
+) -> None:
     """Nothing waits for a timeout."""
     args = range(4), [name] * 4, [how] * 4
     check_fault(name, ranks(faulty_step, *args, bucket_bytes=bucket_bytes))
@@ -228,15 +257,21 @@ def differs_on_one_rank(axis: Any, rank: int, what: str) -> tuple[str, Any]:
         other.bucket_bytes = 8
     act = partial(step, other, arguments)
     if rank == BAD and what == "evaluation":
-        act = partial(ps.make_eval_step(loss_fn, weight_fn=ones, axis=axis), params(), [])
+        act = partial(
+            ps.make_eval_step(loss_fn, weight_fn=ones, axis=axis), params(), []
+        )
     return str(caught(act)), step(axis, sound(rank))
 
 
 @pytest.mark.parametrize("what", ["evaluation", "bucket_bytes", "optimizer"])
-def test_a_rank_that_calls_another_function_axis_or_optimizer(ranks: Run, what: str) -> None:
+def test_a_rank_that_calls_another_function_axis_or_optimizer(
+    ranks: Run, what: str
+) -> None:
     """An optimizer fails on its rank alone."""
     disagree = "disagree on.*ranks 0, 1, 3 with .*against rank 2 with "
-    for rank, (text, next_step) in enumerate(ranks(differs_on_one_rank, range(4), [what] * 4)):
+    for rank, (text, next_step) in enumerate(
+        ranks(differs_on_one_rank, range(4), [what] * 4)
+    ):
         own = "θ ≠ θ" if rank == BAD else "^None$"
         assert re.search(own if what == "optimizer" else disagree, text, re.S)
         assert_same(next_step, uneven.alone())
@@ -256,21 +291,32 @@ def test_a_step_of_real_ranks_is_not_recorded(ranks: Run) -> None:
 OVERFLOWS = {
     "integers to a negative number": [(2**53, 512), (2**53, 512), (0, 1), (0, 1)],
     "integers to zero": [(2**53, 512)] * 4,
-    "integers to a positive number": [(2**53, 512), (2**53, 512), (2**53, 512), (2**53, 768)],
+    "integers to a positive number": [
+        (2**53, 512),
+        (2**53, 512),
+        (2**53, 512),
+        (2**53, 768),
+    ],
     "integers beyond those that are exact": [(2**52, 1), (0, 1), (2**52, 1), (5, 1)],
     "floats to infinity": [(1e308, 1)] * 4,
 }
 """The weight of each microbatch's only token, and how many there are, on each rank."""
 
 
-def overflowing(axis: ps.Axis, held: tuple[float, int], normalize: Any) -> tuple[str, Any]:
+def overflowing(
+    axis: ps.Axis, held: tuple[float, int], normalize: Any
+) -> tuple[str, Any]:
     """A step and an evaluation whose count overflows, and then a sound step."""
     weight, number = held
     dtype = torch.float64 if isinstance(weight, float) else torch.int64
     group, weights = [batch(1)] * number, torch.tensor([weight], dtype=dtype)
     arguments = {**sound(0), "microbatches": group, "weight_fn": lambda _: weights}
-    error = caught(partial(step, axis, {**arguments, "normalize": normalize, "donate": True}))
-    assert_same((arguments["params"], arguments["opt_state"]), (params(), SGD.init(params())))
+    error = caught(
+        partial(step, axis, {**arguments, "normalize": normalize, "donate": True})
+    )
+    assert_same(
+        (arguments["params"], arguments["opt_state"]), (params(), SGD.init(params()))
+    )
     evaluate = ps.make_eval_step(loss_fn, weight_fn=lambda _: weights, axis=axis)
     with pytest.raises(ValueError, match="overflows"):
         evaluate(params(), group)
@@ -289,7 +335,9 @@ def test_counts_that_overflow_together(ranks: Run, case: str, normalize: str) ->
 
 @pytest.mark.parametrize("normalize", ["loss", "grads"])
 @pytest.mark.parametrize("held", [(2**53, 1024), (1e308, 2)])
-def test_a_count_that_overflows_on_one_rank(held: tuple[float, int], normalize: str) -> None:
+def test_a_count_that_overflows_on_one_rank(
+    held: tuple[float, int], normalize: str
+) -> None:
     text, count = overflowing(ps.LocalAxis(), held, normalize)
     assert "num_tokens, the sum of all weights, overflows" in text
     assert count == 1
@@ -317,7 +365,9 @@ def test_a_rank_that_is_killed(where: str) -> None:
     died = r"MeshAxis\('dp', 3 ranks\) failed: most likely another rank has died"
     for error in (first, last):
         assert type(error) is ps.RankError
-        assert re.search(f"{died}.*start again from the last checkpoint", str(error), re.S)
+        assert re.search(
+            f"{died}.*start again from the last checkpoint", str(error), re.S
+        )
 
 
 class UnpicklableError(RuntimeError):
@@ -335,13 +385,17 @@ def test_an_error_that_cannot_be_pickled_arrives_as_text() -> None:
     with World(1, timeout=30) as world:
         (error,) = world.run(raises_unpicklable)
     assert type(error) is RuntimeError
-    assert re.search("what went wrong on rank 0.*in raises_unpicklable", str(error), re.S)
+    assert re.search(
+        "what went wrong on rank 0.*in raises_unpicklable", str(error), re.S
+    )
 
 
 def impatient() -> ps.MeshAxis:
     """An axis over all ranks, whose process group waits for two seconds."""
     group = dist.new_group(timeout=timedelta(seconds=2))
-    return ps.MeshAxis(DeviceMesh.from_group(group, "cpu", mesh_dim_names=("dp",)), "dp")
+    return ps.MeshAxis(
+        DeviceMesh.from_group(group, "cpu", mesh_dim_names=("dp",)), "dp"
+    )
 
 
 def fails_before_its_peer(rank: int) -> None:
@@ -375,13 +429,19 @@ def detached_on_one_rank(rank: int, microbatches: int) -> None:
         return losses.detach() if rank == 1 else losses
 
     sharded = ps.shard({"w": torch.ones(6)}, axis)
-    how: Any = {"weight_fn": lambda x: torch.ones(len(x)), "axis": axis, "gather": "loss"}
+    how: Any = {
+        "weight_fn": lambda x: torch.ones(len(x)),
+        "axis": axis,
+        "gather": "loss",
+    }
     step = ps.make_update_step(loss, SGD, **how)
     step(sharded, SGD.init(sharded), [torch.ones(2, 6)] * microbatches)
 
 
 @pytest.mark.parametrize("microbatches", [1, 2, 3])
-def test_a_loss_that_gathers_and_reaches_no_params_raises_at_once(microbatches: int) -> None:
+def test_a_loss_that_gathers_and_reaches_no_params_raises_at_once(
+    microbatches: int,
+) -> None:
     """With two microbatches, all ranks waited for the group's timeout."""
     with World(2, timeout=20, strict=False) as world:
         peer, detached = world.run(detached_on_one_rank, [microbatches] * 2)
@@ -407,7 +467,9 @@ def run_in_this_process(program: Callable[[ps.Axis], None], ranks: str) -> None:
 @pytest.mark.parametrize("ranks", ["local", "threads", "mesh"])
 @pytest.mark.parametrize("where", ["weights", "loss", "backward", "aux", "evaluation"])
 @pytest.mark.parametrize("kind", [KeyboardInterrupt, ArithmeticError])
-def test_a_failed_step_keeps_nothing(kind: type[BaseException], where: str, ranks: str) -> None:
+def test_a_failed_step_keeps_nothing(
+    kind: type[BaseException], where: str, ranks: str
+) -> None:
     """No garbage collector has to look for it."""
     alive: list[weakref.ref[Tensor]] = []
 
@@ -427,11 +489,15 @@ def test_a_failed_step_keeps_nothing(kind: type[BaseException], where: str, rank
 
     def loss(params: Any, microbatch: Batch) -> ps.LossTerms:
         own = {**params, "w": activation(params["w"] * params["b"])}
-        losses = (broken_backward(kind) if where == "backward" else loss_fn)(own, microbatch)
+        losses = (broken_backward(kind) if where == "backward" else loss_fn)(
+            own, microbatch
+        )
         fail_at("loss", losses)
         fail_at("evaluation", losses)
         aux = activation(losses.detach())
-        return ps.LossTerms(losses, aux=aux.as_subclass(Unruly) if where == "aux" else aux.sum())
+        return ps.LossTerms(
+            losses, aux=aux.as_subclass(Unruly) if where == "aux" else aux.sum()
+        )
 
     def program(axis: ps.Axis) -> None:
         how: Any = {"weight_fn": weight_fn, "axis": axis}
@@ -483,7 +549,9 @@ def test_a_step_that_is_read_later() -> None:
         assert_same(tuple(new), uneven.alone()[:2])
         assert metrics.loss == uneven.alone()[2].loss
         assert metrics.num_tokens == 16
-        assert metrics.num_tokens.dtype == (torch.int64 if uneven.SHARE[rank] else torch.float64)
+        assert metrics.num_tokens.dtype == (
+            torch.int64 if uneven.SHARE[rank] else torch.float64
+        )
 
 
 FLOATS = "the weights of 1 ranks of ThreadAxis(4) are floats, those of 2 are integers"
@@ -492,7 +560,11 @@ LATER: dict[str, tuple[Any, str, str]] = {
     "weights": (raises_at("weight_fn", 0), "θ ≠ θ", "rank 2 of "),
     "loss": (raises_at("loss_fn", 0), "θ ≠ θ", "these ranks cannot meet"),
     "settings": (lambda _: {"normalize": "grads"}, SETTINGS, SETTINGS),
-    "dtype of weights": (lambda _: {"weight_fn": lambda m: ones(m) / 2}, FLOATS, FLOATS),
+    "dtype of weights": (
+        lambda _: {"weight_fn": lambda m: ones(m) / 2},
+        FLOATS,
+        FLOATS,
+    ),
 }
 
 
@@ -529,7 +601,9 @@ def test_fingerprints_are_the_same_in_every_process() -> None:
     assert len(found) == 1
 
 
-def piece(length: int, *shape: int, axis: Any = ps.LocalAxis(), dim: int = 0) -> ps.Shard:
+def piece(
+    length: int, *shape: int, axis: Any = ps.LocalAxis(), dim: int = 0
+) -> ps.Shard:
     """A piece of a tensor of this shape."""
     return ps.Shard(torch.ones(length), axis, shape, dim)
 
@@ -545,5 +619,9 @@ TREES: list[Any] = [
 def test_fingerprints_differ_where_trees_do() -> None:
     assert len({described("x", each).number for each in TREES}) == len(TREES)
     again = [tree.map(lambda leaf: leaf, each) for each in TREES[:-1]]
-    assert [described("x", each) for each in again] == [described("x", x) for x in TREES[:-1]]
-    assert described("x", piece(2, 3)) == described("x", piece(1, 3)), "pieces of one tensor"
+    assert [described("x", each) for each in again] == [
+        described("x", x) for x in TREES[:-1]
+    ]
+    assert described("x", piece(2, 3)) == described("x", piece(1, 3)), (
+        "pieces of one tensor"
+    )

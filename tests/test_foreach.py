@@ -46,7 +46,9 @@ def test_a_selection_is_exact_to_the_bit(dtype: torch.dtype, condition: bool) ->
 def test_a_product_by_one_clones() -> None:
     """For a torch without ``_foreach_clone``."""
     for dtype in (torch.float64, torch.bfloat16, torch.int64, torch.bool):
-        values = [0, 1, -3] if dtype == torch.int64 else SPECIAL[:-1]  # NaN has many bits.
+        values = (
+            [0, 1, -3] if dtype == torch.int64 else SPECIAL[:-1]
+        )  # NaN has many bits.
         leaf = torch.tensor(values).to(dtype)
         (clone,) = torch_private.multiply_by_one([leaf])
         assert clone.dtype == dtype
@@ -81,11 +83,15 @@ def test_an_update_runs_as_many_operations_for_ten_leaves_as_for_thousands(
     """On a device, where each would be a launch for every leaf. Nothing waits."""
     optimizer, counts = OPTIMIZERS[name], []
     for number in (10, 50):
-        params = [torch.ones(3, dtype=dtype, device="cpu").to(lazy()) for _ in range(number)]
+        params = [
+            torch.ones(3, dtype=dtype, device="cpu").to(lazy()) for _ in range(number)
+        ]
         state = optimizer.init(params)
         grads = [torch.ones(3).to(lazy()) for _ in range(number)]
         with Waits() as waits:
-            applied = tree.all_finite(grads) if skips else torch.ones_like(grads[0][0]) > 0
+            applied = (
+                tree.all_finite(grads) if skips else torch.ones_like(grads[0][0]) > 0
+            )
             with Operations() as operations:
                 tree.global_norm(grads)
                 transition(optimizer, grads, state, params, applied, donate=donate)

@@ -27,7 +27,12 @@ SGD = ps.optim.sgd(0.5)
 
 
 def step_on(
-    axis: ps.Axis, loss_fn: Any, params: Any, group: Sequence[Any], optimizer: Any = SGD, **how: Any
+    axis: ps.Axis,
+    loss_fn: Any,
+    params: Any,
+    group: Sequence[Any],
+    optimizer: Any = SGD,
+    **how: Any,
 ) -> Any:
     """The whole params after a step, and its metrics."""
     how = {"weight_fn": ones, "axis": axis, **how}
@@ -89,7 +94,9 @@ def test_pieces_that_fit_on_one_rank_alone() -> None:
 
     def unsharded(rank: int) -> None:
         piece = torch.tensor_split(torch.arange(9.0), 4)[rank].clone()
-        kind, text = (ValueError, "has shape") if rank else (ps.RankError, "cannot meet")
+        kind, text = (
+            (ValueError, "has shape") if rank else (ps.RankError, "cannot meet")
+        )
         with pytest.raises(kind, match=text):
             ps.unshard(ps.Shard(piece, axis, (9,)))
 
@@ -101,7 +108,10 @@ def test_pieces_that_fit_on_one_rank_alone() -> None:
 
 def experts(params: Any, batch: dict[str, Tensor]) -> Tensor:
     """Each row goes to one of three experts, all of which are gathered."""
-    every, pairs = ps.unshard(params), zip(batch["x"], batch["expert"].tolist(), strict=True)
+    every, pairs = (
+        ps.unshard(params),
+        zip(batch["x"], batch["expert"].tolist(), strict=True),
+    )
     return torch.stack([(x @ every[number]).square().sum() for x, number in pairs])
 
 
@@ -110,7 +120,13 @@ def test_a_mixture_of_experts(gather: Gather) -> None:
     """Each rank's rows go to different experts; one rank has weights of zero."""
     axis, how = ThreadAxis(3), {"weight_fn": lambda m: m["w"], "gather": gather}
     groups = [
-        [{"x": rows(2, seed), "expert": torch.tensor(places), "w": torch.full((2,), seed > 0)}]
+        [
+            {
+                "x": rows(2, seed),
+                "expert": torch.tensor(places),
+                "w": torch.full((2,), seed > 0),
+            }
+        ]
         for seed, places in enumerate([[1, 1], [0, 0], [2, 1]])
     ]
 
@@ -162,7 +178,9 @@ def test_the_state_of_others_in_pieces_and_whole_again() -> None:
     optimizer = ps.optim.from_torch(torch.optim.RMSprop, lr=0.1)
 
     def update(params: Any) -> Any:
-        return optimizer.update(tree.map(torch.ones_like, params), optimizer.init(params), params)
+        return optimizer.update(
+            tree.map(torch.ones_like, params), optimizer.init(params), params
+        )
 
     def program(_: int) -> Any:
         params = ps.shard(whole, axis)

@@ -12,7 +12,11 @@ from torch.profiler import profile
 import purestep as ps
 from tests.held_by_ranks import group_of_one
 
-SAFE = {"c10d::allreduce_", "c10d::_allgather_base_", "c10d::reduce_scatter_tensor_coalesced_"}
+SAFE = {
+    "c10d::allreduce_",
+    "c10d::_allgather_base_",
+    "c10d::reduce_scatter_tensor_coalesced_",
+}
 """Operations whose names inside of gloo have at most 15 characters: these are ALLREDUCE, ALLGATHER
 and REDUCE_SCATTER. ``all_gather_into_tensor`` is ALLGATHER_COALESCED."""
 
@@ -54,7 +58,9 @@ def test_the_names_of_collectives_are_short() -> None:
                 for params in (ps.shard(whole, axis), whole):
                     if gather != "loss" or params is not whole:
                         step(params, sgd.init(params), group)
-    names = {event.key for event in prof.key_averages() if event.key.startswith("c10d::")}
+    names = {
+        event.key for event in prof.key_averages() if event.key.startswith("c10d::")
+    }
     assert "c10d::_allgather_base_" in names
     assert names <= SAFE
 

@@ -96,13 +96,17 @@ def test_a_machine_without_a_card_is_an_error(tmp_path: Path) -> None:
     assert program.main(["--only", "env", "--out", str(tmp_path)]) == 1
     results = json.loads((tmp_path / "gpu.json").read_text())
     assert "env" in find_errors(results)
-    assert results["env"]["torch"] == torch.__version__, "what came before the error is there"
+    assert results["env"]["torch"] == torch.__version__, (
+        "what came before the error is there"
+    )
 
 
 def test_a_section_that_takes_too_long_is_ended(tmp_path: Path) -> None:
     """And the next one runs."""
     settings = Settings("cpu", True, tmp_path)
-    orchestrator = Orchestrator(settings, tmp_path / "out", seconds=300.0, jobs=1, slowness=1.0)
+    orchestrator = Orchestrator(
+        settings, tmp_path / "out", seconds=300.0, jobs=1, slowness=1.0
+    )
     orchestrator.run([Section("exact", "exact", "alone", 0.05)])
     orchestrator.stop_all()
     assert "it took longer than 0 s" in find_errors(orchestrator.results)["exact"]
@@ -119,7 +123,9 @@ def test_errors_broken_claims_and_fallbacks_are_entries(tmp_path: Path) -> None:
     with run.attempt("c"):
         import warnings
 
-        warnings.warn("compile=True: torch.compile cannot make one graph of f", stacklevel=1)
+        warnings.warn(
+            "compile=True: torch.compile cannot make one graph of f", stacklevel=1
+        )
     assert not run.has_time(1e9, "d")
     entries = json.loads((tmp_path / "env.json").read_text())
     assert entries["a"]["ms"] == 1.0
@@ -146,14 +152,22 @@ def test_outcomes_are_read_from_a_log_that_may_end_anywhere() -> None:
         "proofs/a.py::test_b[T10 ensembles]": "FAILED",
     }
     assert read_reasons(LOG) == {"test_b[T10 ensembles]": "AssertionError: not near"}
-    assert read_outcomes(LOG[: LOG.index("FAILED")]) == {"proofs/a.py::test_b[T1 cut]": "PASSED"}
+    assert read_outcomes(LOG[: LOG.index("FAILED")]) == {
+        "proofs/a.py::test_b[T1 cut]": "PASSED"
+    }
 
 
 def test_the_table_takes_whatever_there_is() -> None:
     """Nothing, parts, errors, and ratios to the loop by hand."""
-    results: dict[str, Any] = {"device": "cuda", "env": {"gpu": "NVIDIA H100", "torch": "2.11.0"}}
+    results: dict[str, Any] = {
+        "device": "cuda",
+        "env": {"gpu": "NVIDIA H100", "torch": "2.11.0"},
+    }
     assert "NVIDIA H100, torch 2.11.0" in make_table(results)
-    numbers = {"K=1": {"ms": 2.0, "host_ms": 1.0, "peak_mib": 10.0}, "error": "later | broken"}
+    numbers = {
+        "K=1": {"ms": 2.0, "host_ms": 1.0, "peak_mib": 10.0},
+        "error": "later | broken",
+    }
     faster = {"K=1": {"ms": 1.0, "host_ms": 0.5, "peak_mib": 5.0}, "first_seconds": 1.0}
     results["gpt"] = {"seconds": 3.0, "ways": {"by hand": numbers, "purestep": faster}}
     results["mlp"] = {"K=1": {"by hand": {"error": "x"}}, "error": "y"}

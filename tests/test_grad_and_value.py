@@ -61,5 +61,7 @@ def test_registered_classes_and_none() -> None:
         weight: Tensor
         bias: Tensor | None = None
 
-    grads, value = ps.grad_and_value(lambda p: (p.weight**2).sum())(Affine(torch.tensor([3.0])))
+    grads, value = ps.grad_and_value(lambda p: (p.weight**2).sum())(
+        Affine(torch.tensor([3.0]))
+    )
     assert (float(value), grads.weight.tolist(), grads.bias) == (9, [6], None)

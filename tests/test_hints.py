@@ -54,12 +54,19 @@ MISTAKES: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "logits that are not transposed": (
         lambda: ps.make_update_step(
-            lambda w, m: functional.cross_entropy(m["z"] * w.sum(), m["labels"], reduction="none"),
+            lambda w, m: functional.cross_entropy(
+                m["z"] * w.sum(), m["labels"], reduction="none"
+            ),
             SGD,
         )(
             ONES,
             SGD.init(ONES),
-            [{"z": torch.randn(4, 12, 50), "labels": torch.zeros(4, 12, dtype=torch.int64)}],
+            [
+                {
+                    "z": torch.randn(4, 12, 50),
+                    "labels": torch.zeros(4, 12, dtype=torch.int64),
+                }
+            ],
         ),
         "pass logits.mT",
     ),
@@ -68,7 +75,9 @@ MISTAKES: dict[str, tuple[Callable[[], object], str]] = {
         "labels are torch.float32, but they are class numbers",
     ),
     "float labels of a large vocabulary": (
-        lambda: ps.losses.linear_cross_entropy(ONES[None], torch.eye(3), torch.tensor([1.5])),
+        lambda: ps.losses.linear_cross_entropy(
+            ONES[None], torch.eye(3), torch.tensor([1.5])
+        ),
         "labels are torch.float32, but they are class numbers",
     ),
     "an algorithm with a closure": (
@@ -92,14 +101,20 @@ def test_errors_say_what_to_do(name: str) -> None:
 
 def jagged(*lengths: int) -> Tensor:
     """A nested tensor of ones."""
-    return torch.nested.nested_tensor([torch.ones(n) for n in lengths], layout=torch.jagged)
+    return torch.nested.nested_tensor(
+        [torch.ones(n) for n in lengths], layout=torch.jagged
+    )
 
 
 def test_nested_losses_and_weights_are_refused() -> None:
-    step = ps.make_update_step(lambda w, x: w * x, SGD, weight_fn=lambda x: torch.ones(4))
+    step = ps.make_update_step(
+        lambda w, x: w * x, SGD, weight_fn=lambda x: torch.ones(4)
+    )
     w = torch.ones(())
     assert "losses are a nested" in told(lambda: step(w, SGD.init(w), [jagged(1, 3)]))
-    step = ps.make_update_step(lambda w, x: w * x.values(), SGD, weight_fn=torch.ones_like)
+    step = ps.make_update_step(
+        lambda w, x: w * x.values(), SGD, weight_fn=torch.ones_like
+    )
     assert "weights are a nested" in told(lambda: step(w, SGD.init(w), [jagged(1, 3)]))
 
 
@@ -126,7 +141,9 @@ def test_labels_that_were_never_shifted_are_warned_of_once() -> None:
     for labels in (SHIFTED, torch.full_like(TOKENS, -100), 9 - TOKENS):
         first_update({"input_ids": TOKENS, "labels": labels})
     # What is counted by a function of the user's is theirs, and a row of numbers is no text.
-    first_update({"input_ids": TOKENS, "labels": TOKENS}, weight_fn=lambda m: m["labels"] > 0)
+    first_update(
+        {"input_ids": TOKENS, "labels": TOKENS}, weight_fn=lambda m: m["labels"] > 0
+    )
     first_update({"x": TOKENS[0], "labels": TOKENS[0]})
 
 
@@ -166,7 +183,9 @@ def test_a_penalty_over_a_modules_own_parameters_is_warned_of_once() -> None:
 @pytest.mark.parametrize("stale", ["params", "opt_state"])
 def test_a_donated_tree_is_refused_when_it_is_used_again(stale: str) -> None:
     """JAX raises, too. Of torch's tensors it would silently be the newest."""
-    step: Any = ps.make_update_step(squares, ADAMW, weight_fn=torch.ones_like, donate=True)
+    step: Any = ps.make_update_step(
+        squares, ADAMW, weight_fn=torch.ones_like, donate=True
+    )
     keeping: Any = ps.make_update_step(squares, ADAMW, weight_fn=torch.ones_like)
     params = [torch.zeros(3), torch.zeros(2)]
 
@@ -182,7 +201,9 @@ def test_a_donated_tree_is_refused_when_it_is_used_again(stale: str) -> None:
     third = step(*second, [ONES])[:2]
     old = (second[0], third[1]) if stale == "params" else (third[0], second[1])
     for again in (step, keeping):
-        with pytest.raises(ValueError, match=rf"^{stale} was donated to an earlier step"):
+        with pytest.raises(
+            ValueError, match=rf"^{stale} was donated to an earlier step"
+        ):
             again(*old, [ONES])
     if stale == "params":
         with pytest.raises(ValueError, match=r"^params was donated"):
@@ -191,7 +212,9 @@ def test_a_donated_tree_is_refused_when_it_is_used_again(stale: str) -> None:
 
 
 def test_a_step_that_fails_has_consumed_nothing() -> None:
-    step: Any = ps.make_update_step(squares, ADAMW, weight_fn=torch.ones_like, donate=True)
+    step: Any = ps.make_update_step(
+        squares, ADAMW, weight_fn=torch.ones_like, donate=True
+    )
     w = torch.zeros(3)
     for _ in range(2):
         with pytest.raises(ValueError, match="opt_state was not made by optimizer"):

@@ -92,7 +92,9 @@ def test_files_are_short(file: str) -> None:
 
 @pytest.mark.parametrize("file", [*files()])
 def test_files_are_narrow(file: str) -> None:
-    wide = [n for n, line in enumerate(files()[file].splitlines(), 1) if len(line) > 100]
+    wide = [
+        n for n, line in enumerate(files()[file].splitlines(), 1) if len(line) > 100
+    ]
     assert not wide, f"{file} has more than 100 columns in lines {wide}"
 
 
@@ -100,9 +102,14 @@ def imported(source: str) -> set[str]:
     """The rooms and modules of the package that a file imports."""
     names = set()
     for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "purestep":
+        if (
+            isinstance(node, ast.ImportFrom)
+            and (node.module or "").split(".")[0] == "purestep"
+        ):
             parts = (node.module or "").split(".")
-            names |= {parts[1]} if len(parts) > 1 else {alias.name for alias in node.names}
+            names |= (
+                {parts[1]} if len(parts) > 1 else {alias.name for alias in node.names}
+            )
     return names
 
 
@@ -115,7 +122,9 @@ def test_imports_run_downward() -> None:
         top.body = [node for node in top.body if isinstance(node, ast.ImportFrom)]
         for name in imported(ast.unparse(top)) - {here}:
             assert name in ORDER, f"{file} imports {name}, which has no place in ORDER"
-            assert ORDER.index(name) < ORDER.index(here), f"{file} imports upward: {name}"
+            assert ORDER.index(name) < ORDER.index(here), (
+                f"{file} imports upward: {name}"
+            )
 
 
 def test_public_names_are_few() -> None:
@@ -125,13 +134,16 @@ def test_public_names_are_few() -> None:
 
 def test_private_names_become_fewer() -> None:
     source = files()["torch_private.py"]
-    found = re.findall(r'_(?:private|attribute)\(\s*"|from torch\._|getattr\(torch', source)
+    found = re.findall(
+        r'_(?:private|attribute)\(\s*"|from torch\._|getattr\(torch', source
+    )
     assert len(found) <= PRIVATE
 
 
 def test_compilers_and_transforms_are_asked_for_at_the_seams() -> None:
     found = {
-        file: len(ASKS.findall(source)) - len(re.findall(r"def (?:eager|untransformed)", source))
+        file: len(ASKS.findall(source))
+        - len(re.findall(r"def (?:eager|untransformed)", source))
         for file, source in files().items()
         if room_of(file) not in ("testing", "examples")
     }

@@ -32,12 +32,16 @@ def test_a_step_is_one_big_batch(family: str, setting: str) -> None:
     assert bound < torch.inf or same_bits
 
 
-@pytest.mark.parametrize(("family", "form"), [("Llama", "position_ids"), ("BERT", "2D mask")])
+@pytest.mark.parametrize(
+    ("family", "form"), [("Llama", "position_ids"), ("BERT", "2D mask")]
+)
 def test_compiled_too(family: str, form: Any) -> None:
     """Two whose masks are made of values otherwise, of one microbatch; benchmarks/families.py has all."""
     settings = Setting(form), Setting(form, step={"compile": TRACED})
     group = [families.microbatches(family, settings[0])[0][:1]]
-    eager, compiled = (families.step_grads(family, setting, group) for setting in settings)
+    eager, compiled = (
+        families.step_grads(family, setting, group) for setting in settings
+    )
     for name, grad in eager.items():
         off = (compiled[name] - grad).norm()
         assert off <= gamma(families.ROUNDINGS, torch.float32) * grad.norm(), name
@@ -71,10 +75,14 @@ def changed(own: Any, family: str, m: Any, inputs: Mapping[str, Any]) -> float:
     params, apply = ps.from_module(looking_back(own))
 
     def total(m: Any, **more: Any) -> Tensor:
-        logits = apply(params, input_ids=m["input_ids"], **{"use_cache": False, **more}).logits
+        logits = apply(
+            params, input_ids=m["input_ids"], **{"use_cache": False, **more}
+        ).logits
         return ps.losses.cross_entropy(logits, m["labels"]).sum().detach()
 
-    alone = sum(total(ps.pack([text], max_tokens=100)[0]) for text in families.examples(family))
+    alone = sum(
+        total(ps.pack([text], max_tokens=100)[0]) for text in families.examples(family)
+    )
     return float((total(m, **inputs) / alone - 1).abs())
 
 
@@ -93,7 +101,9 @@ def within(m: Any, window: int | None = None) -> dict[str, Any]:
 def of_each_kind(m: Any) -> dict[str, Any]:
     kinds = {"full_attention": None, "sliding_attention": WINDOW}
     segments = m["segments"]
-    masks = {kind: ps.segment_mask(segments, window=window) for kind, window in kinds.items()}
+    masks = {
+        kind: ps.segment_mask(segments, window=window) for kind, window in kinds.items()
+    }
     return at(m, attention_mask=masks)
 
 
@@ -126,12 +136,18 @@ def test_documents_in_one_row(make: Any, family: str, inputs: Any, right: bool) 
 
 
 @pytest.mark.parametrize("family", ["GPT-2", "Llama", "LoRA on Llama"])
-def test_a_cache_joins_packed_documents_and_is_refused(family: str, fresh_compiler: None) -> None:
+def test_a_cache_joins_packed_documents_and_is_refused(
+    family: str, fresh_compiler: None
+) -> None:
     apply: Any
     params, apply = ps.from_module(model(family))
     m = packed(family)
     ids, positions = {"input_ids": m["input_ids"]}, {"position_ids": m["positions"]}
-    for f in (apply, torch.compile(apply, backend="eager")) if family == "Llama" else (apply,):
+    for f in (
+        (apply, torch.compile(apply, backend="eager"))
+        if family == "Llama"
+        else (apply,)
+    ):
         for more in ({}, {"return_dict": False}):
             with pytest.raises(ValueError, match=r"filled a cache.* use_cache=False"):
                 f(params, **ids, **positions, **more)
@@ -165,10 +181,14 @@ def test_a_mask_of_bools_by_position_and_for_each_kind_of_layer() -> None:
     own, m = model("Llama", "eager"), packed()
     params, apply = ps.from_module(own)
     mask = ps.segment_mask(m["segments"])
-    with pytest.raises(ValueError, match=r"^attention_mask .* eager attention would add"):
+    with pytest.raises(
+        ValueError, match=r"^attention_mask .* eager attention would add"
+    ):
         apply(params, m["input_ids"], mask)
     masks = {"attention_mask": {"full_attention": mask[:, 0]}}
-    with pytest.raises(ValueError, match=r"^attention_mask .* eager attention would add"):
+    with pytest.raises(
+        ValueError, match=r"^attention_mask .* eager attention would add"
+    ):
         huggingface.check_call(huggingface.models_of(own), (), masks, None)
 
 
@@ -181,5 +201,7 @@ def test_hidden_states_are_those_of_the_call() -> None:
         assert len(apply(params, ids, output_hidden_states=True).hidden_states) == 3
     assert forward_hooks(own) == 0
     axis = ps.testing.ThreadAxis(2)
-    count = axis.map(lambda ids: len(apply(params, ids, output_hidden_states=True).hidden_states))
+    count = axis.map(
+        lambda ids: len(apply(params, ids, output_hidden_states=True).hidden_states)
+    )
     assert count([ids, ids + 4]) == [3, 3]

@@ -26,7 +26,9 @@ ADAMW = ps.optim.adamw(0.1)
 @pytest.mark.parametrize("rate", RATES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("name", RECIPES)
-def test_kernels_and_plain_arithmetic_agree(name: str, dtype: torch.dtype, rate: str) -> None:
+def test_kernels_and_plain_arithmetic_agree(
+    name: str, dtype: torch.dtype, rate: str
+) -> None:
     """In place, out of place and under a transform: the same bits, of gradients in any dtype."""
     shapes = WHOLE_VECTORS if name in FUSED and dtype == torch.float32 else SHAPES
     optimizer = RECIPES[name](RATES[rate])
@@ -37,7 +39,9 @@ def test_kernels_and_plain_arithmetic_agree(name: str, dtype: torch.dtype, rate:
     for number in range(4):
         # 300² is no number of float16: gradients are widened before they are squared.
         half = (torch.float16, torch.bfloat16)[number % 2]
-        grads = [(300 * torch.randn(shape, generator=generator)).to(half) for shape in shapes]
+        grads = [
+            (300 * torch.randn(shape, generator=generator)).to(half) for shape in shapes
+        ]
         wide = tree.map(lambda grad: grad.to(torch.float32), grads)
         both = [torch.stack([grad, -grad]) for grad in wide]
         batched = torch.vmap(optimizer.update)(both, batched[1], batched[0])
@@ -63,9 +67,15 @@ def in_place(params: Any, grads: Any) -> dict[str, int]:
 def test_a_leaf_that_is_not_for_the_kernel(odd: str) -> None:
     """It goes by the formula, and the others together by the kernel, to the bits of each alone."""
     leaf = torch.linspace(-1, 1, 64).view(4, 16)
-    other = {"float64": leaf.double(), "bfloat16": leaf.bfloat16(), "rows apart": leaf.T}[odd]
+    other = {
+        "float64": leaf.double(),
+        "bfloat16": leaf.bfloat16(),
+        "rows apart": leaf.T,
+    }[odd]
     params = {"a": torch.ones(3, 16), "b": other, "c": torch.ones(16)}
-    grads = tree.map(lambda p: torch.sin(p.to(torch.promote_types(p.dtype, torch.float32))), params)
+    grads = tree.map(
+        lambda p: torch.sin(p.to(torch.promote_types(p.dtype, torch.float32))), params
+    )
     assert in_place(params, grads)["_fused_adamw_"] == 1
 
 

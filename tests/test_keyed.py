@@ -19,14 +19,18 @@ from tests.modules import Of, traced
 from tests.torch_private import attention_in_steps
 
 KEYS = ps.random.split(ps.random.key(5), 3)
-X = torch.randn(3, 4, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+X = torch.randn(
+    3, 4, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64
+)
 close = partial(torch.testing.assert_close, rtol=1024 * 2.0**-53, atol=1024 * 2.0**-53)
 
 
 def keyed(function: Callable[[Tensor], Any]) -> Any:
     """The params, one of value 1, and ``apply`` of a module that is this function."""
     one = nn.Parameter(torch.ones((), dtype=torch.float64))
-    return ps.from_module(Of(lambda m, x: m.function(m.one * x), one=one, function=function))
+    return ps.from_module(
+        Of(lambda m, x: m.function(m.one * x), one=one, function=function)
+    )
 
 
 def called(function: Callable[[Tensor], Any], x: Tensor = X, key: Any = KEYS) -> Any:
@@ -72,7 +76,10 @@ def test_alpha_dropout_is_torchs(p: float) -> None:
     """What is dropped falls to where ``selu`` ends, and then all is brought back to mean and deviation, as torch does it."""
     alpha = 1.7580993408473766
     a = 0.0 if p == 1 else ((alpha**2 * p + 1) * (1 - p)) ** -0.5
-    alphas: Any = (functional.alpha_dropout, (4, 6)), (functional.feature_alpha_dropout, (4,))
+    alphas: Any = (
+        (functional.alpha_dropout, (4, 6)),
+        (functional.feature_alpha_dropout, (4,)),
+    )
     for function, shape in alphas:
         made = called(partial(function, p=p, training=True))
         noise = kept(0, shape, p).to(X.dtype).view(3, *shape, *[1] * (2 - len(shape)))
@@ -104,10 +111,17 @@ CLOSED = torch.tensor([[True, False, True, True], [False] * 4, [True] * 4, [True
 
 attend = functional.scaled_dot_product_attention
 ADDED = torch.randn(3, 1, 4, 4, dtype=torch.float64)
-ATTENTION: list[dict[str, Any]] = [{}, {"is_causal": True}, {"scale": 3.0}, {"attn_mask": CLOSED}]
+ATTENTION: list[dict[str, Any]] = [
+    {},
+    {"is_causal": True},
+    {"scale": 3.0},
+    {"attn_mask": CLOSED},
+]
 
 
-@pytest.mark.parametrize("settings", [*ATTENTION, {"attn_mask": ADDED}, {"enable_gqa": True}])
+@pytest.mark.parametrize(
+    "settings", [*ATTENTION, {"attn_mask": ADDED}, {"enable_gqa": True}]
+)
 def test_attention(settings: dict[str, Any]) -> None:
     """torch's own weights, of which elements are dropped; a query that attends to nothing gets zeros, and no NaN comes back."""
     x = X.view(3, 1, 4, 6).repeat(1, 4, 1, 1) + torch.arange(4).view(4, 1, 1)
@@ -149,7 +163,9 @@ def test_multihead_attention(need_weights: bool, batch_first: bool) -> None:
 
 def test_attention_that_drops_nothing_is_torchs() -> None:
     attend = partial(functional.scaled_dot_product_attention, is_causal=True)
-    assert torch.equal(called(lambda x: attend(x, x.flip(1), x)), attend(X, X.flip(1), X))
+    assert torch.equal(
+        called(lambda x: attend(x, x.flip(1), x)), attend(X, X.flip(1), X)
+    )
 
 
 class Noisy(nn.Module):
@@ -180,7 +196,11 @@ def by_remat(run: Callable[..., Any], *args: Any) -> Any:
 
 def gradient(apply: Any, params: Any) -> list[Tensor]:
     leaves = {name: leaf.clone().requires_grad_() for name, leaf in params.items()}
-    return [*torch.autograd.grad(apply(leaves, X, key=KEYS).square().sum(), [*leaves.values()])]
+    return [
+        *torch.autograd.grad(
+            apply(leaves, X, key=KEYS).square().sum(), [*leaves.values()]
+        )
+    ]
 
 
 @pytest.mark.parametrize("again", [partial(checkpoint, use_reentrant=False), by_remat])
@@ -215,7 +235,9 @@ def test_a_checkpoint_that_begins_with_another_is_refused() -> None:
     def nested(again: Callable[..., Any], x: Tensor) -> Tensor:
         return again(partial(outer, again), x)
 
-    def drawn(function: Callable[..., Tensor], again: Callable[..., Any]) -> list[Tensor]:
+    def drawn(
+        function: Callable[..., Tensor], again: Callable[..., Any]
+    ) -> list[Tensor]:
         params, apply = keyed(partial(function, again))
         return gradient(apply, params)
 
@@ -223,7 +245,9 @@ def test_a_checkpoint_that_begins_with_another_is_refused() -> None:
     if torch.__version__ < "2.12":
         assert all(map(torch.equal, drawn(nested, again), drawn(nested, once)))
     else:
-        with pytest.raises(ValueError, match="with key=, pass tensors to checkpoints by position"):
+        with pytest.raises(
+            ValueError, match="with key=, pass tensors to checkpoints by position"
+        ):
             drawn(nested, again)
     assert all(map(torch.equal, drawn(outer, again), drawn(outer, once)))
     called(lambda x: again(lambda x: functional.dropout(again(torch.tanh, input=x)), x))
@@ -240,7 +264,9 @@ def test_the_same_under_transforms(fresh_compiler: None) -> None:
     assert all(map(torch.equal, grads.values(), gradient(apply, params)))
     per_row = torch.vmap(torch.func.grad(loss), (None, 0, 0))(params, X, KEYS)
     close([leaf.sum(0) for leaf in per_row.values()], [*grads.values()])
-    params, apply = keyed(lambda x: checkpoint(functional.dropout, x, use_reentrant=False))
+    params, apply = keyed(
+        lambda x: checkpoint(functional.dropout, x, use_reentrant=False)
+    )
     with pytest.raises(Exception, match="draws without keys within a checkpoint"):
         traced(apply)(params, X, key=KEYS)
 
@@ -271,14 +297,18 @@ def test_what_no_key_reaches_is_refused_by_name(name: str, function: Any) -> Non
 def test_one_number_for_all_rows_is_refused_after_a_call_with_one_row() -> None:
     params, apply = keyed(lambda x: x * torch.rand(1))
     apply(params, X[:1], key=KEYS[:1])
-    with pytest.raises(ValueError, match=r"^rand draws random numbers that no key reaches"):
+    with pytest.raises(
+        ValueError, match=r"^rand draws random numbers that no key reaches"
+    ):
         apply(params, X, key=KEYS)
 
 
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
 def test_recurrent_kernels_are_refused_where_they_drop(kind: Any) -> None:
     for rate in (0.0, 0.5):
-        params, apply = ps.from_module(kind(6, 6, 2, dropout=rate, batch_first=True).double())
+        params, apply = ps.from_module(
+            kind(6, 6, 2, dropout=rate, batch_first=True).double()
+        )
         expected = apply.eval(params, X)[0]
         assert torch.equal(apply.eval(params, X, key=KEYS)[0], expected)
         refused = pytest.raises(ValueError, match="a recurrent layer with dropout")
@@ -292,7 +322,9 @@ def timm(x: Tensor, keep: float) -> Tensor:
 
 
 def swin(x: Tensor, keep: float) -> Tensor:
-    drawn = keep + torch.rand((len(x),) + (1,) * (x.ndim - 1), dtype=x.dtype, device=x.device)
+    drawn = keep + torch.rand(
+        (len(x),) + (1,) * (x.ndim - 1), dtype=x.dtype, device=x.device
+    )
     return x.div(keep) * drawn.floor_()
 
 
@@ -313,20 +345,26 @@ def test_paths_are_dropped_by_example(path: Any, fresh_compiler: None) -> None:
             traced(apply)(params, x, key=keys)
     else:
         assert torch.equal(made, traced(apply)(params, x, key=keys))
-    assert torch.equal(made, torch.cat([apply(params, x[:1], key=key[None]) for key in keys]))
+    assert torch.equal(
+        made, torch.cat([apply(params, x[:1], key=key[None]) for key in keys])
+    )
     alone = torch.vmap(lambda x, key: apply(params, x[None], key=key)[0])(x, keys)
     assert torch.equal(made, alone)
     with pytest.raises(ValueError, match="random numbers that no key reaches"):
         called(lambda x: path(x[0], 0.5))
     fair = called(lambda x: x.new_ones(3, 1).bernoulli_())
     assert torch.equal(fair, called(lambda x: x.new_ones(3, 1).bernoulli_(0.5)))
-    assert torch.equal(called(lambda x: torch.rand(3)), called(lambda x: torch.rand(size=(3,))))
+    assert torch.equal(
+        called(lambda x: torch.rand(3)), called(lambda x: torch.rand(size=(3,)))
+    )
 
 
 def test_tokens_of_all_examples_in_one_dimension() -> None:
     """As OPT has them in its feed-forward layers: it takes keys of tokens."""
     params, apply = keyed(lambda x: functional.dropout(x.flatten(0, 1)).view_as(x))
-    with pytest.raises(ValueError, match=r"key=ps\.random\.token_keys\(keys\[:, None\], mask, pos"):
+    with pytest.raises(
+        ValueError, match=r"key=ps\.random\.token_keys\(keys\[:, None\], mask, pos"
+    ):
         apply(params, X, key=KEYS)
     positions = torch.arange(4).expand(3, 4)
     tokens = ps.random.token_keys(KEYS[:, None], torch.ones_like(positions), positions)
@@ -338,7 +376,9 @@ def test_tokens_of_all_examples_in_one_dimension() -> None:
 def test_examples_that_are_not_first_are_refused() -> None:
     """Also where there are as many tokens as rows, and attention takes examples second, as torch's does."""
     for x in (X.transpose(0, 1), X[:1], X[0]):
-        with pytest.raises(ValueError, match=r"dropout in the module .* first dimension is not"):
+        with pytest.raises(
+            ValueError, match=r"dropout in the module .* first dimension is not"
+        ):
             called(functional.dropout, x)
     with pytest.raises(TypeError, match=r"key= takes keys of ps.random.* by position"):
         called(functional.dropout, key=torch.ones(3))
@@ -346,33 +386,49 @@ def test_examples_that_are_not_first_are_refused() -> None:
     second = Of(lambda m, x: m.layer(x.transpose(0, 1)).transpose(0, 1), layer=layer)
     for layer.self_attn.dropout in (0.5, 0.0):
         params, apply = ps.from_module(second)
-        for x, message in ((X[:, :3], "first dimension may be not"), (X, "first dimension is not")):
+        for x, message in (
+            (X[:, :3], "first dimension may be not"),
+            (X, "first dimension is not"),
+        ):
             with pytest.raises(ValueError, match=message):
                 apply(params, x, key=KEYS)
     apply(params, X[:1, :1], key=KEYS[:1])
     called(functional.dropout, X[:, :3])
 
 
-@pytest.mark.parametrize(("family", "attention"), [("GPT-2", "eager"), ("Llama", "sdpa")])
+@pytest.mark.parametrize(
+    ("family", "attention"), [("GPT-2", "eager"), ("Llama", "sdpa")]
+)
 def test_hugging_face_models_draw_the_same_alone_padded_and_packed(
     family: str, attention: str
 ) -> None:
     """With all dropouts on, to rounding: in float32, in which Llama computes norms."""
     apply: Any
-    params, apply = ps.from_module(with_dropout(looking_back(model(family, attention)), 0.25))
+    params, apply = ps.from_module(
+        with_dropout(looking_back(model(family, attention)), 0.25)
+    )
 
     def total(m: Any) -> Any:
-        key, segments, more = m["key"], m.get("segments", m["attention_mask"]), {"use_cache": False}
+        key, segments, more = (
+            m["key"],
+            m.get("segments", m["attention_mask"]),
+            {"use_cache": False},
+        )
         if "positions" in m:
             key = ps.random.token_keys(key, segments, m["positions"])
             more["position_ids"] = m["positions"]
         mask = ps.segment_mask(segments, torch.float64)
-        logits = apply(params, m["input_ids"], key=key, attention_mask=mask, **more).logits
+        logits = apply(
+            params, m["input_ids"], key=key, attention_mask=mask, **more
+        ).logits
         return ps.losses.cross_entropy(logits, m["labels"]).sum()
 
     texts = ps.random.with_keys(examples(family), ps.random.key(9))
     alone = sum(total(ps.pack([text], max_tokens=10)[0]) for text in texts)
-    padded, packed = ps.pack(texts[::-1], max_tokens=24), ps.pack_documents(texts, row_tokens=12)
+    padded, packed = (
+        ps.pack(texts[::-1], max_tokens=24),
+        ps.pack_documents(texts, row_tokens=12),
+    )
     for group in (padded, [packed]):
         assert abs(sum(map(total, group)) / alone - 1) < 1e-6
     other = ps.random.with_keys(examples(family), ps.random.key(10))

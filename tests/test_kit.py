@@ -24,7 +24,13 @@ from torch import Tensor, nn
 import purestep as ps
 from benchmarks.kit import adamw, divided_first as right
 from proofs.plain_loop import PlainLoop
-from purestep.testing import Abilities, Linear, Problem, Specification, __main__ as command_line
+from purestep.testing import (
+    Abilities,
+    Linear,
+    Problem,
+    Specification,
+    __main__ as command_line,
+)
 from purestep.testing.draws import Draw, counterexample
 from purestep.testing.writing import KINDS, microbatches
 
@@ -38,23 +44,33 @@ def judged(trainer: Any, *laws: str, cases: int = 20) -> list[str]:
     return [f"{v.finding}: {v.why}" if v.why else v.finding for v in verdicts]
 
 
-def mean_of_means(model: Any, optimizer: Any, microbatches: Batches, problem: Problem) -> None:
+def mean_of_means(
+    model: Any, optimizer: Any, microbatches: Batches, problem: Problem
+) -> None:
     """Each microbatch by its own count."""
     optimizer.zero_grad()
     for batch in microbatches:
         counted = problem.weights(batch)
-        loss = (problem.losses(model, batch) * counted).sum() / counted.sum().clamp(min=1)
+        loss = (problem.losses(model, batch) * counted).sum() / counted.sum().clamp(
+            min=1
+        )
         (loss / len(microbatches)).backward()
     optimizer.step()
 
 
-def unshifted(model: Any, optimizer: Any, microbatches: Batches, problem: Problem) -> None:
+def unshifted(
+    model: Any, optimizer: Any, microbatches: Batches, problem: Problem
+) -> None:
     """All labels count, also that of the first token, which no logits predict."""
-    asked: Any = SimpleNamespace(losses=problem.losses, weights=lambda m: m["labels"] != -100)
+    asked: Any = SimpleNamespace(
+        losses=problem.losses, weights=lambda m: m["labels"] != -100
+    )
     right(model, optimizer, microbatches, asked)
 
 
-def decaying(model: Any, optimizer: Any, microbatches: Batches, problem: Problem) -> None:
+def decaying(
+    model: Any, optimizer: Any, microbatches: Batches, problem: Problem
+) -> None:
     """The rate sinks with each microbatch."""
     right(model, optimizer, microbatches, problem)
     optimizer.param_groups[0]["lr"] *= 0.9 ** len(microbatches)
@@ -69,7 +85,10 @@ def test_microbatches_differ_as_their_kind_says(kind: str, weights: Any) -> None
         parts = draw.many(range(2, 10))
         batch, cut = microbatches(draw, Abilities(weights=weights), parts, kind)
         rows = batch["w"].double().sum(1)
-        totals, sizes = {float(rows[part].sum()) for part in cut}, {len(part) for part in cut}
+        totals, sizes = (
+            {float(rows[part].sum()) for part in cut},
+            {len(part) for part in cut},
+        )
         assert len(cut) == len(parts)
         assert (0.0 in totals) == (kind == "empty ones")
         assert len(totals) == 1 or kind != "equal tokens"
@@ -79,7 +98,9 @@ def test_microbatches_differ_as_their_kind_says(kind: str, weights: Any) -> None
             assert (len(sizes) == 1) == (kind == "equal tokens")
         total = Fraction(float(rows.sum()))
         sums.add(total.numerator & (total.numerator - 1) == 0)
-    assert sums == {True, False} or kind in KINDS[:2], "sums are powers of two, and others"
+    assert sums == {True, False} or kind in KINDS[:2], (
+        "sums are powers of two, and others"
+    )
 
 
 def test_two_runs_are_never_the_same() -> None:
@@ -91,12 +112,17 @@ def test_two_runs_are_never_the_same() -> None:
             for part, seed in itertools.product(law.parts, range(20)):
                 case = law.cases(Draw({(0,): seed}, random.Random(seed)), trainer, part)
                 runs: list[Any] = [case.first, case.second]
-                codes = [replace(case, first=None, second=r._replace(how="")).code() for r in runs]
+                codes = [
+                    replace(case, first=None, second=r._replace(how="")).code()
+                    for r in runs
+                ]
                 assert codes[0] != codes[1], case.words()
                 if name == "T2":
                     assert case.second.ranks > 1
                 if not able.uneven:
-                    assert all(len({*map(len, group)}) == 1 for group in case.second.groups)
+                    assert all(
+                        len({*map(len, group)}) == 1 for group in case.second.groups
+                    )
 
 
 def test_every_number_of_microbatches_is_drawn() -> None:
@@ -125,11 +151,15 @@ def test_choices_become_simpler() -> None:
 
 def test_failures_shrink_to_what_a_person_can_read() -> None:
     trainer = ps.testing.loop(mean_of_means, abilities=Abilities(weights="mask"))
-    with pytest.raises(AssertionError, match=r"T1 .cut, unequal \w+. does not hold") as raised:
+    with pytest.raises(
+        AssertionError, match=r"T1 .cut, unequal \w+. does not hold"
+    ) as raised:
         ps.testing.check(trainer, ["T1"])
     # Two means of equally many tokens are no mistake: the least that shows it has a row more, or
     # more tokens in one row.
-    assert re.search(r"rows \[0(, 1)?\] \| \[[12](, 2)?\]; start weight \[", str(raised.value))
+    assert re.search(
+        r"rows \[0(, 1)?\] \| \[[12](, 2)?\]; start weight \[", str(raised.value)
+    )
     outcomes: list[Any] = []
     code = str(raised.value).split("To see it with a trainer of yours:")[1]
     exec(code, {"trainer": trainer, "print": outcomes.append})
@@ -138,7 +168,9 @@ def test_failures_shrink_to_what_a_person_can_read() -> None:
     assert max(apart) > 0.01, "the code to paste does not show what was found"
 
 
-@pytest.mark.parametrize(("update", "finding"), [(right, "holds"), (mean_of_means, "wrong")])
+@pytest.mark.parametrize(
+    ("update", "finding"), [(right, "holds"), (mean_of_means, "wrong")]
+)
 def test_programs_in_processes_are_judged(update: Any, finding: str) -> None:
     """One that adds gradients up over them, and one on which each goes its way."""
     trainer = ps.testing.loop(update, abilities=Abilities(ranks=2))
@@ -149,7 +181,9 @@ def test_programs_in_processes_are_judged(update: Any, finding: str) -> None:
 CALLS = itertools.count()
 BESIDE: dict[str, Any] = {
     "Python's global generator": lambda trainer, group: random.random(),
-    "whether gradients are recorded": lambda trainer, group: torch.set_grad_enabled(False),
+    "whether gradients are recorded": lambda trainer, group: torch.set_grad_enabled(
+        False
+    ),
     "the default dtype": lambda trainer, group: torch.set_default_dtype(torch.float64),
     "different bits": lambda trainer, group: trainer.models[0].weight.data.mul_(
         1 + 2**-52 * (next(CALLS) % 3)
@@ -184,7 +218,9 @@ def test_a_refusal_is_no_wrong_number() -> None:
             super().update(group)
 
     (found,) = judged(Refusing(), "T1")
-    assert re.match(r"refuses: ValueError: only one, please \(test_kit.py:\d+, in update\)", found)
+    assert re.match(
+        r"refuses: ValueError: only one, please \(test_kit.py:\d+, in update\)", found
+    )
     with pytest.raises(AssertionError, match=r"T1 .cut, equal tokens. is refused"):
         ps.testing.check(Refusing(), ["T1"], cases=20)
 
@@ -211,9 +247,13 @@ class Words(nn.Module):
 
     def __init__(self, scale: float = 1.0, dtype: torch.dtype = torch.float64) -> None:
         super().__init__()
-        table = torch.randn(5, 5, generator=torch.Generator().manual_seed(0), dtype=dtype)
+        table = torch.randn(
+            5, 5, generator=torch.Generator().manual_seed(0), dtype=dtype
+        )
         self.table = nn.Embedding(5, 5, _weight=scale * table)
-        self.out = nn.Linear(5, 5, bias=False, dtype=dtype) if scale > 1 else nn.Identity()
+        self.out = (
+            nn.Linear(5, 5, bias=False, dtype=dtype) if scale > 1 else nn.Identity()
+        )
 
     def get_input_embeddings(self) -> nn.Module:
         return self.table
@@ -224,21 +264,37 @@ class Words(nn.Module):
 
 LANGUAGE = Abilities(weights="mask", task=ps.testing.causal_lm(Words()))
 TRAINERS: dict[str, tuple[Any, Abilities, list[str], Any]] = {
-    "float32": (None, Abilities(dtype=torch.float32), ["T1", "T0", "T4", "T5"], mean_of_means),
+    "float32": (
+        None,
+        Abilities(dtype=torch.float32),
+        ["T1", "T0", "T4", "T5"],
+        mean_of_means,
+    ),
     "a language model": (None, LANGUAGE, ["T0", "T1", "T4", "T14"], unshifted),
-    "another update than SGD": (adamw, Abilities(sgd=False), ["T1", "T3", "T4", "T7"], decaying),
+    "another update than SGD": (
+        adamw,
+        Abilities(sgd=False),
+        ["T1", "T3", "T4", "T7"],
+        decaying,
+    ),
 }
 
 
 @pytest.mark.parametrize("kind", TRAINERS)
-def test_trainers_of_other_kinds_are_accepted_and_their_bugs_are_seen(kind: str) -> None:
+def test_trainers_of_other_kinds_are_accepted_and_their_bugs_are_seen(
+    kind: str,
+) -> None:
     prepare, able, laws, bug = TRAINERS[kind]
-    assert judged(ps.testing.loop(right, prepare, able), *laws, cases=10) == ["holds"] * 4
+    assert (
+        judged(ps.testing.loop(right, prepare, able), *laws, cases=10) == ["holds"] * 4
+    )
     (found,) = judged(ps.testing.loop(bug, prepare, able), laws[0])
     assert found.startswith("wrong")
 
 
-def test_a_loss_near_zero_is_evaluated_with_the_rounding_of_what_it_is_made_of() -> None:
+def test_a_loss_near_zero_is_evaluated_with_the_rounding_of_what_it_is_made_of() -> (
+    None
+):
     """One update in float32 at a large rate fits such a model, whose loss was large before."""
     torch.manual_seed(0)
     task = ps.testing.causal_lm(Words(8.0, torch.float32))
@@ -258,7 +314,9 @@ def test_plain_sgd_is_not_asked_for_more(momentum: bool, finding: str) -> None:
         model.zero_grad()
         count = sum(problem.weights(batch).sum() for batch in batches)
         for batch in batches:
-            ((problem.losses(model, batch) * problem.weights(batch)).sum() / count).backward()
+            (
+                (problem.losses(model, batch) * problem.weights(batch)).sum() / count
+            ).backward()
         for p in model.parameters():
             p.data -= problem.learning_rate * p.grad
         return {"num_tokens": count}
@@ -316,7 +374,10 @@ def impure(model: Any, optimizer: Any, microbatches: Batches, problem: Problem) 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_purity_is_asked_inside_of_each_rank(ranks: int) -> None:
     (verdict,) = ps.testing.judge(
-        ps.testing.loop(impure, abilities=Abilities(ranks=ranks)), ["T6"], cases=6, shrink=0
+        ps.testing.loop(impure, abilities=Abilities(ranks=ranks)),
+        ["T6"],
+        cases=6,
+        shrink=0,
     )
     findings = {part: each.finding for part, each in verdict.parts.items()}
     assert findings == {"bits": "holds", "inputs": "wrong", "global state": "wrong"}
@@ -336,16 +397,22 @@ def test_another_dtype_than_declared_is_a_refusal_that_says_what_to_declare() ->
     def single(module: nn.Module, problem: Problem) -> tuple[Any, Any]:
         return module.float(), problem.optimizer(module)
 
-    def update(model: Any, optimizer: Any, microbatches: Batches, problem: Problem) -> None:
+    def update(
+        model: Any, optimizer: Any, microbatches: Batches, problem: Problem
+    ) -> None:
         narrow = [{**batch, "x": batch["x"].float()} for batch in microbatches]
         right(model, optimizer, narrow, problem)
 
     (found,) = judged(ps.testing.loop(update, single), "T0")
-    assert found.startswith("refuses: its parameters are torch.float32, its abilities say")
+    assert found.startswith(
+        "refuses: its parameters are torch.float32, its abilities say"
+    )
     assert "declare Abilities(dtype=torch.float32)" in found
 
 
-def failing(model: Any, optimizer: Any, microbatches: Batches, problem: Problem) -> None:
+def failing(
+    model: Any, optimizer: Any, microbatches: Batches, problem: Problem
+) -> None:
     """Hides its cause."""
     try:
         raise KeyError("the cause")
@@ -357,14 +424,19 @@ def failing(model: Any, optimizer: Any, microbatches: Batches, problem: Problem)
 def test_refusals_tell_their_cause(ranks: int) -> None:
     trainer = ps.testing.loop(failing, abilities=Abilities(ranks=ranks))
     (found,) = judged(trainer, "T3", cases=2)
-    assert re.match(r"refuses: KeyError: 'the cause' \(test_kit.py:\d+, in failing\); then", found)
+    assert re.match(
+        r"refuses: KeyError: 'the cause' \(test_kit.py:\d+, in failing\); then", found
+    )
 
 
 def test_an_update_that_is_not_sgd_is_not_asked_for_the_equation() -> None:
     (equation,) = judged(ps.testing.loop(right, adamw, Abilities(sgd=False)), "T0")
     assert equation == "not asked: its update is not plain SGD"
     with pytest.raises(ValueError, match=r"torch.float32 rounds so much"):
-        judged(ps.testing.loop(right, adamw, Abilities(sgd=False, dtype=torch.float32)), "T1")
+        judged(
+            ps.testing.loop(right, adamw, Abilities(sgd=False, dtype=torch.float32)),
+            "T1",
+        )
 
 
 def test_what_joins_its_microbatches_is_not_asked_about_the_cut() -> None:
@@ -395,7 +467,9 @@ def test_words_have_all_numbers() -> None:
     (verdict,) = ps.testing.judge(ps.testing.loop(mean_of_means), ["T1"], cases=40)
     assert verdict.case is not None
     words = verdict.case.words()
-    assert re.search(r"start weight \[-?\d, -?\d\]; start bias -?\d; learning rate 0\.", words)
+    assert re.search(
+        r"start weight \[-?\d, -?\d\]; start bias -?\d; learning rate 0\.", words
+    )
     assert re.search(r"update 1: x \[\[\[.*\]\]\], y \[\[.*\]\], w \[\[.*\]\]$", words)
 
 
@@ -443,7 +517,11 @@ def test_the_command_line_in_an_empty_folder(
             status = end.code
         return status, "".join(capsys.readouterr())
 
-    wrong = [f"{law}: {finding}  # a mean" for law, finding in known.items() if finding != "holds"]
+    wrong = [
+        f"{law}: {finding}  # a mean"
+        for law, finding in known.items()
+        if finding != "holds"
+    ]
     accepted = tmp_path / "accepted.txt"
     accepted.write_text("\n".join(["# what we know", "", *wrong]))
     status, said = run(*laws, "--accept", "accepted.txt")
@@ -456,7 +534,11 @@ def test_the_command_line_in_an_empty_folder(
     assert "T1 equal tokens is accepted as 'refuses', and 'holds' now" in said
     assert "T1 (cut, unequal rows) does not hold" in said
 
-    for usage in (["mine:nothing"], ["nothing:trainer"], ["mine:trainer", "--laws", "T8"]):
+    for usage in (
+        ["mine:nothing"],
+        ["nothing:trainer"],
+        ["mine:trainer", "--laws", "T8"],
+    ):
         assert run(*usage)[0] == 2
     accepted.write_text("T1 equal: wrong")
     assert "T1 equal" in run(*laws, "--accept", "accepted.txt")[1]

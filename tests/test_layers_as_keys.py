@@ -48,7 +48,9 @@ def test_what_was_compiled_before_computes_with_params(
     params, apply = ps.from_module(module)
     step = wrap(
         ps.make_update_step(
-            lambda p, x: apply(p, x).squeeze(-1) ** 2, SGD, weight_fn=lambda x: x[:, 0] < 9
+            lambda p, x: apply(p, x).squeeze(-1) ** 2,
+            SGD,
+            weight_fn=lambda x: x[:, 0] < 9,
         )
     )
     new = step(params, SGD.init(params), [X[:2], X[2:]])[0]
@@ -165,8 +167,12 @@ def test_a_hook_fills_a_dict_by_layer(kind: str, looked_before: bool) -> None:
         lambda p, x: loss_of(apply(p, x)), SGD, weight_fn=lambda x: torch.ones(len(x))
     )
     new = step(params, SGD.init(params), [X])[0]
-    (wanted,) = torch.autograd.grad(loss_of(module(X)).mean(), next(module.parameters()))
-    torch.testing.assert_close(params["0.weight"] - new["0.weight"], wanted, rtol=0, atol=1e-12)
+    (wanted,) = torch.autograd.grad(
+        loss_of(module(X)).mean(), next(module.parameters())
+    )
+    torch.testing.assert_close(
+        params["0.weight"] - new["0.weight"], wanted, rtol=0, atol=1e-12
+    )
     for _ in range(3):
         apply(params, X)
     assert [*features] == [module[1]]

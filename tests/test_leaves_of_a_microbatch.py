@@ -28,7 +28,10 @@ def test_what_a_loss_keeps_of_its_leaves_is_a_constant_later() -> None:
         return m["x"] * w * kept[0]
 
     group = [{"x": torch.ones(1)}] * 3
-    assert ps.accumulate(loss_fn, torch.ones(1), group, weight_fn=x_ones).grads == 2 + 1 + 1
+    assert (
+        ps.accumulate(loss_fn, torch.ones(1), group, weight_fn=x_ones).grads
+        == 2 + 1 + 1
+    )
 
 
 def test_a_hook_after_accumulation_sees_the_sum() -> None:
@@ -49,14 +52,18 @@ def test_autocast_keeps_no_casts_of_leaves() -> None:
     with torch.autocast("cpu", dtype=torch.bfloat16):
         for _ in range(2):
             with LiveBytes() as live:
-                sums = ps.accumulate(lambda w, m: (m @ w).float().sum(1), w, [x] * 2, **how)
+                sums = ps.accumulate(
+                    lambda w, m: (m @ w).float().sum(1), w, [x] * 2, **how
+                )
             assert sums.grads.nbytes <= live.now < 1.2 * w.nbytes < live.peak
 
 
 @pytest.mark.parametrize("how", WAYS, ids=["own", "torch.func"])
 @pytest.mark.parametrize("recorded", [True, False])
 @pytest.mark.parametrize("name", ["w", "beside"])
-def test_params_are_not_written_to(how: dict[str, Any], recorded: bool, name: str) -> None:
+def test_params_are_not_written_to(
+    how: dict[str, Any], recorded: bool, name: str
+) -> None:
     """Neither to one that the loss needs nor to one beside it."""
 
     def loss_fn(p: Any, m: dict[str, Tensor]) -> Tensor:
@@ -66,13 +73,17 @@ def test_params_are_not_written_to(how: dict[str, Any], recorded: bool, name: st
 
     made = {key: torch.zeros(1, requires_grad=recorded) for key in ("beside", "w")}
     params = {key: leaf.clone() for key, leaf in made.items()}
-    with pytest.raises(ValueError, match=rf"loss_fn wrote to params\['{name}'\] in place"):
+    with pytest.raises(
+        ValueError, match=rf"loss_fn wrote to params\['{name}'\] in place"
+    ):
         ps.accumulate(loss_fn, params, [{"x": torch.ones(1)}], weight_fn=x_ones, **how)
 
 
 def test_evaluation_does_not_mark_its_data() -> None:
     m = {"x": torch.ones(2)}
-    evaluate = ps.make_eval_step(lambda w, m: w * m["x"].requires_grad_(), weight_fn=x_ones)
+    evaluate = ps.make_eval_step(
+        lambda w, m: w * m["x"].requires_grad_(), weight_fn=x_ones
+    )
     evaluate(torch.tensor(1.0), [m])
     assert not m["x"].requires_grad
 
@@ -99,14 +110,20 @@ def test_a_sum_that_is_ready_is_taken(dtype: torch.dtype, accum_dtype: Any) -> N
         parts = [leaf for i, leaf in enumerate(p) if i & int(m["x"])]
         return torch.stack(parts).sum(0).float() * m["x"]
 
-    run = partial(ps.accumulate, loss_fn, params, weight_fn=x_ones, accum_dtype=accum_dtype)
+    run = partial(
+        ps.accumulate, loss_fn, params, weight_fn=x_ones, accum_dtype=accum_dtype
+    )
     for group, earlier in ((GROUP[2:], 0), (GROUP, 3)):
         seen.clear()
         taken = run(group, ready=ready).grads
-        assert all(taken[index].data_ptr() == places[index].data_ptr() for index in seen)
+        assert all(
+            taken[index].data_ptr() == places[index].data_ptr() for index in seen
+        )
         assert seen == {index: 4 + (index & earlier) for index in (4, 5, 6, 7)}
         for grads in (taken, run(group).grads):
-            assert torch.cat(grads).tolist() == [index & (4 + earlier) for index in range(8)]
+            assert torch.cat(grads).tolist() == [
+                index & (4 + earlier) for index in range(8)
+            ]
             assert len({grad.data_ptr() for grad in grads}) == 8
 
 
@@ -127,7 +144,9 @@ class Dot(torch.autograd.Function):
         return x.detach(), None
 
 
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated")  # what torch's compiler does
+@pytest.mark.filterwarnings(
+    "ignore:.*should not be instantiated"
+)  # what torch's compiler does
 @pytest.mark.parametrize("normalize", ["loss", "grads"])
 @pytest.mark.parametrize("k", [1, 3])
 @pytest.mark.parametrize("way", ["plain", "recorded", "compiled"])
@@ -136,8 +155,14 @@ def test_a_gradient_that_is_the_data(normalize: Any, k: int, way: str, of: str) 
     """Neither data nor params are written to, by sums or by clipping."""
     apply: Any = Dot.apply
     optimizer = ps.optim.chain(ps.optim.clip_by_global_norm(1e-3), ps.optim.sgd(1.0))
-    compile = partial(torch.compile, backend="aot_eager") if way == "compiled" else False
-    how: Any = {"weight_fn": lambda _: torch.ones(1), "normalize": normalize, "compile": compile}
+    compile = (
+        partial(torch.compile, backend="aot_eager") if way == "compiled" else False
+    )
+    how: Any = {
+        "weight_fn": lambda _: torch.ones(1),
+        "normalize": normalize,
+        "compile": compile,
+    }
 
     def loss_fn(w: Tensor, m: Any) -> Tensor:
         return apply(w, {"w": w.detach(), **m}[of]) + m["z"]
@@ -156,7 +181,9 @@ Run = Callable[[Callable[..., Any], list[Tensor]], Any]
 def with_run(run: Run) -> Any:
     """A ``grad_and_value`` that runs ``run(func, leaves)``."""
 
-    def mine(func: Callable[..., Any], /, argnums: Any = 0, has_aux: bool = False) -> Any:
+    def mine(
+        func: Callable[..., Any], /, argnums: Any = 0, has_aux: bool = False
+    ) -> Any:
         assert (argnums, has_aux) == (0, True)
         return lambda leaves: run(func, leaves)
 
@@ -164,11 +191,16 @@ def with_run(run: Run) -> Any:
 
 
 def sums_by(run: Run, dtype: torch.dtype = torch.float32) -> ps.Sums:
-    how, w = {"weight_fn": x_ones, "grad_and_value": with_run(run)}, torch.ones(1, dtype=dtype)
+    how, w = (
+        {"weight_fn": x_ones, "grad_and_value": with_run(run)},
+        torch.ones(1, dtype=dtype),
+    )
     return ps.accumulate(lambda w, m: w * m["x"], w, GROUP, **how)
 
 
-@pytest.mark.parametrize("compile", [False, partial(torch.compile, backend="aot_eager")])
+@pytest.mark.parametrize(
+    "compile", [False, partial(torch.compile, backend="aot_eager")]
+)
 def test_it_differentiates_a_function_of_the_list_of_leaves(compile: Any) -> None:
     """The very call of ``torch.func.grad_and_value``, whose answer is the step's, to the bit."""
     seen: list[Any] = []
@@ -183,7 +215,9 @@ def test_it_differentiates_a_function_of_the_list_of_leaves(compile: Any) -> Non
 
     sgd, params = ps.optim.sgd(0.5), {"w": torch.ones(1), "b": torch.zeros(())}
     one, other = (
-        ps.make_update_step(loss_fn, sgd, weight_fn=x_ones, **how)(params, sgd.init(params), GROUP)
+        ps.make_update_step(loss_fn, sgd, weight_fn=x_ones, **how)(
+            params, sgd.init(params), GROUP
+        )
         for how in ({"grad_and_value": with_run(run), "compile": compile}, {})
     )
     assert_same(one, other)
@@ -198,7 +232,9 @@ def test_what_it_returns_is_what_is_added() -> None:
         return [grad / grad.norm().clamp(min=1) for grad in grads], beside
 
     sums = sums_by(shortened)
-    assert [float(each) for each in (sums.grads, sums.loss, sums.counted.num_tokens)] == [3, 7, 3]
+    assert [
+        float(each) for each in (sums.grads, sums.loss, sums.counted.num_tokens)
+    ] == [3, 7, 3]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -30,8 +30,13 @@ def of_whole_logits(
     """What ``linear_cross_entropy`` computes, the usual way."""
     logits = functional.linear(hidden, weight, *bias)
     logits = logits if soft_cap is None else soft_cap * torch.tanh(logits / soft_cap)
-    z, picked = logits.logsumexp(-1), logits.gather(-1, labels.clamp(min=0).unsqueeze(-1))
-    smooth = (1 - label_smoothing) * picked.squeeze(-1) + label_smoothing * logits.mean(-1)
+    z, picked = (
+        logits.logsumexp(-1),
+        logits.gather(-1, labels.clamp(min=0).unsqueeze(-1)),
+    )
+    smooth = (1 - label_smoothing) * picked.squeeze(-1) + label_smoothing * logits.mean(
+        -1
+    )
     return torch.where(labels == ignore_index, 0, z - smooth + z_loss * z.square())
 
 
@@ -47,7 +52,10 @@ def test_linear_is_as_exact_as_its_dtype(
 ) -> None:
     """Losses, and gradients of any cotangent, within what rounding can do, whatever the chunk."""
     case = problem(tokens, features, classes, dtype, seed=features)
-    hidden, weight = case.hidden.clone().requires_grad_(), case.weight.clone().requires_grad_()
+    hidden, weight = (
+        case.hidden.clone().requires_grad_(),
+        case.weight.clone().requires_grad_(),
+    )
     losses = linear_cross_entropy(hidden, weight, case.labels, chunk=chunk)
     assert losses.dtype == tree.accumulation_dtype(dtype)
     case = case._replace(cotangents=case.cotangents.to(losses.dtype))
@@ -56,7 +64,9 @@ def test_linear_is_as_exact_as_its_dtype(
     exact, allowed = reference(case), bounds(case)
     # Below its least normal number, what half precision rounds to is a fixed distance away.
     tiny = torch.finfo(dtype).tiny
-    for name, found in zip(("losses", "hidden", "weight"), (losses, *grads), strict=True):
+    for name, found in zip(
+        ("losses", "hidden", "weight"), (losses, *grads), strict=True
+    ):
         error = (found.detach().double() - exact[name]).abs()
         assert (error <= allowed[name] + tiny * (1 + tokens)).all(), name
 
@@ -72,7 +82,9 @@ OPTIONS = st.fixed_dictionaries(
 SHAPES = st.sampled_from([(), (4,), (2, 3), (2, 0)])
 
 
-@given(SHAPES, OPTIONS, st.booleans(), st.sampled_from([None, 1, 4, 7]), st.integers(0, 3))
+@given(
+    SHAPES, OPTIONS, st.booleans(), st.sampled_from([None, 1, 4, 7]), st.integers(0, 3)
+)
 def test_linear_is_cross_entropy_of_the_product(
     shape: tuple[int, ...], options: Any, biased: bool, chunk: int | None, seed: int
 ) -> None:
@@ -85,16 +97,25 @@ def test_linear_is_cross_entropy_of_the_product(
     given_ = (hidden, case.weight, *([BIAS] if biased else []))
     cotangents = case.cotangents.reshape(shape)
     found, pull = vjp(
-        lambda h, w, *b: linear_cross_entropy(h, w, labels, *b, chunk=chunk, **options), *given_
+        lambda h, w, *b: linear_cross_entropy(h, w, labels, *b, chunk=chunk, **options),
+        *given_,
     )
-    expected, pull_all = vjp(lambda h, w, *b: of_whole_logits(h, w, labels, *b, **options), *given_)
-    size = 1 + (hidden.abs() @ case.weight.abs().T + biased * BIAS.abs()).max() if tokens else 1.0
+    expected, pull_all = vjp(
+        lambda h, w, *b: of_whole_logits(h, w, labels, *b, **options), *given_
+    )
+    size = (
+        1 + (hidden.abs() @ case.weight.abs().T + biased * BIAS.abs()).max()
+        if tokens
+        else 1.0
+    )
     unit = gamma(8 * (features + classes + tokens + 32), torch.float64) * size**2
     assert found.shape == labels.shape
     assert ((found - expected).abs() <= unit).all()
     assert (found[labels == options["ignore_index"]] == 0).all()
     # A token's logits have gradients of at most 4 in sum, each times what it was made of.
-    factor = 4 * cotangents.abs().sum() * (1 + hidden.abs().sum() + case.weight.abs().sum())
+    factor = (
+        4 * cotangents.abs().sum() * (1 + hidden.abs().sum() + case.weight.abs().sum())
+    )
     for one, other in zip(pull(cotangents), pull_all(cotangents), strict=True):
         assert ((one - other).abs() <= unit * factor).all()
 
@@ -111,8 +132,12 @@ def test_tokens_that_do_not_count_may_be_anything(how: str, dtype: torch.dtype) 
     def run(filled: float) -> tuple[Tensor, ...]:
         hidden = torch.where(out[:, None], filled, case.hidden).requires_grad_()
         weight, bias = case.weight.clone().requires_grad_(), torch.ones(10, dtype=dtype)
-        losses = linear_cross_entropy(hidden, weight, labels, bias.requires_grad_(), chunk=3)
-        return losses, *torch.autograd.grad(losses, (hidden, weight, bias), cotangents.to(losses))
+        losses = linear_cross_entropy(
+            hidden, weight, labels, bias.requires_grad_(), chunk=3
+        )
+        return losses, *torch.autograd.grad(
+            losses, (hidden, weight, bias), cotangents.to(losses)
+        )
 
     losses, *grads = run(math.nan)
     assert how == "no cotangent" or (losses[out] == 0).all()
@@ -156,7 +181,9 @@ TRANSFORMS: dict[str, Callable[[Any], Any]] = {
     ),
     "jvp": lambda f: (
         lambda h, w, b, y: torch.func.jvp(
-            lambda *given: f(*given, y), (h, w, b), (w[: h.shape[1]].expand_as(h), 2 * w, b)
+            lambda *given: f(*given, y),
+            (h, w, b),
+            (w[: h.shape[1]].expand_as(h), 2 * w, b),
         )
     ),
     "forward over reverse": lambda f: torch.func.hessian(f, (0, 1, 2)),
@@ -174,7 +201,9 @@ def test_linear_under_transforms(transform: str) -> None:
     found, expected = (
         tree.leaves_of(TRANSFORMS[transform](loss)(hidden, case.weight, BIAS, labels))
         for loss in (
-            lambda h, w, b, y: linear_cross_entropy(h, w, y, b, chunk=3, **how).square().sum(),
+            lambda h, w, b, y: (
+                linear_cross_entropy(h, w, y, b, chunk=3, **how).square().sum()
+            ),
             lambda h, w, b, y: of_whole_logits(h, w, y, b, **how).square().sum(),
         )
     )
@@ -201,23 +230,37 @@ def test_what_is_frozen_gets_no_gradient(moving: tuple[int, ...]) -> None:
 def test_linear_under_autocast() -> None:
     """Products are of the dtype that autocast asks for, in the backward pass, too; gradients are of the params' own."""
     case = problem(5, 4, 9, torch.float32)
-    hidden, weight = case.hidden.clone().requires_grad_(), case.weight.clone().requires_grad_()
+    hidden, weight = (
+        case.hidden.clone().requires_grad_(),
+        case.weight.clone().requires_grad_(),
+    )
     with torch.autocast("cpu", torch.bfloat16):
         losses = linear_cross_entropy(hidden, weight, case.labels, chunk=2)
     grads = torch.autograd.grad(losses.sum(), (hidden, weight))
-    half = case.hidden.bfloat16().requires_grad_(), case.weight.bfloat16().requires_grad_()
+    half = (
+        case.hidden.bfloat16().requires_grad_(),
+        case.weight.bfloat16().requires_grad_(),
+    )
     expected = linear_cross_entropy(*half, case.labels, chunk=2)
     assert torch.equal(losses, expected)
-    for one, other in zip(grads, torch.autograd.grad(expected.sum(), half), strict=True):
+    for one, other in zip(
+        grads, torch.autograd.grad(expected.sum(), half), strict=True
+    ):
         assert one.dtype == torch.float32
         assert torch.equal(one, other.float())
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"hidden": torch.ones(3, 4)}, r"hidden of shape \(3, 4\) against labels of shape \(2,\)"),
+    (
+        {"hidden": torch.ones(3, 4)},
+        r"hidden of shape \(3, 4\) against labels of shape \(2,\)",
+    ),
     ({"hidden": torch.tensor(1.0)}, r"hidden of shape \(\) against labels"),
     ({"weight": torch.ones(4, 5)}, r"weight needs shape \(classes, 4\)"),
-    ({"weight": torch.ones(5, 4).bfloat16()}, r"torch.float32 and weight is torch.bfloat16"),
+    (
+        {"weight": torch.ones(5, 4).bfloat16()},
+        r"torch.float32 and weight is torch.bfloat16",
+    ),
     ({"bias": torch.ones(1)}, r"bias of shape \(1,\) .* so shape \(5,\)"),
     ({"labels": torch.tensor([0, 5])}, r"a label is 5: weight has 5 classes"),
     ({"labels": torch.tensor([-1, 0])}, r"a label is -1: .* ignore_index=-100"),
@@ -228,7 +271,11 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("changed", "message"), REFUSED)
 def test_linear_refuses(changed: dict[str, Any], message: str) -> None:
-    sound = {"hidden": torch.ones(2, 4), "weight": torch.ones(5, 4), "labels": torch.arange(2)}
+    sound = {
+        "hidden": torch.ones(2, 4),
+        "weight": torch.ones(5, 4),
+        "labels": torch.arange(2),
+    }
     with pytest.raises(ValueError, match=message):
         linear_cross_entropy(**{**sound, **changed})
 
@@ -253,7 +300,9 @@ def test_compiled_the_logits_are_whole() -> None:
     compiled, graphs = compiled_with_graphs(grads)
     found = compiled(case.hidden, case.weight)
     for one, other in zip(found, grads(case.hidden, case.weight), strict=True):
-        assert ((one - other).abs() <= gamma(1000, torch.float64) * (1 + other.abs())).all()
+        assert (
+            (one - other).abs() <= gamma(1000, torch.float64) * (1 + other.abs())
+        ).all()
     assert sum(graph.count(".mm") for graph in graphs) == 3
 
 

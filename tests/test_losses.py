@@ -33,20 +33,34 @@ def test_equals_its_formula(
     if shape:
         labels.view(-1)[0] = ignore_index
     losses = ps.losses.cross_entropy(
-        logits, labels, ignore_index=ignore_index, label_smoothing=smoothing, z_loss=z_loss
+        logits,
+        labels,
+        ignore_index=ignore_index,
+        label_smoothing=smoothing,
+        z_loss=z_loss,
     )
     z = logits.exp().sum(-1).log()
     picked = logits.gather(-1, labels.clamp(min=0).unsqueeze(-1)).squeeze(-1)
-    formula = (1 - smoothing) * (z - picked) + smoothing * (z - logits.mean(-1)) + z_loss * z**2
+    formula = (
+        (1 - smoothing) * (z - picked)
+        + smoothing * (z - logits.mean(-1))
+        + z_loss * z**2
+    )
     expected = torch.where(labels == ignore_index, 0, formula)
     # Each term rounds a handful of times, in sums of five.
-    bound = 32 * torch.finfo(torch.float64).eps * (z.abs() + logits.abs().amax(-1) + z_loss * z**2)
+    bound = (
+        32
+        * torch.finfo(torch.float64).eps
+        * (z.abs() + logits.abs().amax(-1) + z_loss * z**2)
+    )
     assert losses.shape == labels.shape
     assert ((losses - expected).abs() <= bound).all()
     assert (losses[labels == ignore_index] == 0).all()
 
 
-@given(st.sampled_from([0.5, 1.0, 4.0]), st.sampled_from([1, 3, 100]), st.integers(0, 3))
+@given(
+    st.sampled_from([0.5, 1.0, 4.0]), st.sampled_from([1, 3, 100]), st.integers(0, 3)
+)
 def test_kl_divergence(temperature: float, chunk: int, seed: int) -> None:
     """T² Σ q (log q − log p), whole and never whole; its gradient is T (p − q), and none reaches a detached teacher."""
     case, teacher = problem(4, 3, 7, seed=seed), problem(4, 5, 7, seed=seed + 10)
@@ -55,14 +69,18 @@ def test_kl_divergence(temperature: float, chunk: int, seed: int) -> None:
     size = 1 + (case.hidden.abs() @ case.weight.abs().T).max()
     size = size + (teacher.hidden.abs() @ teacher.weight.abs().T).max()
     unit = gamma(500, torch.float64) * (size * (temperature + 1 / temperature)) ** 2
-    found, pull = vjp(lambda x: ps.losses.kl_divergence(x, others, temperature=temperature), logits)
+    found, pull = vjp(
+        lambda x: ps.losses.kl_divergence(x, others, temperature=temperature), logits
+    )
     assert ((found - temperature**2 * (q * (q / p).log()).sum(-1)).abs() <= unit).all()
     to_logits = temperature * case.cotangents[:, None] * (p - q)
     assert ((pull(case.cotangents)[0] - to_logits).abs() <= unit).all()
 
     def linear(hidden: Tensor, weight: Tensor) -> Tensor:
         given = hidden, weight, teacher.hidden, teacher.weight
-        return ps.losses.linear_kl_divergence(*given, temperature=temperature, chunk=chunk)
+        return ps.losses.linear_kl_divergence(
+            *given, temperature=temperature, chunk=chunk
+        )
 
     chunked, pull = vjp(linear, case.hidden, case.weight)
     assert ((chunked - found).abs() <= unit).all()
@@ -118,7 +136,9 @@ def test_dpo(beta: float, smoothing: float) -> None:
     chosen, rejected, first, second = problem(4, 9, 1).hidden * 3
 
     def loss(chosen: Tensor, rejected: Tensor) -> Tensor:
-        return ps.losses.dpo(chosen, rejected, first, second, beta=beta, label_smoothing=smoothing)
+        return ps.losses.dpo(
+            chosen, rejected, first, second, beta=beta, label_smoothing=smoothing
+        )
 
     found, pull = vjp(loss, chosen, rejected)
     gap = beta * ((chosen - first) - (rejected - second))
@@ -135,14 +155,24 @@ def test_dpo(beta: float, smoothing: float) -> None:
 
 def test_policy_gradient_ends_where_it_is_clipped() -> None:
     """Beyond the clip, a gain gives no gradient and a loss its whole one; at the policy that acted, both do."""
-    ratio = torch.tensor([0.5, 0.5, 1.0, 1.0, 1.25, 1.25, 1.5, 1.5], dtype=torch.float64)
+    ratio = torch.tensor(
+        [0.5, 0.5, 1.0, 1.0, 1.25, 1.25, 1.5, 1.5], dtype=torch.float64
+    )
     advantages = torch.tensor([1.0, -1.0] * 4, dtype=torch.float64)
     how: Any = {"advantages": advantages, "clip": (0.25, 0.375)}
-    losses, pull = vjp(lambda x: ps.losses.policy_gradient(x, 0 * x, **how), ratio.log())
-    expected = torch.tensor([-0.5, 0.75, -1.0, 1.0, -1.25, 1.25, -1.375, 1.5], dtype=torch.float64)
-    slopes = torch.tensor([-0.5, 0.0, -1.0, 1.0, -1.25, 1.25, 0.0, 1.5], dtype=torch.float64)
+    losses, pull = vjp(
+        lambda x: ps.losses.policy_gradient(x, 0 * x, **how), ratio.log()
+    )
+    expected = torch.tensor(
+        [-0.5, 0.75, -1.0, 1.0, -1.25, 1.25, -1.375, 1.5], dtype=torch.float64
+    )
+    slopes = torch.tensor(
+        [-0.5, 0.0, -1.0, 1.0, -1.25, 1.25, 0.0, 1.5], dtype=torch.float64
+    )
     assert ((losses - expected).abs() <= gamma(8, torch.float64) * 2).all()
-    assert ((pull(torch.ones_like(ratio))[0] - slopes).abs() <= gamma(8, torch.float64) * 2).all()
+    assert (
+        (pull(torch.ones_like(ratio))[0] - slopes).abs() <= gamma(8, torch.float64) * 2
+    ).all()
     for edge in (0.0, (1.0, 0.0)):
         losses = ps.losses.policy_gradient(ratio, ratio, advantages, clip=edge)
         assert torch.equal(losses, -advantages)
@@ -177,4 +207,6 @@ def test_labels_of_bytes(how: dict[str, Any]) -> None:
     logits = torch.randn(256, 256, generator=torch.Generator().manual_seed(0))
     labels = torch.arange(256)
     wanted = ps.losses.cross_entropy(logits, labels, **how)
-    assert torch.equal(ps.losses.cross_entropy(logits, labels.to(torch.uint8), **how), wanted)
+    assert torch.equal(
+        ps.losses.cross_entropy(logits, labels.to(torch.uint8), **how), wanted
+    )

@@ -23,7 +23,9 @@ TREE = LAYERS * WIDTH * WIDTH * 4
 
 def small() -> tuple[Any, Tensor]:
     """Many equal layers, so that one leaf is a small part of the tree, and two rows."""
-    return [leaf.float() for leaf in network(LAYERS, WIDTH)], rows(2, width=WIDTH).float()
+    return [leaf.float() for leaf in network(LAYERS, WIDTH)], rows(
+        2, width=WIDTH
+    ).float()
 
 
 def loss_fn(params: list[Tensor], x: Tensor) -> Tensor:
@@ -54,7 +56,9 @@ def held(microbatches: int, dtype: torch.dtype = torch.float32, **how: Any) -> f
     """The peak of accumulating, in gradient trees."""
     params, x = tree.map(lambda leaf: leaf.to(dtype), small())
     with LiveBytes() as live:
-        sums = ps.accumulate(loss_fn, params, [x] * microbatches, weight_fn=weight_fn, **how)
+        sums = ps.accumulate(
+            loss_fn, params, [x] * microbatches, weight_fn=weight_fn, **how
+        )
     assert sum(leaf.numel() * 4 for leaf in sums.grads) == TREE
     return live.peak / TREE
 
@@ -112,7 +116,9 @@ def test_reverse_mode_frees_as_it_goes(count: int) -> None:
             run()
         return live.peak
 
-    plain = peak(lambda: loss([leaf.detach().requires_grad_() for leaf in params]).backward())
+    plain = peak(
+        lambda: loss([leaf.detach().requires_grad_() for leaf in params]).backward()
+    )
     assert peak(lambda: ps.grad_and_value(loss)(params)) <= 1.05 * plain
     assert peak(lambda: torch.func.grad_and_value(loss)(params)) >= 1.8 * plain
 
@@ -121,7 +127,9 @@ def test_reverse_mode_frees_as_it_goes(count: int) -> None:
 def test_normalising_takes_one_pass_at_most(normalize: Any) -> None:
     """What touches a gradient: its making, its adding up, its norm, the optimizer; with "grads", a division."""
     (params, x), optimizer = small(), ps.optim.sgd(0.1)
-    step = ps.make_update_step(loss_fn, optimizer, weight_fn=weight_fn, normalize=normalize)
+    step = ps.make_update_step(
+        loss_fn, optimizer, weight_fn=weight_fn, normalize=normalize
+    )
     counts = {}
     state = optimizer.init(params)
     for microbatches in (1, 8):
@@ -158,11 +166,15 @@ def trained(model: Any, donate: bool) -> tuple[Any, Any, int]:
 
 @pytest.mark.parametrize("donate", [False, True])
 @pytest.mark.parametrize("again", [False, True], ids=["plain", "checkpoints"])
-def test_a_lora_step_holds_nothing_the_size_of_the_frozen_rest(again: bool, donate: bool) -> None:
+def test_a_lora_step_holds_nothing_the_size_of_the_frozen_rest(
+    again: bool, donate: bool
+) -> None:
     """Neither a copy nor a gradient of even one frozen matrix, in 50 MB."""
     torch.manual_seed(0)
     small = {"vocab_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4}
-    config = LlamaConfig(hidden_size=512, intermediate_size=1536, tie_word_embeddings=True, **small)
+    config = LlamaConfig(
+        hidden_size=512, intermediate_size=1536, tie_word_embeddings=True, **small
+    )
     model: Any = LlamaForCausalLM(config)
     if again:
         enable_checkpoints(model)  # It calls enable_input_require_grads, too.
@@ -170,7 +182,9 @@ def test_a_lora_step_holds_nothing_the_size_of_the_frozen_rest(again: bool, dona
     matrix = model.model.layers[0].mlp.up_proj.weight.nbytes
     assert trained(model, donate)[2] > 2 * whole
 
-    adapted = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj", "v_proj"]))
+    adapted = get_peft_model(
+        model, LoraConfig(r=2, target_modules=["q_proj", "v_proj"])
+    )
     params, opt_state, peak = trained(adapted, donate)
     adapters = sum(leaf.nbytes for leaf in tree.leaves_of(params))
     assert adapters == 4 * 2 * 2 * (512 + 512) * 4 < whole / 800

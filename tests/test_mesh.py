@@ -53,8 +53,14 @@ def refusals(rank: int) -> None:
     """DTensors on another mesh, a Shard on none, and what is no axis of a mesh."""
     theirs = distribute_tensor(torch.ones(4, 4), grid(), [Shard(0), Shard(1)])
     part = theirs.redistribute(placements=[Shard(0), Replicate()])
-    dp, line = ps.MeshAxis(grid(), "dp"), DeviceMesh("cpu", [0, 1, 2, 3], mesh_dim_names=("dp",))
-    nameless, local = DeviceMesh("cpu", [0, 1, 2, 3]), ps.shard(torch.ones(2), ps.LocalAxis())
+    dp, line = (
+        ps.MeshAxis(grid(), "dp"),
+        DeviceMesh("cpu", [0, 1, 2, 3], mesh_dim_names=("dp",)),
+    )
+    nameless, local = (
+        DeviceMesh("cpu", [0, 1, 2, 3]),
+        ps.shard(torch.ones(2), ps.LocalAxis()),
+    )
     make: Any = ps.MeshAxis
     several = "MeshAxis(dims={}) must name one or several different dimensions of the mesh, in its order: ('dp', 'cp')"
     one_axis = "a Shard lies on one axis, here MeshAxis('dp'"
@@ -87,7 +93,11 @@ def axes_of_a_grid(rank: int) -> None:
         assert (axis.rank, int(axis.index)) == (place, place)
         assert ps.psum(torch.tensor(10**rank), axis) == total
         assert ps.all_gather(axis.index, axis).tolist() == list(range(axis.size))
-    assert ps.MeshAxis(grid(), "cp") == ps.MeshAxis(grid(), "cp") != ps.MeshAxis(grid(), "dp")
+    assert (
+        ps.MeshAxis(grid(), "cp")
+        == ps.MeshAxis(grid(), "cp")
+        != ps.MeshAxis(grid(), "dp")
+    )
 
 
 def sum_through_local_parts(rank: int) -> None:
@@ -98,7 +108,9 @@ def sum_through_local_parts(rank: int) -> None:
     def loss_fn(p: list[Any], x: Tensor) -> Tensor:
         return (x * torch.stack([leaf.to_local() for leaf in p]).sum(0)).sum(1)
 
-    grads, *_ = ps.accumulate(loss_fn, params, [torch.ones(1, 2)] * 3, weight_fn=lambda x: x[:, 0])
+    grads, *_ = ps.accumulate(
+        loss_fn, params, [torch.ones(1, 2)] * 3, weight_fn=lambda x: x[:, 0]
+    )
     assert [leaf.to_local().tolist() for leaf in tree.leaves_of(grads)] == [[3, 3]] * 3
 
 

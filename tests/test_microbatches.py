@@ -77,7 +77,9 @@ def test_group_resumes_no_order_of_the_global_generator(how: Any) -> None:
     """It is another one by then; nothing is asked where nothing is resumed."""
     loader: Any = data.DataLoader(DATA, **how)
     assert sum(map(len, ps.group(loader, 2))) == len(loader)
-    with pytest.raises(ValueError, match=r"start=2 .* global generator: .*manual_seed\(epoch\)"):
+    with pytest.raises(
+        ValueError, match=r"start=2 .* global generator: .*manual_seed\(epoch\)"
+    ):
         ps.group(loader, 2, start=2)
 
 
@@ -87,7 +89,9 @@ def test_group_resumes_an_order_that_is_seeded(how: str) -> None:
         seeded = torch.Generator().manual_seed(3)
         hows: dict[str, dict[str, Any]] = {
             "loader": {"shuffle": True, "generator": seeded},
-            "sampler": {"sampler": data.WeightedRandomSampler([1.0] * 8, 8, generator=seeded)},
+            "sampler": {
+                "sampler": data.WeightedRandomSampler([1.0] * 8, 8, generator=seeded)
+            },
             "in order": {"shuffle": False},
             "a list": {"sampler": [3, 1, 2]},
         }
@@ -137,7 +141,9 @@ REFUSED: list[tuple[Callable[[], Any], str]] = [
 
 
 @pytest.mark.parametrize(("call", "message"), REFUSED)
-def test_group_split_merge_and_plan_refuse(call: Callable[[], Any], message: str) -> None:
+def test_group_split_merge_and_plan_refuse(
+    call: Callable[[], Any], message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
         call()
 
@@ -146,7 +152,10 @@ def test_group_split_merge_and_plan_refuse(call: Callable[[], Any], message: str
 def test_plan_multiplies_up(local: int, size: int, steps: int) -> None:
     total = local * size * steps
     expected = ps.BatchPlan(total, local, size, steps)
-    assert ps.plan(global_batch_size=total, local_batch_size=local, axis_size=size) == expected
+    assert (
+        ps.plan(global_batch_size=total, local_batch_size=local, axis_size=size)
+        == expected
+    )
     assert ps.plan(global_tokens=total, local_tokens=local, axis_size=size) == expected
 
 
@@ -160,8 +169,12 @@ def test_plan_offers_the_nearest_that_work(total: int, local: int, ranks: int) -
     try:
         ps.plan(global_tokens=total, local_tokens=local, axis_size=ranks)
     except ValueError as error:
-        offers = dict(offer.split("=") for offer in str(error).split("work: ")[1].split("; "))
-        sizes = {name: list(map(int, text.split(" or "))) for name, text in offers.items()}
+        offers = dict(
+            offer.split("=") for offer in str(error).split("work: ")[1].split("; ")
+        )
+        sizes = {
+            name: list(map(int, text.split(" or "))) for name, text in offers.items()
+        }
         assert all(works(size, local) for size in sizes["global_tokens"])
         assert min(abs(size - total) for size in sizes["global_tokens"]) == min(
             abs(size - total) for size in range(1, 400) if works(size, local)
@@ -208,7 +221,10 @@ def test_sources_of_every_kind(source: str) -> None:
     step = ps.make_update_step(lambda w, m: w * m["labels"], SGD, weight_fn=counted)
     w = torch.tensor(1.0)
     groups = ps.prefetch(ps.group(SOURCES[source](), 2), "cpu")
-    assert [int(step(w, SGD.init(w), group)[2].num_tokens) for group in groups] == [9, 14]
+    assert [int(step(w, SGD.init(w), group)[2].num_tokens) for group in groups] == [
+        9,
+        14,
+    ]
 
 
 def test_microbatches_in_any_container() -> None:

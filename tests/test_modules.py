@@ -14,7 +14,18 @@ from torch.nn.utils import parametrizations
 
 import purestep as ps
 from tests import modules
-from tests.modules import D, Of, assert_equal, close, data, grads, linear, losses, made, train
+from tests.modules import (
+    D,
+    Of,
+    assert_equal,
+    close,
+    data,
+    grads,
+    linear,
+    losses,
+    made,
+    train,
+)
 
 
 def look(module: nn.Module) -> list[Any]:
@@ -40,7 +51,9 @@ def test_gradients_are_the_modules_own(name: str) -> None:
     assert_equal(found, modules.backward(module, x))
 
 
-@pytest.mark.parametrize("name", ["self-referring", "tied", "parametrized", "LSTM", "attention"])
+@pytest.mark.parametrize(
+    "name", ["self-referring", "tied", "parametrized", "LSTM", "attention"]
+)
 def test_transforms(name: str) -> None:
     module, x = made(name), data()
     params, apply = ps.from_module(module)
@@ -68,12 +81,20 @@ def test_what_trains_is_chosen_and_tied_params_are_one() -> None:
     params, apply = ps.from_module(module)
     assert [*params] == ["a.weight", "a.bias", "c.bias"]
     assert [*ps.from_module(module, trainable="c.weight")[0]] == ["a.weight"]
-    with pytest.raises(ValueError, match=r"trainable='\*\.wight' .* a\.weight, a\.bias, "):
+    with pytest.raises(
+        ValueError, match=r"trainable='\*\.wight' .* a\.weight, a\.bias, "
+    ):
         ps.from_module(module, trainable="*.wight")
     module = made("checkpointed")
     assert [*ps.from_module(module)[0]] == ["a.weight", "a.bias", "b.weight", "b.bias"]
-    assert [*ps.from_module(module, trainable="*.bias")[0]] == ["a.bias", "b.bias", "frozen.bias"]
-    params, apply = ps.from_module(module, trainable=lambda name, p: p.ndim == 2 and "b" in name)
+    assert [*ps.from_module(module, trainable="*.bias")[0]] == [
+        "a.bias",
+        "b.bias",
+        "frozen.bias",
+    ]
+    params, apply = ps.from_module(
+        module, trainable=lambda name, p: p.ndim == 2 and "b" in name
+    )
     assert [*params] == ["b.weight"]
 
     def scaled(p: Any, x: Tensor) -> Any:
@@ -89,7 +110,9 @@ def test_evaluation() -> None:
     module[1].eval()
     params, apply = ps.from_module(module)
     output = apply.eval(params, data())
-    evaluate = ps.make_eval_step(lambda p, x: losses(apply.eval(p, x)), weight_fn=modules.ones)
+    evaluate = ps.make_eval_step(
+        lambda p, x: losses(apply.eval(p, x)), weight_fn=modules.ones
+    )
     loss = evaluate(params, [data()]).loss
     assert module.training
     with torch.no_grad():
@@ -106,7 +129,9 @@ def test_params_are_written_back() -> None:
     pointers = [p.data_ptr() for p in module.parameters()]
     with pytest.raises(ValueError, match="no place for other"):
         ps.to_module({"other": data()}, module)
-    with pytest.raises(ValueError, match=r"c\.bias is .* of shape \(1,\), and the module's is tor"):
+    with pytest.raises(
+        ValueError, match=r"c\.bias is .* of shape \(1,\), and the module's is tor"
+    ):
         ps.to_module({**doubled, "c.bias": params["c.bias"][:1]}, module)
     assert torch.equal(module.a.bias, params["a.bias"])
     ps.to_module(doubled, module)
@@ -128,14 +153,27 @@ def test_checkpoints_compute_again_with_the_params_of_their_call() -> None:
         params, apply = ps.from_module(made(name))
         one = {name: p.clone().requires_grad_() for name, p in params.items()}
         two = {name: (2 * p).requires_grad_() for name, p in params.items()}
-        first, second = losses(apply(one, data())).sum(), losses(apply(two, data())).sum()
+        first, second = (
+            losses(apply(one, data())).sum(),
+            losses(apply(two, data())).sum(),
+        )
         apply({name: 3 * p for name, p in one.items()}, data())
         (first * second).backward()
-        results.append({f"{n} {i}": p[n].grad for i, p in enumerate((one, two)) for n in p})
+        results.append(
+            {f"{n} {i}": p[n].grad for i, p in enumerate((one, two)) for n in p}
+        )
     assert_equal(*results)
 
 
-GRAPHS = ["collections", "tied", "parametrized", "attention", "keeping", "helped", "checkpointed"]
+GRAPHS = [
+    "collections",
+    "tied",
+    "parametrized",
+    "attention",
+    "keeping",
+    "helped",
+    "checkpointed",
+]
 
 
 @pytest.mark.parametrize("name", GRAPHS)
@@ -163,7 +201,9 @@ def test_steps_compiled_and_donated(fresh_compiler: None) -> None:
         refused = pytest.warns(UserWarning, match="cannot make one graph")
         gives_up = name == "checkpointed" and torch.__version__ >= "2.12"
         with refused if gives_up else nullcontext():
-            assert close(train(apply, params, compile=modules.TRACED, donate=True), plain)
+            assert close(
+                train(apply, params, compile=modules.TRACED, donate=True), plain
+            )
         assert_equal(train(apply, params), plain)
 
 
@@ -202,7 +242,9 @@ def viewed() -> nn.Module:
 
 
 def beside(other: Tensor) -> nn.Module:
-    return Of(print, a=linear(), at=nn.Parameter(other, requires_grad=other.is_complex()))
+    return Of(
+        print, a=linear(), at=nn.Parameter(other, requires_grad=other.is_complex())
+    )
 
 
 REFUSED: list[tuple[Callable[[], Any], Any, type[Exception], str]] = [
@@ -225,7 +267,9 @@ REFUSED: list[tuple[Callable[[], Any], Any, type[Exception], str]] = [
 
 
 @pytest.mark.parametrize(("make", "trainable", "error", "message"), REFUSED)
-def test_refused_modules_and_params(make: Any, trainable: Any, error: Any, message: str) -> None:
+def test_refused_modules_and_params(
+    make: Any, trainable: Any, error: Any, message: str
+) -> None:
     with pytest.raises(error, match=message):
         ps.from_module(make(), trainable=trainable)
 
@@ -239,16 +283,24 @@ def test_what_is_no_matter() -> None:
     module.register_state_dict_pre_hook(lambda *_: module.seen.clear())
     params, apply = ps.from_module(module)
     assert torch.equal(apply(params, both), module(both))
-    normed = nn.utils.spectral_norm(linear())  # whose weight is one of its parameters until a call
+    normed = nn.utils.spectral_norm(
+        linear()
+    )  # whose weight is one of its parameters until a call
     params, apply = ps.from_module(normed)
     assert torch.equal(apply.eval(params, both), normed.eval()(both))
 
 
 def test_refused_calls() -> None:
     x, (params, apply) = data(), ps.from_module(modules.normed().eval())
-    less, more, buffers = {"0.bias": params["0.bias"]}, {**params, "other": x}, {"other": x}
+    less, more, buffers = (
+        {"0.bias": params["0.bias"]},
+        {**params, "other": x},
+        {"other": x},
+    )
     trained, untracked = ps.from_module(modules.normed())
-    spectral, normalized = ps.from_module(parametrizations.spectral_norm(linear().double()))
+    spectral, normalized = ps.from_module(
+        parametrizations.spectral_norm(linear().double())
+    )
     kept, checkpointed = ps.from_module(made("checkpointed"))
     grad, wrong = torch.func.grad(lambda p: checkpointed(p, x).sum()), cast(Any, x)
     refused: list[tuple[Callable[[], Any], type[Exception], str]] = [

@@ -35,7 +35,9 @@ def test_a_mask_is_a_tree_or_a_function() -> None:
     masks: list[Any] = [matrices, matrices(PARAMS), OrderedDict(w=True, b=False)]
     for mask in masks:
         optimizer = ps.optim.adamw(0.1, weight_decay=0.5, mask=mask)
-        new, _ = optimizer.update(tree.zeros_like(PARAMS), optimizer.init(PARAMS), PARAMS)
+        new, _ = optimizer.update(
+            tree.zeros_like(PARAMS), optimizer.init(PARAMS), PARAMS
+        )
         assert torch.equal(new["b"], PARAMS["b"])
         assert torch.allclose(new["w"], torch.full((2, 2), 0.95))
     assert set(ps.optim.adamw(0.1, mask=True).init(PARAMS)) == {"decay"}
@@ -45,7 +47,10 @@ def test_what_does_not_decay_is_not_touched() -> None:
     """Not even multiplied by zero."""
     params = {"w": torch.ones(2, 2), "b": torch.full((2,), float("inf"))}
     decay = ps.optim.add_decayed_weights(0.5, matrices)
-    given, wanted = (GRADS, decay.init(params), params), {"b": GRADS["b"], "w": GRADS["w"] + 0.5}
+    given, wanted = (
+        (GRADS, decay.init(params), params),
+        {"b": GRADS["b"], "w": GRADS["w"] + 0.5},
+    )
     one, many = tree.map(lambda leaf: leaf[None], (given, wanted))
     assert_same(decay.update(*given)[0], wanted)
     assert_same(torch.vmap(decay.update)(*one)[0], many)
@@ -71,7 +76,9 @@ def test_gradients_that_require_grad_move_the_same(name: str) -> None:
         return (p["w"].sum() + p["b"].sum()) * m
 
     for norm in (torch.tensor(0.5), torch.tensor(0.5, requires_grad=True)):
-        optimizer = ps.optim.chain(ps.optim.clip_by_global_norm(norm), RECIPES[name](0.1))
+        optimizer = ps.optim.chain(
+            ps.optim.clip_by_global_norm(norm), RECIPES[name](0.1)
+        )
         step = ps.make_update_step(loss_fn, optimizer, weight_fn=torch.ones_like)
         params: Any = tree.map(Tensor.float, PARAMS)
         state = optimizer.init(params)
@@ -83,7 +90,10 @@ def test_gradients_that_require_grad_move_the_same(name: str) -> None:
 
 
 PAPERS: dict[str, tuple[Any, dict[str, Any]]] = {
-    "adamw": (ps.optim.adamw, {"b1": 0.9, "b2": 0.999, "eps": 1e-8, "weight_decay": 1e-2}),
+    "adamw": (
+        ps.optim.adamw,
+        {"b1": 0.9, "b2": 0.999, "eps": 1e-8, "weight_decay": 1e-2},
+    ),
     "scale_by_adam": (ps.optim.scale_by_adam, {"b1": 0.9, "b2": 0.999, "eps": 1e-8}),
     "sgd": (ps.optim.sgd, {"momentum": 0.0, "nesterov": False, "weight_decay": 0.0}),
     "lion": (ps.optim.lion, {"b1": 0.9, "b2": 0.99, "weight_decay": 0.0}),
@@ -105,7 +115,9 @@ def test_lions_defaults_in_effect() -> None:
     """After a gradient of 1, μ is 0.01, and sign(0.9 μ + 0.1 g) turns at g = -0.09."""
     optimizer = ps.optim.lion(1.0)
     params = torch.zeros(2, dtype=torch.float64)
-    params, state = optimizer.update(torch.ones_like(params), optimizer.init(params), params)
+    params, state = optimizer.update(
+        torch.ones_like(params), optimizer.init(params), params
+    )
     params, _ = optimizer.update(torch.tensor([-0.089, -0.091]).double(), state, params)
     assert params.tolist() == [-2.0, 0.0]
 
@@ -138,7 +150,13 @@ def test_chain_uses_the_last_optimizers_own_update_() -> None:
 
     own = ps.optim.descend(1.0)._replace(update_=update_)
     optimizer = ps.optim.chain(TRANSFORMS["clip"], own)
-    updated(optimizer, "update_", tree.map(torch.clone, GRADS), optimizer.init(PARAMS), PARAMS)
+    updated(
+        optimizer,
+        "update_",
+        tree.map(torch.clone, GRADS),
+        optimizer.init(PARAMS),
+        PARAMS,
+    )
     assert len(calls) == 1
     assert not torch.equal(calls[0], GRADS["w"])
 
@@ -153,7 +171,9 @@ FIRST = [ps.optim.momentum(0.5), ps.optim.Transform(tree.zeros_like, delayed)]
 
 @pytest.mark.parametrize("behind", ["clip", "decay", "momentum"])
 @pytest.mark.parametrize("first", FIRST)
-def test_what_comes_behind_a_part_leaves_its_state_alone(first: Any, behind: str) -> None:
+def test_what_comes_behind_a_part_leaves_its_state_alone(
+    first: Any, behind: str
+) -> None:
     """It may write to the updates that it gets, and they are not the state's memory."""
     optimizer = ps.optim.chain(first, TRANSFORMS[behind], ps.optim.descend(1.0))
     pure = in_place = (PARAMS, optimizer.init(PARAMS))
@@ -168,9 +188,13 @@ def test_what_comes_behind_a_part_leaves_its_state_alone(first: Any, behind: str
 @pytest.mark.parametrize("donate", [False, True])
 def test_an_optimizer_that_swaps_its_buffers(donate: bool) -> None:
     """The old params become state, and the state the params."""
-    swap = ps.optim.Optimizer(tree.zeros_like, lambda grads, state, params: (state, params))
+    swap = ps.optim.Optimizer(
+        tree.zeros_like, lambda grads, state, params: (state, params)
+    )
     params, state = tree.map(torch.clone, (PARAMS, swap.init(PARAMS)))
-    moved, after = transition(swap, GRADS, state, params, torch.tensor(True), donate=donate)
+    moved, after = transition(
+        swap, GRADS, state, params, torch.tensor(True), donate=donate
+    )
     assert_same((moved, after), (tree.zeros_like(PARAMS), PARAMS))
 
 
@@ -184,7 +208,10 @@ def test_the_mean_by_hand(donate: bool) -> None:
     w = torch.tensor([0.0, 8.0])
     first = state = optimizer.init(w)
     place = first.average.data_ptr()
-    for x, wanted, mean in ((-4.0, [4.0, 12.0], [1.0, 9.0]), (-8.0, [12.0, 20.0], [3.75, 11.75])):
+    for x, wanted, mean in (
+        (-4.0, [4.0, 12.0], [1.0, 9.0]),
+        (-8.0, [12.0, 20.0], [3.75, 11.75]),
+    ):
         w, state, _ = step(w, state, [torch.tensor([x])])
         assert (w.tolist(), state.average.tolist()) == (wanted, mean)
         assert state.average.data_ptr() != w.data_ptr()
@@ -200,7 +227,10 @@ def test_half_precision_is_averaged_in_float32() -> None:
     assert (state.average.dtype, float(state.average)) == (torch.float32, 256.5)
     wide = ps.optim.master_weights(rounded)
     _, state = wide.update(torch.tensor(-1.25), wide.init(theta), theta)
-    assert (state.inner.average.dtype, float(state.inner.average)) == (torch.float32, 256.3125)
+    assert (state.inner.average.dtype, float(state.inner.average)) == (
+        torch.float32,
+        256.3125,
+    )
 
 
 def test_a_decay_for_each_of_an_ensemble() -> None:
@@ -209,16 +239,23 @@ def test_a_decay_for_each_of_an_ensemble() -> None:
         w = torch.tensor(0.0)
         return optimizer.update(torch.tensor(-4.0), optimizer.init(w), w)[1].average
 
-    assert torch.vmap(averaged)(torch.tensor([0.0, 0.5, 1.0])).tolist() == [4.0, 2.0, 0.0]
+    assert torch.vmap(averaged)(torch.tensor([0.0, 0.5, 1.0])).tolist() == [
+        4.0,
+        2.0,
+        0.0,
+    ]
 
 
 INNER: dict[str, ps.optim.Optimizer] = {
     "adamw": ps.optim.adamw(0.01, weight_decay=0.1),
     "sgd": ps.optim.sgd(ps.optim.linear_schedule(0.1, 0.01, 10), 0.9, nesterov=True),
     "clipped": ps.optim.chain(ps.optim.clip_by_global_norm(1.0), ps.optim.lion(0.01)),
-    "torch": ps.optim.from_torch(torch.optim.RMSprop, lr=0.01, momentum=0.9, centered=True),
+    "torch": ps.optim.from_torch(
+        torch.optim.RMSprop, lr=0.01, momentum=0.9, centered=True
+    ),
     "partition": ps.optim.partition(
-        labels, {"matrix": ps.optim.from_torch(torch.optim.Muon), "rest": ps.optim.adamw(0.01)}
+        labels,
+        {"matrix": ps.optim.from_torch(torch.optim.Muon), "rest": ps.optim.adamw(0.01)},
     ),
 }
 
@@ -226,7 +263,9 @@ INNER: dict[str, ps.optim.Optimizer] = {
 @pytest.mark.parametrize("grad_dtype", [None, torch.float32])
 @pytest.mark.parametrize("dtype", [*HALVES, torch.float32, torch.float64])
 @pytest.mark.parametrize("name", INNER)
-def test_master_weights_are_the_wide_run(name: str, dtype: Any, grad_dtype: Any) -> None:
+def test_master_weights_are_the_wide_run(
+    name: str, dtype: Any, grad_dtype: Any
+) -> None:
     """Bitwise, with its whole state; and the params are the master rounded, in other memory."""
     generator, inner = torch.Generator().manual_seed(0), INNER[name]
     optimizer = ps.optim.master_weights(inner)
@@ -236,7 +275,9 @@ def test_master_weights_are_the_wide_run(name: str, dtype: Any, grad_dtype: Any)
     grads = tree.map(lambda leaf: leaf.to(grad_dtype or dtype), grads)
     alone = wide, inner.init(wide)
     assert not storages(optimizer.init(params)) & storages(params)
-    for one, (ours, state) in zip(grads, states_of(optimizer, params, grads), strict=True):
+    for one, (ours, state) in zip(
+        grads, states_of(optimizer, params, grads), strict=True
+    ):
         alone = inner.update(tree.map(Tensor.type_as, one, wide), alone[1], alone[0])
         assert_same(state, ps.optim.MasterState(*alone), "opt_state")
         assert_same(ours, tree.map(lambda leaf: leaf.to(dtype), state.master), "params")

@@ -20,12 +20,16 @@ from tests.examples import SMALL, examples_of, partitions
 
 
 @given(SMALL, st.integers(0, 12), st.integers(1, 3))
-def test_no_cut_needs_fewer_microbatches(lengths: list[int], slack: int, multiple_of: int) -> None:
+def test_no_cut_needs_fewer_microbatches(
+    lengths: list[int], slack: int, multiple_of: int
+) -> None:
     """Of all within the budget; and of those with as few, none has a smaller largest one."""
     padded = [-(-n // multiple_of) * multiple_of for n in lengths]
 
     def largest(parts: list[list[int]]) -> int:
-        return max((len(part) * max(padded[i] for i in part) for part in parts), default=0)
+        return max(
+            (len(part) * max(padded[i] for i in part) for part in parts), default=0
+        )
 
     budget = max([1, *padded]) + slack
     ours = data.packing(lengths, max_tokens=budget, multiple_of=multiple_of)
@@ -35,7 +39,9 @@ def test_no_cut_needs_fewer_microbatches(lengths: list[int], slack: int, multipl
     assert sorted(i for part in ours for i in part) == held
     others = [parts for parts in partitions(held) if largest(parts) <= budget]
     assert len(ours) == min(map(len, others))
-    assert largest(ours) == min(largest(parts) for parts in others if len(parts) == len(ours))
+    assert largest(ours) == min(
+        largest(parts) for parts in others if len(parts) == len(ours)
+    )
 
 
 def test_pack_lowers_its_budget() -> None:
@@ -44,10 +50,14 @@ def test_pack_lowers_its_budget() -> None:
 
 
 @given(st.lists(st.integers(1, 12), min_size=1, max_size=20), st.integers(12, 20))
-def test_documents_are_whole_and_fill_half_of_the_rows(lengths: list[int], row_tokens: int) -> None:
+def test_documents_are_whole_and_fill_half_of_the_rows(
+    lengths: list[int], row_tokens: int
+) -> None:
     """Every example exactly once, with its positions and its segment."""
     packed = ps.pack_documents(examples_of(lengths), row_tokens=row_tokens)
-    labels, segments, positions = (packed[key] for key in ("labels", "segments", "positions"))
+    labels, segments, positions = (
+        packed[key] for key in ("labels", "segments", "positions")
+    )
     assert labels.shape[1] == row_tokens
     assert len(labels) <= 2 * -(-sum(lengths) // row_tokens)
     assert torch.equal(labels == -100, segments == 0)
@@ -113,7 +123,9 @@ PADDINGS = [
 
 
 @pytest.mark.parametrize(("dtype", "value", "held"), PADDINGS)
-def test_padding_is_what_was_asked_for(dtype: torch.dtype, value: float, held: bool) -> None:
+def test_padding_is_what_was_asked_for(
+    dtype: torch.dtype, value: float, held: bool
+) -> None:
     """Or it is refused by the leaf's name, even where nothing has to be padded today, or where it would be rounded."""
     examples = [{"a": {"labels": [torch.zeros(n).to(dtype)]}} for n in (2, 2)]
     wanted = torch.tensor(value).to(dtype).double()
@@ -175,10 +187,22 @@ ODD: dict[str, tuple[dict[str, Any], str]] = {
     "fewer": ({"tokens": TOKENS}, STRUCTURE),
     "deeper": ({"tokens": [TOKENS], "more": [MORE]}, STRUCTURE),
     "no tensor": ({"tokens": TOKENS, "more": [None]}, STRUCTURE),
-    "dtype": ({"tokens": TOKENS.int(), "more": [MORE]}, r"\['tokens'\] is torch.int32 .*int64"),
-    "dtype below": ({"tokens": TOKENS, "more": [MORE.half()]}, r"\['more'\]\[0\] is torch.float16"),
-    "shape": ({"tokens": TOKENS, "more": [MORE[:, :1]]}, r"\['more'\]\[0\] .*shape \(2, 1\)"),
-    "rank": ({"tokens": TOKENS, "more": [MORE[:, 0]]}, r"\['more'\]\[0\] .*shape \(2,\)"),
+    "dtype": (
+        {"tokens": TOKENS.int(), "more": [MORE]},
+        r"\['tokens'\] is torch.int32 .*int64",
+    ),
+    "dtype below": (
+        {"tokens": TOKENS, "more": [MORE.half()]},
+        r"\['more'\]\[0\] is torch.float16",
+    ),
+    "shape": (
+        {"tokens": TOKENS, "more": [MORE[:, :1]]},
+        r"\['more'\]\[0\] .*shape \(2, 1\)",
+    ),
+    "rank": (
+        {"tokens": TOKENS, "more": [MORE[:, 0]]},
+        r"\['more'\]\[0\] .*shape \(2,\)",
+    ),
 }
 TOGETHER: dict[str, Any] = {
     "pack": lambda examples: ps.pack(examples, max_tokens=6, pad=0),
@@ -234,7 +258,11 @@ def encoded(example: Any, mapping: Any) -> Any:
 def test_mappings_of_any_kind_are_trees(how: str) -> None:
     """Such as a tokenizer of transformers returns; what is made of them is made of dicts."""
     examples = examples_of([4, 4])
-    ours, theirs = ([encoded(e, mapping) for e in examples] for mapping in (UserDict, dict))
+    ours, theirs = (
+        [encoded(e, mapping) for e in examples] for mapping in (UserDict, dict)
+    )
     assert str(TOGETHER[how](ours)) == str(TOGETHER[how](theirs))
     assert str(ps.split(ours[0], 2)) == str(ps.split(theirs[0], 2))
-    assert [[id(e) for e in share] for share in ps.balance(ours, 2)] == [[id(e)] for e in ours]
+    assert [[id(e) for e in share] for share in ps.balance(ours, 2)] == [
+        [id(e)] for e in ours
+    ]

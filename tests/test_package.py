@@ -26,7 +26,9 @@ ROOT = Path(__file__).parent.parent
 
 def python(*args: Any, cwd: Path = ROOT, interpreter: Any = sys.executable) -> str:
     """What a program prints that must end well."""
-    run = subprocess.run([interpreter, *args], capture_output=True, text=True, timeout=240, cwd=cwd)
+    run = subprocess.run(
+        [interpreter, *args], capture_output=True, text=True, timeout=240, cwd=cwd
+    )
     assert run.returncode == 0, run.stdout + run.stderr
     assert "-W" not in args or run.stderr == ""
     return run.stdout
@@ -77,9 +79,16 @@ def test_swapped_arguments_have_other_types(tmp_path: Path) -> None:
     """A right call passes mypy, a lambda too; a dict for a list and a module for params do not."""
     program = tmp_path / "program.py"
     program.write_text(MISTYPED)
-    mypy = [sys.executable, "-m", "mypy", str(program)]  # on what mypy has cached of the package
+    mypy = [
+        sys.executable,
+        "-m",
+        "mypy",
+        str(program),
+    ]  # on what mypy has cached of the package
     run = subprocess.run(mypy, capture_output=True, text=True, timeout=240, cwd=ROOT)
-    lines = {int(line.split(":")[1]) for line in run.stdout.splitlines() if "error:" in line}
+    lines = {
+        int(line.split(":")[1]) for line in run.stdout.splitlines() if "error:" in line
+    }
     calls = MISTYPED.splitlines().index("step(opt_state, params, [row])") + 1
     assert lines == {*range(calls, calls + 4)}, run.stdout + run.stderr
 
@@ -111,10 +120,14 @@ def foreign_names(source: str) -> set[str]:
                 case ast.Import(names=names):
                     yield from (part for each in names for part in each.name.split("."))
                 case ast.Call(
-                    func=ast.Name(id="getattr" | "hasattr" | "attrgetter" | "methodcaller"),
+                    func=ast.Name(
+                        id="getattr" | "hasattr" | "attrgetter" | "methodcaller"
+                    ),
                     args=args,
                 ):
-                    texts = (each.value for each in args if isinstance(each, ast.Constant))
+                    texts = (
+                        each.value for each in args if isinstance(each, ast.Constant)
+                    )
                     yield from (part for text in texts for part in str(text).split("."))
 
     tree = ast.parse(source)
@@ -126,7 +139,11 @@ def foreign_names(source: str) -> set[str]:
 @pytest.mark.parametrize("folder", ["purestep", "proofs", "tests", "benchmarks"])
 def test_private_names_of_torch_stand_in_one_place(folder: str) -> None:
     """In purestep/torch_private.py, and what only tests look through in tests/torch_private.py."""
-    files = [file for file in (ROOT / folder).rglob("*.py") if file.name != "torch_private.py"]
+    files = [
+        file
+        for file in (ROOT / folder).rglob("*.py")
+        if file.name != "torch_private.py"
+    ]
     found = {str(file): foreign_names(file.read_text()) for file in files}
     assert not {file: names for file, names in found.items() if names}
 
@@ -185,12 +202,17 @@ print(float(step(w, optim.sgd(1.0).init(w), [torch.ones(3)])[0]))
 def test_wheel_and_sdist_install_into_an_empty_environment(tmp_path: Path) -> None:
     """Only what they need to run stands beside them; the sdist builds the same wheel."""
     source, again, empty = tmp_path / "source", tmp_path / "again", tmp_path / "empty"
-    listed = python("-c", "import subprocess; subprocess.run(['git', 'ls-files'], check=True)")
+    listed = python(
+        "-c", "import subprocess; subprocess.run(['git', 'ls-files'], check=True)"
+    )
     for name in listed.splitlines():
         (source / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, source / name)
     python("-c", BUILD_ALL, cwd=source)
-    (sdist,), (wheel,) = (source / "dist").glob("*.tar.gz"), (source / "dist").glob("*.whl")
+    (sdist,), (wheel,) = (
+        (source / "dist").glob("*.tar.gz"),
+        (source / "dist").glob("*.whl"),
+    )
     with tarfile.open(sdist) as archive:
         archive.extractall(again, filter="data")
     (unpacked,) = again.iterdir()
@@ -198,13 +220,17 @@ def test_wheel_and_sdist_install_into_an_empty_environment(tmp_path: Path) -> No
     python("-c", BUILD_ALL, cwd=unpacked)
     (second,) = (unpacked / "dist").glob("*.whl")
     assert ZipFile(wheel).namelist() == ZipFile(second).namelist()
-    assert {"purestep/py.typed", "purestep/testing/README.md"} <= {*ZipFile(wheel).namelist()}
+    assert {"purestep/py.typed", "purestep/testing/README.md"} <= {
+        *ZipFile(wheel).namelist()
+    }
 
     python("-m", "venv", "--without-pip", empty)
     own = empty / "bin" / "python"
     python("-m", "pip", "--python", own, "install", "--no-deps", "--no-index", wheel)
     (site,) = (empty / "lib").glob("*/site-packages")
-    (site / "others.pth").write_text(str(Path(torch.__file__).parent.parent))  # torch and such
+    (site / "others.pth").write_text(
+        str(Path(torch.__file__).parent.parent)
+    )  # torch and such
     printed = python("-I", "-c", USE, cwd=tmp_path, interpreter=own).split()
     assert printed == [str(site / "purestep" / "__init__.py"), "0.0"]
 

@@ -71,7 +71,9 @@ def test_prefetch_copies_again_one_at_a_time() -> None:
     assert len(list(group)) == len(copied) == 3
     next(iter(group))
     assert len(copied) == 4
-    assert ps.count_tokens(group, lambda m: zero_labels(m) * 2) == 12, "by weights of another kind"
+    assert ps.count_tokens(group, lambda m: zero_labels(m) * 2) == 12, (
+        "by weights of another kind"
+    )
 
 
 BARE: list[Any] = [{"labels": TWO}, TWO, ps.Count(TWO, TWO)]
@@ -92,7 +94,9 @@ def test_prefetch_refuses(call: Any, error: type[Exception], message: str) -> No
 
 def test_prefetch_leaves_alone_what_is_no_tensor() -> None:
     name, array = "a string", object()
-    groups = ps.prefetch([[{**labelled(1)[0], "name": name, "more": [array, None]}]], "cpu")
+    groups = ps.prefetch(
+        [[{**labelled(1)[0], "name": name, "more": [array, None]}]], "cpu"
+    )
     (microbatch,) = next(groups)
     assert microbatch["name"] is name
     assert microbatch["more"] == [array, None]
@@ -100,9 +104,15 @@ def test_prefetch_leaves_alone_what_is_no_tensor() -> None:
 
 def test_prefetch_tells_its_position() -> None:
     """Of what was handed over, where the source tells a position, as another ``prefetch`` does; None where it tells none."""
-    groups = ps.prefetch(ps.prefetch(ps.group(labelled(10), 4, start=1), "cpu", 3), "cpu")
+    groups = ps.prefetch(
+        ps.prefetch(ps.group(labelled(10), 4, start=1), "cpu", 3), "cpu"
+    )
     assert groups.position == 1
-    assert [(len(list(group)), groups.position) for group in groups] == [(4, 5), (4, 9), (1, 10)]
+    assert [(len(list(group)), groups.position) for group in groups] == [
+        (4, 5),
+        (4, 9),
+        (1, 10),
+    ]
     unknown = ps.prefetch([labelled(1)], "cpu")
     assert [unknown.position, *(unknown.position for _ in unknown)] == [None, None]
 
@@ -122,7 +132,9 @@ def test_prefetch_abandoned_leaves_no_thread() -> None:
     group = next(groups)
     microbatches = iter(group)
     next(microbatches)
-    (thread,) = (thread for thread in threading.enumerate() if thread.name == "prefetch")
+    (thread,) = (
+        thread for thread in threading.enumerate() if thread.name == "prefetch"
+    )
     del groups
     assert closed.wait(timeout=60)
     thread.join(timeout=60)
@@ -198,7 +210,9 @@ def test_prefetch_of_groups_that_are_left_early(depth: int) -> None:
         first = iter(next(groups))
         next(first)
         for _ in range(min(depth, 3)):
-            assert made.acquire(timeout=20), "the room of copies that were dropped is used again"
+            assert made.acquire(timeout=20), (
+                "the room of copies that were dropped is used again"
+            )
     assert not made.acquire(timeout=0.1), "there is no more room than before"
     next(groups)
     second = next(groups)
@@ -228,7 +242,11 @@ def test_prefetch_of_a_group_that_is_left_while_it_is_copied() -> None:
         begun.set()
         assert go_on.wait(timeout=60)
 
-    source = [[*labelled(1), {"labels": counted(wait)}], labelled(3), [{"labels": counted(wait)}]]
+    source = [
+        [*labelled(1), {"labels": counted(wait)}],
+        labelled(3),
+        [{"labels": counted(wait)}],
+    ]
     groups = ps.prefetch(source, "cpu", weight_fn=zero_labels)
     next(iter(next(groups)))
     assert begun.wait(timeout=60)
@@ -260,7 +278,9 @@ if sys.argv[2] == "closed":
 """
 
 
-@pytest.mark.parametrize(("source", "how"), [("stalled", "in use"), ("at work", "closed")])
+@pytest.mark.parametrize(
+    ("source", "how"), [("stalled", "in use"), ("at work", "closed")]
+)
 def test_prefetch_lets_the_program_end(source: str, how: str) -> None:
     """In good order: also with a source that would never answer, or that is inside of torch."""
     subprocess.run([sys.executable, "-c", LEFT, source, how], check=True, timeout=120)

@@ -33,7 +33,12 @@ def philox(counters: tuple[int, ...], key: tuple[int, ...]) -> tuple[int, ...]:
     (a, b, c, d), (low, high) = counters, key
     for _ in range(10):
         one, two = 0xD2511F53 * a, 0xCD9E8D57 * c
-        a, b, c, d = (two >> 32) ^ b ^ low, two & MASK, (one >> 32) ^ d ^ high, one & MASK
+        a, b, c, d = (
+            (two >> 32) ^ b ^ low,
+            two & MASK,
+            (one >> 32) ^ d ^ high,
+            one & MASK,
+        )
         low, high = (low + 0x9E3779B9) & MASK, (high + 0xBB67AE85) & MASK
     return a, b, c, d
 
@@ -88,15 +93,25 @@ def test_keys_of_keys() -> None:
     assert made.shape == ()
     assert halves(int(made)) == philox((5, 7, 0, MASK), (3, 0))[:2]
     assert torch.equal(ps.random.fold_in(key, torch.tensor(5 | 7 << 32)), made)
-    assert torch.equal(ps.random.fold_in(key, -1), ps.random.fold_in(key, torch.tensor(-1)))
-    assert halves(int(ps.random.split(key, 3)[2])) == philox((2, 0, 1, MASK), (3, 0))[:2]
-    many = [ps.random.fold_in(key, torch.arange(1000)), ps.random.split(key, 1000), key[None]]
+    assert torch.equal(
+        ps.random.fold_in(key, -1), ps.random.fold_in(key, torch.tensor(-1))
+    )
+    assert (
+        halves(int(ps.random.split(key, 3)[2])) == philox((2, 0, 1, MASK), (3, 0))[:2]
+    )
+    many = [
+        ps.random.fold_in(key, torch.arange(1000)),
+        ps.random.split(key, 1000),
+        key[None],
+    ]
     assert len(torch.cat(many).unique()) == 2001
 
 
 def tokens(key: Tensor) -> TokenKeys:
     """The keys of four tokens of one example."""
-    return TokenKeys(key[..., None].expand(*key.shape, 4), torch.arange(4).expand(*key.shape, 4))
+    return TokenKeys(
+        key[..., None].expand(*key.shape, 4), torch.arange(4).expand(*key.shape, 4)
+    )
 
 
 def ones(key: Tensor, *shape: int) -> Tensor:
@@ -136,7 +151,9 @@ def test_the_same_everywhere(name: str) -> None:
 
 
 def all_of_them(keys: Tensor) -> list[Tensor]:
-    return [draw(keys) for draw in DRAWS.values()] + [torch.vmap(DRAWS["dropout"])(keys)]
+    return [draw(keys) for draw in DRAWS.values()] + [
+        torch.vmap(DRAWS["dropout"])(keys)
+    ]
 
 
 def large(keys: Tensor) -> list[Tensor]:
@@ -153,7 +170,10 @@ def test_the_same_compiled(draws: Any) -> None:
 
 def test_the_same_on_a_device() -> None:
     """That is not the CPU, and the host waits for nothing."""
-    there, drawn = KEYS.to(device()), [draw for name, draw in DRAWS.items() if name != "tokens"]
+    there, drawn = (
+        KEYS.to(device()),
+        [draw for name, draw in DRAWS.items() if name != "tokens"],
+    )
     with Waits() as waits:
         found = [draw(there) for draw in drawn]
     assert waits.seen == []
@@ -198,7 +218,9 @@ def test_probabilities() -> None:
         assert abs(drawn - p) <= 6 * (p * (1 - p) / count) ** 0.5
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    "dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16]
+)
 def test_uniform_is_below_one_in_every_dtype(dtype: torch.dtype) -> None:
     drawn = ps.random.uniform(ps.random.key(0), (200_000,), dtype)
     assert drawn.dtype == dtype
@@ -212,7 +234,11 @@ def test_uniform_is_below_one_in_every_dtype(dtype: torch.dtype) -> None:
 def test_normal_is_the_quantile(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the middle of each word's interval, to float64's precision, also at both ends."""
     draw = random.Random(0)
-    words = [*(draw.randrange(2**32) for _ in range(5000)), *range(50), *range(MASK - 50, MASK + 1)]
+    words = [
+        *(draw.randrange(2**32) for _ in range(5000)),
+        *range(50),
+        *range(MASK - 50, MASK + 1),
+    ]
     monkeypatch.setattr(ps.random, "bits", lambda key, shape: torch.tensor(words))
     made = ps.random.normal(ps.random.key(0), (len(words),), torch.float64)
     exact = [NormalDist().inv_cdf((w + 0.5) / 2**32) for w in words]
@@ -222,7 +248,9 @@ def test_normal_is_the_quantile(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_token_keys_are_keys() -> None:
     """``fold_in`` reaches them; they are a tree of tensors."""
     keys = torch.tensor([[1, 2]])
-    packed = ps.random.token_keys(keys, torch.tensor([[1, 2, 0]]), torch.tensor([[0, 0, 0]]))
+    packed = ps.random.token_keys(
+        keys, torch.tensor([[1, 2, 0]]), torch.tensor([[0, 0, 0]])
+    )
     folded = ps.random.fold_in(packed, 9)
     assert torch.equal(folded.keys[:, :2], ps.random.fold_in(keys, 9))
     assert torch.equal(folded.positions, packed.positions)

@@ -13,7 +13,12 @@ from torch.nn import functional
 import purestep as ps
 from proofs.strategies import cut
 from purestep import tree
-from purestep.examples.differential_privacy import init, loss_fn, people, private_update_step
+from purestep.examples.differential_privacy import (
+    init,
+    loss_fn,
+    people,
+    private_update_step,
+)
 from purestep.examples.noise_scale import direct, measured_update_step
 from purestep.testing.bounds import gamma
 
@@ -23,13 +28,22 @@ SGD = ps.optim.sgd(1.0)
 
 
 def normal(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return torch.randn(
+        shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
+    )
 
 
-def assert_within(found: Tensor, terms: list[Tensor], sizes: list[Tensor], total: float) -> None:
+def assert_within(
+    found: Tensor, terms: list[Tensor], sizes: list[Tensor], total: float
+) -> None:
     """The sum of the terms over the total, but for a hundred roundings of each term's size."""
-    expected, size = torch.stack(terms).sum(0) / total, torch.stack(sizes).sum(0) / total
-    assert ((found - expected).abs() <= gamma(100 + len(terms), torch.float64) * size).all()
+    expected, size = (
+        torch.stack(terms).sum(0) / total,
+        torch.stack(sizes).sum(0) / total,
+    )
+    assert (
+        (found - expected).abs() <= gamma(100 + len(terms), torch.float64) * size
+    ).all()
 
 
 def gradient(loss_fn: Any, params: Any, group: list[Batch], *tokens: int) -> Any:
@@ -72,7 +86,10 @@ def test_gan(rows: list[list[int]]) -> None:
         y, size = z @ own_g, z.abs() @ own_g.abs()
         hand_d += [-torch.sigmoid(-(own_d @ x)) * x, torch.sigmoid(own_d @ y) * y]
         # A generated row is a sum of products itself, and so is what the sigmoid is of.
-        sizes_d += [(1 + own_d.abs() @ x.abs()) * x.abs(), (1 + own_d.abs() @ size) * size]
+        sizes_d += [
+            (1 + own_d.abs() @ x.abs()) * x.abs(),
+            (1 + own_d.abs() @ size) * size,
+        ]
         hand_g.append(-torch.sigmoid(-(own_d @ y)) * z.outer(own_d))
         sizes_g.append((1 + own_d.abs() @ size) * z.abs().outer(own_d.abs()))
     assert_within(of_d, hand_d, sizes_d, 2 * ROWS)
@@ -90,7 +107,9 @@ DATA = {
 """Rows of two tokens, with gradients (3, 4, 12), (0, 3, 0), padding, and (48, 64, 192)."""
 
 
-def privately(group: list[Batch], elements: int = 2, noise: float = 0.0, **how: Any) -> Batch:
+def privately(
+    group: list[Batch], elements: int = 2, noise: float = 0.0, **how: Any
+) -> Batch:
     """The params after a step, where the gradient of a token is (x, c)."""
     params = {"w": torch.zeros(elements).double(), "b": torch.zeros(()).double()}
     new, _ = private_update_step(
@@ -118,12 +137,16 @@ def test_private_steps_clip_by_hand(how: str) -> None:
             groups = [cut(DATA, [[0, 3]]), [], cut(DATA, [[1], [2]])]
             return on_three_threads(partial(privately, noise=noise), groups)
         group = cut(DATA, [[2, 3], [0], [1]]) if how == "three" else [DATA]
-        return privately(group, noise=noise, **({"chunk_size": 1} if how == "one by one" else {}))
+        return privately(
+            group, noise=noise, **({"chunk_size": 1} if how == "one by one" else {})
+        )
 
     new, noisy = stepped(0.0), stepped(0.25)["w"]
     assert (-4 * new["w"]).tolist() == [1.5 + 0 + 1.5, 2 + 3 + 2]
     assert -4 * new["b"] == 6 + 0 + 6
-    assert torch.equal(noisy, privately([DATA], noise=0.25)["w"]), "it depends on the key alone"
+    assert torch.equal(noisy, privately([DATA], noise=0.25)["w"]), (
+        "it depends on the key alone"
+    )
     assert not torch.equal(noisy, new["w"])
 
 
@@ -133,13 +156,17 @@ def test_private_noise_comes_once() -> None:
     noise = 4 * privately([], n, noise=0.25)["w"]
     assert abs(noise.mean()) < 5 * deviation / math.sqrt(n)
     # The variance of n squares of deviation σ is 2 σ⁴ / n.
-    assert abs(noise.square().mean() - deviation**2) < 5 * deviation**2 * math.sqrt(2 / n)
+    assert abs(noise.square().mean() - deviation**2) < 5 * deviation**2 * math.sqrt(
+        2 / n
+    )
 
 
 FEW, ONE, NONE = torch.tensor([2.0, 4.0]), torch.tensor([6.0]), torch.zeros(0)
 
 
-def measured(group: list[Tensor], axis: Any = ps.LocalAxis()) -> tuple[Tensor, Tensor, Tensor]:
+def measured(
+    group: list[Tensor], axis: Any = ps.LocalAxis()
+) -> tuple[Tensor, Tensor, Tensor]:
     """Of tokens whose gradient is their number."""
     w = torch.tensor(1.0)
     w, _, found = measured_update_step(
@@ -171,10 +198,16 @@ def test_the_noise_scale_by_hand(how: str) -> None:
 
 
 @pytest.mark.parametrize("sizes", [(4, 4), (2, 5, 1)])
-def test_the_estimates_of_the_noise_scale_are_those_of_all_examples(sizes: tuple[int, ...]) -> None:
+def test_the_estimates_of_the_noise_scale_are_those_of_all_examples(
+    sizes: tuple[int, ...],
+) -> None:
     """Of a network, the mean of many estimates is the direct one, to five standard errors."""
     generator = torch.Generator().manual_seed(0)
-    params, data, steps = tree.map(Tensor.double, init(generator)), people(200, seed=0), 400
+    params, data, steps = (
+        tree.map(Tensor.double, init(generator)),
+        people(200, seed=0),
+        400,
+    )
     data["x"] = data["x"].double()
     how: Any = {"loss_fn": loss_fn, "optimizer": SGD}
     found = []

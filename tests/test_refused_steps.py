@@ -27,11 +27,19 @@ def with_aux(aux: Any) -> Any:
 
 REDUCED = r'shape \(\) against .*\(2,\).*one loss per token.*mean.*reduction="none"'
 NO_LOSS = "must return a floating point tensor, one loss per token"
-SEQUENCE = r"must be a sequence of microbatches, got {}: cut a stacked batch with ps\.split"
+SEQUENCE = (
+    r"must be a sequence of microbatches, got {}: cut a stacked batch with ps\.split"
+)
 SCHEDULE = r"got StepLR: .* a schedule .*ps\.optim\.linear_schedule"
 NO_OPTIMIZER: list[tuple[Any, str]] = [
-    (ps.optim.scale_by_adam(), r"got Transform: end the chain with one: ps\.optim\.chain"),
-    (TORCH_SGD, r"got SGD: its algorithm .* is ps\.optim\.from_torch\(SGD, lr=\.\.\.\)"),
+    (
+        ps.optim.scale_by_adam(),
+        r"got Transform: end the chain with one: ps\.optim\.chain",
+    ),
+    (
+        TORCH_SGD,
+        r"got SGD: its algorithm .* is ps\.optim\.from_torch\(SGD, lr=\.\.\.\)",
+    ),
     (torch.optim.AdamW, r"got AdamW: .*ps\.optim\.from_torch\(AdamW, lr=\.\.\.\)"),
     *((each, SCHEDULE) for each in (SCHEDULER, SCHEDULER(TORCH_SGD, 3))),
     (ps.optim.adamw, r"got function: call it with its settings first"),
@@ -43,7 +51,9 @@ SHIFTED = r"dimension 1 differs by one, as where loss_fn shifts the labels: shif
 SHIFTING: dict[str, Any] = {
     "loss": lambda p, m: ps.losses.cross_entropy(m["x"] * p["w"], m["labels"][:, 1:]),
     "weight_fn": ps.label_weights,
-    "group": [{"x": torch.randn(2, 5, 3), "labels": torch.zeros(2, 6, dtype=torch.int64)}],
+    "group": [
+        {"x": torch.randn(2, 5, 3), "labels": torch.zeros(2, 6, dtype=torch.int64)}
+    ],
 }
 MISTAKES: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"loss": lambda p, m: loss_fn(p, m).mean()}, ValueError, REDUCED),
@@ -84,12 +94,17 @@ def test_evaluation_asks_where_to_gather() -> None:
         ps.make_eval_step(loss_fn, gather="mean")  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("microbatches", [MICROBATCH, ONES, Optax(ONES, ONES), iter([MICROBATCH])])
+@pytest.mark.parametrize(
+    "microbatches", [MICROBATCH, ONES, Optax(ONES, ONES), iter([MICROBATCH])]
+)
 def test_a_group_that_is_no_sequence(microbatches: Any) -> None:
     """At the first step and later, and in evaluation."""
     step = ps.make_update_step(loss_fn, SGD, weight_fn=weight_fn)
     evaluate = ps.make_eval_step(loss_fn, weight_fn=weight_fn)
-    state, found = (PARAMS, SGD.init(PARAMS)), SEQUENCE.format(type(microbatches).__name__)
+    state, found = (
+        (PARAMS, SGD.init(PARAMS)),
+        SEQUENCE.format(type(microbatches).__name__),
+    )
     for call in (partial(step, *state), partial(evaluate, PARAMS)):
         with pytest.raises(TypeError, match=found):
             call(microbatches)
@@ -111,7 +126,9 @@ NO_PARAMS: list[tuple[Any, type[Exception], str]] = [
 
 
 @pytest.mark.parametrize(("params", "error", "message"), NO_PARAMS)
-def test_params_that_are_none(params: Any, error: type[Exception], message: str) -> None:
+def test_params_that_are_none(
+    params: Any, error: type[Exception], message: str
+) -> None:
     """For evaluation, too."""
     step: Any = ps.make_update_step(loss_fn, SGD, weight_fn=weight_fn)
     evaluate = ps.make_eval_step(loss_fn, weight_fn=weight_fn)
@@ -141,11 +158,15 @@ def test_init_refuses_them_too(optimizer: Any) -> None:
 
 @pytest.mark.parametrize("leaf", [torch.nn.Parameter, torch.Tensor.requires_grad_])
 @pytest.mark.parametrize("donate", [False, True])
-def test_leaves_that_require_grad(donate: bool, leaf: Callable[[Tensor], Tensor]) -> None:
+def test_leaves_that_require_grad(
+    donate: bool, leaf: Callable[[Tensor], Tensor]
+) -> None:
     """Each step would be recorded behind the one before. A copy of them has a graph, and is."""
     params = {"w": leaf(torch.tensor(1.0))}
     step = ps.make_update_step(loss_fn, SGD, weight_fn=weight_fn, donate=donate)
-    refused = r"params\['w'\] requires grad and was computed from nothing.*ps\.from_module"
+    refused = (
+        r"params\['w'\] requires grad and was computed from nothing.*ps\.from_module"
+    )
     with pytest.raises(TypeError, match=refused):
         step(params, SGD.init(params), [MICROBATCH])
     frozen = {"w": params["w"].detach()}
@@ -173,6 +194,10 @@ def test_what_is_refused_is_refused_again() -> None:
 @pytest.mark.parametrize("weight", [1e-50, 1e39])
 def test_a_count_that_losses_cannot_be_divided_by(weight: float) -> None:
     """Sums of losses in float32 are not divided by 0 or inf. Losses that are weighed before may have such a count."""
-    how: Any = {"weight_fn": lambda m: torch.full_like(m["x"], weight, dtype=torch.float64)}
-    with pytest.raises(ValueError, match=r"num_tokens.*cannot be divided: scale the weights"):
+    how: Any = {
+        "weight_fn": lambda m: torch.full_like(m["x"], weight, dtype=torch.float64)
+    }
+    with pytest.raises(
+        ValueError, match=r"num_tokens.*cannot be divided: scale the weights"
+    ):
         step_with(**how, normalize="grads")

@@ -30,16 +30,27 @@ def integers(*shape: int, seed: int = 0) -> Tensor:
     return torch.randint(-2, 3, shape, generator=generator).double()
 
 
-PARAMS = [{"w": integers(3, 3, seed=n), "b": torch.tensor([1, -n, 2]).double()} for n in (1, 2)]
+PARAMS = [
+    {"w": integers(3, 3, seed=n), "b": torch.tensor([1, -n, 2]).double()}
+    for n in (1, 2)
+]
 X, W = integers(4, 3), integers(4)
 MANY = tree.map(lambda leaf: torch.stack([leaf, leaf + 1, -leaf]), PARAMS)
 ONE = torch.tensor(1.0, dtype=torch.float64)
 
 
-def block(p: Any, x: Tensor, *, power: int = 2, mask: Tensor | None = None) -> dict[str, Any]:
+def block(
+    p: Any, x: Tensor, *, power: int = 2, mask: Tensor | None = None
+) -> dict[str, Any]:
     """A polynomial, and beside it what is no tensor, or no floating point."""
     y = (x @ p["w"] + p["b"]) ** power - x
-    return {"y": y, "positive": (y > 0).sum(-1), "mask": mask, "name": "block", "scale": p["b"]}
+    return {
+        "y": y,
+        "positive": (y > 0).sum(-1),
+        "mask": mask,
+        "name": "block",
+        "scale": p["b"],
+    }
 
 
 def chain(block: Function) -> Function:
@@ -60,7 +71,9 @@ def recorded(loss: Function, params: Any, x: Tensor, again: bool) -> Any:
     """Gradients by autograd, or those of their squares' sum."""
     leaves, structure = tree.flatten((params, x))
     own = [leaf.clone().requires_grad_() for leaf in leaves]
-    grads = torch.autograd.grad(loss(*tree.unflatten(structure, own)), own, create_graph=again)
+    grads = torch.autograd.grad(
+        loss(*tree.unflatten(structure, own)), own, create_graph=again
+    )
     total = torch.stack([g.square().sum() for g in grads]).sum()
     return torch.autograd.grad(total, own) if again else grads
 
@@ -90,19 +103,28 @@ def test_every_transform_of_nested_functions(name: str) -> None:
         return TRANSFORMS[name](chain(remat(twice)))
 
     expected = nested(lambda fn: fn)
-    assert any(leaf.any() for leaf in tree.leaves_of(expected)), "zero would say nothing"
+    assert any(leaf.any() for leaf in tree.leaves_of(expected)), (
+        "zero would say nothing"
+    )
     assert_same(nested(ps.remat), expected)
 
 
 _, HOLDING = ps.from_module(
-    Of(lambda m, x, remat: remat(m.part)(x), part=torch.nn.Linear(4, 4, dtype=torch.float64))
+    Of(
+        lambda m, x, remat: remat(m.part)(x),
+        part=torch.nn.Linear(4, 4, dtype=torch.float64),
+    )
 )
 EYE = torch.eye(4).double()
 CLOSING: dict[str, Function] = {
     "lambda": lambda remat, w: remat(lambda x: x * w)(2 * w).sum(),
-    "module": lambda remat, w: HOLDING({"part.weight": EYE, "part.bias": w}, X[:, 0], remat).sum(),
+    "module": lambda remat, w: HOLDING(
+        {"part.weight": EYE, "part.bias": w}, X[:, 0], remat
+    ).sum(),
     "returned": lambda remat, w: remat(lambda x: (x, w))(X[:, 0])[1].sum(),
-    "in an inner vmap": lambda remat, w: vmap(lambda v: remat(lambda x: x * w)(v))(X[:, 0]).sum(),
+    "in an inner vmap": lambda remat, w: vmap(lambda v: remat(lambda x: x * w)(v))(
+        X[:, 0]
+    ).sum(),
 }
 
 
@@ -132,7 +154,10 @@ def written_later(x: Tensor) -> Tensor:
     return y
 
 
-WRITING: Any = [written_later, lambda x: ps.remat(lambda p: p["x"].mul_(2) ** 3)({"x": x})]
+WRITING: Any = [
+    written_later,
+    lambda x: ps.remat(lambda p: p["x"].mul_(2) ** 3)({"x": x}),
+]
 
 
 @pytest.mark.parametrize("use", WRITING)
@@ -148,11 +173,15 @@ def test_what_no_checkpoint_takes_is_refused() -> None:
     slope = ps.remat(lambda x: grad(lambda y: (y**3).sum())(x) * x)
     with pytest.raises(RuntimeError, match="saved tensor hooks"):
         ps.grad_and_value(lambda w: slope(w).sum())(W)
-    with pytest.raises(TypeError, match=r"rand under ps\.remat takes a torch\.Generator, .* a key"):
+    with pytest.raises(
+        TypeError, match=r"rand under ps\.remat takes a torch\.Generator, .* a key"
+    ):
         ps.remat(torch.rand)(4, generator=torch.Generator())
 
 
-@pytest.mark.parametrize("name", ["value", "without gradients", "autograd", "ps.grad_and_value"])
+@pytest.mark.parametrize(
+    "name", ["value", "without gradients", "autograd", "ps.grad_and_value"]
+)
 def test_random_numbers_are_drawn_again(name: str) -> None:
     """And the generator stands where one call of the function leaves it."""
 
@@ -202,7 +231,10 @@ def test_the_input_of_each_layer_is_kept_and_all_of_one_layer() -> None:
     gc.collect()
     # tanh keeps what it returns. Beside that are alive a cotangent, what is made of it, and a product before tanh takes it.
     assert peak(layer) >= 5 * layers * activation
-    assert peak(ps.remat(layer)) <= (layers + 5 + 3) * activation + layers * width * width * 4
+    assert (
+        peak(ps.remat(layer))
+        <= (layers + 5 + 3) * activation + layers * width * width * 4
+    )
 
 
 def test_arguments_are_freed_as_the_backward_pass_goes() -> None:
@@ -237,8 +269,12 @@ def test_attention_draws_where_it_drops() -> None:
 def step(loss_fn: Function, params: Any = PARAMS, **how: Any) -> Any:
     """One of two microbatches."""
     torch.manual_seed(0)
-    update = ps.make_update_step(loss_fn, SGD, weight_fn=lambda x: torch.ones(len(x)), **how)
-    return update(params, SGD.init(params), [integers(4, 3, seed=seed) for seed in range(2)])
+    update = ps.make_update_step(
+        loss_fn, SGD, weight_fn=lambda x: torch.ones(len(x)), **how
+    )
+    return update(
+        params, SGD.init(params), [integers(4, 3, seed=seed) for seed in range(2)]
+    )
 
 
 def test_a_compiled_step_is_the_step(fresh_compiler: None) -> None:
@@ -252,7 +288,12 @@ def test_a_compiled_step_is_the_step(fresh_compiler: None) -> None:
 
         def loss_fn(params: Any, x: Tensor) -> Tensor:
             out = remat(inner)(params[0], x)
-            x = out["y"] + out["positive"][:, None] + out["x"] * out["scale"] + out["view"].sum()
+            x = (
+                out["y"]
+                + out["positive"][:, None]
+                + out["x"] * out["scale"]
+                + out["view"].sum()
+            )
             return (x @ params[1]["w"] + params[1]["b"]).sum(-1)
 
         return loss_fn
@@ -261,7 +302,9 @@ def test_a_compiled_step_is_the_step(fresh_compiler: None) -> None:
     assert_same(step(of(ps.remat), compile=backend), step(of(lambda fn: fn)))
 
 
-def test_a_compiled_function_inside_remat_in_the_first_step(fresh_compiler: None) -> None:
+def test_a_compiled_function_inside_remat_in_the_first_step(
+    fresh_compiler: None,
+) -> None:
     """The step watches what its first backward pass recomputes; a compiler does not see that."""
 
     def losses_of(w: Tensor, x: Tensor) -> Tensor:

@@ -28,13 +28,22 @@ def assert_close(actual: Any, expected: Any) -> None:
 
 def test_compiled() -> None:
     """One graph of cutting, gathering, a norm over pieces, and a clip by it; pieces come out as nodes."""
-    axis, whole, clip = ps.VmapAxis(SIZE), noise(5, 2), ps.optim.clip_by_global_norm(0.1)
+    axis, whole, clip = (
+        ps.VmapAxis(SIZE),
+        noise(5, 2),
+        ps.optim.clip_by_global_norm(0.1),
+    )
 
     def program(x: Tensor) -> Any:
         def rank(x: Tensor) -> Any:
             nodes = ps.shard({"w": x, "scale": x.sum()}, axis)
             clipped, _ = clip.update(nodes, (), None)
-            return nodes, ps.unshard(clipped), tree.global_norm(nodes), tree.all_finite(nodes)
+            return (
+                nodes,
+                ps.unshard(clipped),
+                tree.global_norm(nodes),
+                tree.all_finite(nodes),
+            )
 
         return axis.map(rank, in_dims=None, out_dims=(0, None, None, None))(x)
 
@@ -61,7 +70,9 @@ def test_a_zero_tree_has_a_zero_norm_with_a_zero_gradient() -> None:
 def test_a_norm_is_one_number_in_the_dtype_of_sums() -> None:
     """However many leaves are sharded over an axis."""
     axis = CountingAxis()
-    tree.global_norm(ps.shard({"w": noise(5, 2), "v": noise(3), "b": torch.ones(())}, axis))
+    tree.global_norm(
+        ps.shard({"w": noise(5, 2), "v": noise(3), "b": torch.ones(())}, axis)
+    )
     assert axis.calls == [("psum", 1)]
     norm = tree.global_norm(ps.Shard(torch.full((4,), 300.0).bfloat16(), LOCAL, (4,)))
     assert (float(norm), norm.dtype) == (600, torch.float32)
@@ -93,7 +104,9 @@ def test_derivatives_of_a_step_on_pieces() -> None:
         return ps.unshard(step(params, optimizer.init(params), [x])[0])
 
     def on_ranks(w: Tensor) -> Tensor:
-        rank = axis.map(partial(after, axis, sharded=True), in_dims=(None, 0), out_dims=None)
+        rank = axis.map(
+            partial(after, axis, sharded=True), in_dims=(None, 0), out_dims=None
+        )
         return rank(w, batch.view(2, 2))
 
     expected = torch.func.jacrev(lambda w: after(LOCAL, w, batch, False))(whole)
@@ -104,14 +117,20 @@ def test_derivatives_of_a_step_on_pieces() -> None:
 
 def test_partition_clips_its_own_pieces() -> None:
     """A part of the tree keeps the axes of its leaves."""
-    axis, sgd, whole = ps.VmapAxis(SIZE), ps.optim.sgd(1.0), {"a": noise(5), "b": noise(4)}
+    axis, sgd, whole = (
+        ps.VmapAxis(SIZE),
+        ps.optim.sgd(1.0),
+        {"a": noise(5), "b": noise(4)},
+    )
     clipped = ps.optim.chain(ps.optim.clip_by_global_norm(1.0), sgd)
     parts = {"clipped": clipped, "plain": sgd}
     optimizer = ps.optim.partition({"a": "clipped", "b": "plain"}, parts)
 
     def rank(whole: Any) -> Any:
         zeros = tree.map(torch.zeros_like, ps.shard(whole, axis))
-        return ps.unshard(optimizer.update(ps.shard(whole, axis), optimizer.init(zeros), zeros)[0])
+        return ps.unshard(
+            optimizer.update(ps.shard(whole, axis), optimizer.init(zeros), zeros)[0]
+        )
 
     found = axis.map(rank, in_dims=None, out_dims=None)(whole)
     assert_close(found, {"a": -whole["a"] / whole["a"].norm(), "b": -whole["b"]})

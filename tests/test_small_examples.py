@@ -32,7 +32,9 @@ def arguments(tmp_path: Path) -> Iterator[list[str]]:
 
 def off(grad: Tensor) -> Tensor:
     """Off by what rounding of a sum of 2,000 terms may do to its largest element, up or down."""
-    signs = torch.randint(2, grad.shape, generator=torch.Generator().manual_seed(0)) * 2 - 1
+    signs = (
+        torch.randint(2, grad.shape, generator=torch.Generator().manual_seed(0)) * 2 - 1
+    )
     return grad + gamma(2000, grad.dtype) * grad.abs().max() * signs
 
 
@@ -51,11 +53,15 @@ def bounds(dtype: torch.dtype, steps: int) -> list[float]:
     def train(optimizer: ps.optim.Optimizer) -> Any:
         return cut_invariance.train(axis, model, cut, data, optimizer)
 
-    (runs,) = axis.map(lambda _: [*map(train, (cut_invariance.OPTIMIZER, ROUNDED))])([0])
+    (runs,) = axis.map(lambda _: [*map(train, (cut_invariance.OPTIMIZER, ROUNDED))])(
+        [0]
+    )
     return cut_invariance.worst(runs)
 
 
-def test_cuts_are_one_run(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cuts_are_one_run(
+    arguments: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """No farther apart than rounding explains, where those of the usual loop are several."""
     monkeypatch.setattr(cut_invariance, "GROUP", 2)
     monkeypatch.delitem(cut_invariance.CUTS, "in order of arrival, fours")
@@ -66,7 +72,9 @@ def test_cuts_are_one_run(arguments: list[str], monkeypatch: pytest.MonkeyPatch)
             assert 0 < found < most < far["the usual loop, float64"][-1]
 
 
-def test_an_ensemble_is_its_runs(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_ensemble_is_its_runs(
+    arguments: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As far apart as runs whose learning rates are off by γₙ; at the lower half, where training is stable, to its end."""
     monkeypatch.setattr(ensembles, "RUNS", 40)
     found = ensembles.main(["--steps", "24", *arguments])
@@ -81,24 +89,35 @@ def test_an_ensemble_is_its_runs(arguments: list[str], monkeypatch: pytest.Monke
     assert 2 * last.min() < torch.minimum(last[0], last[-1])
 
 
-def test_learned_rates_serve_others(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_learned_rates_serve_others(
+    arguments: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """On unseen runs they are better than the best single rate by five standard errors."""
     monkeypatch.setattr(hypergradients, "UPDATES", 3)
     gain = torch.sub(*hypergradients.main(["--steps", "16", *arguments]))[:, -1]
     assert gain.mean() > 5 * gain.std() / len(gain) ** 0.5
 
 
-def test_what_is_learned_adapts(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_learned_adapts(
+    arguments: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What is trained in the ordinary way does not, with no rate; by five standard errors of the difference."""
     monkeypatch.setattr(maml, "MOST", 2)
-    plain, learned = (each.mean(-1) for each in maml.main(["--steps", "80", *arguments]))
-    for gain in (learned[:, 0] - learned[:, maml.UPDATES], (plain - learned)[:, maml.UPDATES]):
+    plain, learned = (
+        each.mean(-1) for each in maml.main(["--steps", "80", *arguments])
+    )
+    for gain in (
+        learned[:, 0] - learned[:, maml.UPDATES],
+        (plain - learned)[:, maml.UPDATES],
+    ):
         assert gain.mean() > 5 * gain.std() / len(gain) ** 0.5
     assert learned[:, maml.UPDATES].mean() < 0.75 * plain.mean(0).min()
 
 
 def test_an_example_is_hidden_by_noise_and_by_others(
-    arguments: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    arguments: list[str],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Noise costs accuracy, and the same noise less of it among four times as many.
 
@@ -114,7 +133,9 @@ def test_an_example_is_hidden_by_noise_and_by_others(
     assert most[2] > more[2] + ten
 
 
-def test_microbatches_tell_the_noise_scale_of_all_examples(arguments: list[str]) -> None:
+def test_microbatches_tell_the_noise_scale_of_all_examples(
+    arguments: list[str],
+) -> None:
     """To a factor of two, while it grows tenfold."""
     found = noise_scale.main(["--steps", "144", *arguments])
     _, estimates, expected = zip(*found, strict=True)

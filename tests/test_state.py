@@ -17,7 +17,15 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_distribut
 
 import purestep as ps
 from purestep import tree
-from tests.states import COMPLEX, DTYPES, Moments, anything, assert_same_bits, noise, zeros
+from tests.states import (
+    COMPLEX,
+    DTYPES,
+    Moments,
+    anything,
+    assert_same_bits,
+    noise,
+    zeros,
+)
 from tests.torch_private import FakeTensorMode
 
 
@@ -52,19 +60,25 @@ optree.register_pytree_node(
 def by_torch_save(flat: dict[str, Tensor], _: Path) -> dict[str, Tensor]:
     file = io.BytesIO()
     torch.save(flat, file)
-    assert len(file.getvalue()) < 2 * sum(t.nbytes for t in flat.values()) + 400 * (len(flat) + 5)
+    assert len(file.getvalue()) < 2 * sum(t.nbytes for t in flat.values()) + 400 * (
+        len(flat) + 5
+    )
     file.seek(0)
     return dict(torch.load(file, weights_only=True))
 
 
-def by_distributed_checkpoint(flat: dict[str, Tensor], folder: Path) -> dict[str, Tensor]:
+def by_distributed_checkpoint(
+    flat: dict[str, Tensor], folder: Path
+) -> dict[str, Tensor]:
     save_distributed(flat, checkpoint_id=folder / "many", no_dist=True)
     found = {name: torch.zeros_like(tensor) for name, tensor in flat.items()}
     load_distributed(found, checkpoint_id=folder / "many", no_dist=True)
     return found
 
 
-@pytest.mark.filterwarnings("ignore:ComplexHalf support", "ignore:torch.distributed is disabled")
+@pytest.mark.filterwarnings(
+    "ignore:ComplexHalf support", "ignore:torch.distributed is disabled"
+)
 @pytest.mark.parametrize("way", [by_torch_save, by_distributed_checkpoint])
 def test_any_format_takes_it(way: Any, tmp_path: Path) -> None:
     state = anything([*DTYPES, *COMPLEX])
@@ -79,19 +93,32 @@ def test_any_format_takes_it(way: Any, tmp_path: Path) -> None:
 
 def test_what_lies_by_itself_is_not_copied() -> None:
     w, buffer = torch.randn(2, 3), torch.randn(6)
-    state = {"whole": w, "parts": [*buffer.split(3)], "again": w, "column": torch.randn(3, 2).T}
+    state = {
+        "whole": w,
+        "parts": [*buffer.split(3)],
+        "again": w,
+        "column": torch.randn(3, 2).T,
+    }
     places = {leaf.data_ptr() for leaf in tree.leaves_of(state)}
-    own = [name for name, leaf in ps.state_dict(state).items() if leaf.data_ptr() in places]
+    own = [
+        name for name, leaf in ps.state_dict(state).items() if leaf.data_ptr() in places
+    ]
     assert own in (["tree['whole']"], ["tree['again']"])
 
 
 def test_what_is_loaded_is_fresh_and_lies_as_like_does() -> None:
-    state = {"column": torch.randn(4, 3).T, "gaps": torch.randn(4, 6)[:, ::2], "p": torch.randn(2)}
+    state = {
+        "column": torch.randn(4, 3).T,
+        "gaps": torch.randn(4, 6)[:, ::2],
+        "p": torch.randn(2),
+    }
     like = {**zeros(state), "p": torch.zeros(2, requires_grad=True)}
     flat = {name: t.requires_grad_() for name, t in ps.state_dict(state).items()}
     found = ps.load_state_dict(like, flat)
     assert found["column"].stride() == like["column"].stride() == (1, 3)
-    theirs = {t.untyped_storage().data_ptr() for t in [*flat.values(), *tree.leaves_of(like)]}
+    theirs = {
+        t.untyped_storage().data_ptr() for t in [*flat.values(), *tree.leaves_of(like)]
+    }
     assert not theirs & {t.untyped_storage().data_ptr() for t in tree.leaves_of(found)}
     assert not tree.requires_grad(found)
     assert_same_bits(found, state)
@@ -99,7 +126,9 @@ def test_what_is_loaded_is_fresh_and_lies_as_like_does() -> None:
 
 KEYS = st.one_of(
     st.integers(-2, 2),
-    st.sampled_from(["0", "a", "a.b", "a']['b", 'q"', "'", "\n", "é", "", "tree", "__metadata__"]),
+    st.sampled_from(
+        ["0", "a", "a.b", "a']['b", 'q"', "'", "\n", "é", "", "tree", "__metadata__"]
+    ),
     st.sampled_from([Part.ENCODER, None, (1, "x"), 0.5, b"a", torch.float32]),
 )
 CONTAINERS: list[Any] = [OrderedDict, lambda d: defaultdict(list, d), dict]
@@ -128,12 +157,18 @@ def test_names_are_unique_and_say_where_a_leaf_is(state: Any) -> None:
 
 
 def test_every_difference_is_named_and_a_message_has_an_end() -> None:
-    state = {"a": torch.ones(2), "b": [torch.ones(3), torch.ones(1)], "n": torch.tensor(1)}
+    state = {
+        "a": torch.ones(2),
+        "b": [torch.ones(3), torch.ones(1)],
+        "n": torch.tensor(1),
+    }
     flat: dict[Any, Any] = ps.state_dict(state)
     del flat["tree['a']"]
     flat |= {"tree['b'][0]": torch.ones(3, 1), "tree['b'][1]": torch.ones(1).double()}
     flat |= {"tree['n']": 1, "new": torch.ones(1), 7: None}
-    with pytest.raises(ValueError, match="flat does not fit like: build like as") as refusal:
+    with pytest.raises(
+        ValueError, match="flat does not fit like: build like as"
+    ) as refusal:
         ps.load_state_dict(state, flat)
     assert str(refusal.value).split("\n  ")[1:] == [
         "7 is NoneType, no tensor; like has no such leaf",
@@ -143,7 +178,9 @@ def test_every_difference_is_named_and_a_message_has_an_end() -> None:
         "tree['b'][1] is torch.float64 of shape (1,); like has torch.float32 of shape (1,)",
         "tree['n'] is int, no tensor; like has torch.int64 of shape ()",
     ]
-    with pytest.raises(ValueError, match=r"(\n  tree\[\d+\] is missing; .*){8}\n  and 4,992 more$"):
+    with pytest.raises(
+        ValueError, match=r"(\n  tree\[\d+\] is missing; .*){8}\n  and 4,992 more$"
+    ):
         ps.load_state_dict([torch.ones(1)] * 5000, {})
 
 
@@ -168,7 +205,9 @@ REFUSED: list[tuple[Any, str]] = [
 
 
 @pytest.mark.parametrize(("state", "text"), REFUSED)
-def test_what_has_no_name_that_stays_or_is_no_plain_tensor(state: Any, text: str) -> None:
+def test_what_has_no_name_that_stays_or_is_no_plain_tensor(
+    state: Any, text: str
+) -> None:
     with pytest.raises((ValueError, TypeError), match=text):
         ps.state_dict(state)
     with pytest.raises((ValueError, TypeError), match=text):

@@ -37,10 +37,16 @@ def test_a_state_of_other_params_is_refused(name: str, other: str) -> None:
     """By the step and without it: both structures, the first difference by its path; and what was given is as it was."""
     optimizer, right = STATEFUL[name], STATEFUL[name].init(PARAMS)
     if other in OTHERS:  # After a step of theirs.
-        _, state = optimizer.update(OTHERS[other], optimizer.init(OTHERS[other]), OTHERS[other])
+        _, state = optimizer.update(
+            OTHERS[other], optimizer.init(OTHERS[other]), OTHERS[other]
+        )
     else:
-        state = tree.map(lambda x: x.to(NO_SUMS[other]) if x.is_floating_point() else x, right)
-    refusal = pytest.raises(ValueError, match=r"opt_state was not made by optimizer\.init of these")
+        state = tree.map(
+            lambda x: x.to(NO_SUMS[other]) if x.is_floating_point() else x, right
+        )
+    refusal = pytest.raises(
+        ValueError, match=r"opt_state was not made by optimizer\.init of these"
+    )
     for donate in (False, True):
         params = tree.map(torch.clone, PARAMS)
         step = ps.make_update_step(
@@ -54,7 +60,9 @@ def test_a_state_of_other_params_is_refused(name: str, other: str) -> None:
             assert tree.describe(tree.flatten(each)[1]) in message
         where = {*tree.paths(state, "opt_state"), *tree.paths(right, "opt_state")}
         assert message.split("very optimizer. ")[1].split(" ")[0] in where
-        assert donate or all(map(torch.equal, tree.leaves_of(params), tree.leaves_of(PARAMS)))
+        assert donate or all(
+            map(torch.equal, tree.leaves_of(params), tree.leaves_of(PARAMS))
+        )
     for way in WAYS if name != "of one's own" else ():
         with refusal:
             updated(optimizer, way, *tree.map(torch.clone, (GRADS, state, PARAMS)))
@@ -84,7 +92,9 @@ def test_the_first_difference_is_told_in_few_words(
     optimizer: Any, params: Any, state: Any, text: str, way: str
 ) -> None:
     """A name, a shape, or the optimizer's own kind."""
-    with pytest.raises(ValueError, match=rf"by optimizer\.init of these.*{text}") as caught:
+    with pytest.raises(
+        ValueError, match=rf"by optimizer\.init of these.*{text}"
+    ) as caught:
         updated(optimizer, way, params, state, params)
     assert len(str(caught.value)) < 1000
 
@@ -93,7 +103,9 @@ def test_the_first_difference_is_told_in_few_words(
 def test_gradients_of_other_params_are_refused(name: str) -> None:
     optimizer = RECIPES[name](0.1)
     for grads in ({"w": GRADS["w"]}, {**GRADS, "b": torch.ones(1)}):
-        with pytest.raises(ValueError, match=r"grads are not like params: grads\['b'\] is"):
+        with pytest.raises(
+            ValueError, match=r"grads are not like params: grads\['b'\] is"
+        ):
             optimizer.update(grads, optimizer.init(PARAMS), PARAMS)
     with pytest.raises(ValueError, match="trees differ in structure"):
         TORCHS.update({"w": GRADS["w"]}, TORCHS.init(PARAMS), PARAMS)

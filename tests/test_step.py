@@ -23,7 +23,9 @@ def test_none_in_params_comes_back() -> None:
 @pytest.mark.parametrize("scale", [1e-300, 1e300])
 def test_weights_beyond_the_losses_dtype(scale: float) -> None:
     """Only their ratio to N matters, so it is what is rounded."""
-    scaled = step_with(weight_fn=lambda m: torch.full_like(m["x"], scale, dtype=torch.float64))
+    scaled = step_with(
+        weight_fn=lambda m: torch.full_like(m["x"], scale, dtype=torch.float64)
+    )
     assert torch.equal(scaled[0]["w"], step_with()[0]["w"])
 
 
@@ -55,7 +57,9 @@ def test_counts_exactly() -> None:
         weights = torch.ones(1000, dtype=dtype).requires_grad_(dtype.is_floating_point)
         count = ps.count_tokens([weights, torch.ones(3, 5, dtype=dtype)], given)
         assert count == 1015
-        assert count.dtype == (torch.float64 if dtype.is_floating_point else torch.int64)
+        assert count.dtype == (
+            torch.float64 if dtype.is_floating_point else torch.int64
+        )
         assert not count.requires_grad
 
 
@@ -74,7 +78,9 @@ def test_labels_of_other_layouts_and_dtypes() -> None:
 
 @pytest.mark.parametrize("bad", [-1.0, float("nan"), float("inf"), -2])
 def test_bad_weights(bad: float) -> None:
-    with pytest.raises(ValueError, match=f"must be finite and not negative, but one is {bad}"):
+    with pytest.raises(
+        ValueError, match=f"must be finite and not negative, but one is {bad}"
+    ):
         ps.count_tokens([torch.tensor([1, bad])], given)
     under_vmap = torch.vmap(lambda w: ps.count_tokens([w], given))
     with pytest.raises(ValueError, match=f"one is {bad}"):
@@ -87,7 +93,9 @@ def test_weights_that_are_none() -> None:
         with pytest.raises(TypeError, match=f"one per token; got .*{found}"):
             ps.count_tokens([weights], given)
     for microbatch in ({"target": torch.ones(2)}, torch.ones(2)):
-        with pytest.raises(ValueError, match=r"reads microbatch\['labels'\], but .* weight_fn="):
+        with pytest.raises(
+            ValueError, match=r"reads microbatch\['labels'\], but .* weight_fn="
+        ):
             ps.label_weights(microbatch)
 
 

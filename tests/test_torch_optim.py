@@ -12,13 +12,21 @@ from torch.autograd import forward_ad
 import purestep as ps
 from proofs.strategies import assert_same
 from proofs.test_t06_purity import globals_of, storages
-from proofs.test_t08_optimizers import ALGORITHMS, Namesake, random_grads, random_params, shapes_for
+from proofs.test_t08_optimizers import (
+    ALGORITHMS,
+    Namesake,
+    random_grads,
+    random_params,
+    shapes_for,
+)
 from purestep import tree
 from tests.optimizers import WAYS, states_of, updated
 
 PARAMS = {"w": torch.ones(2, 2), "b": torch.full((2, 2), -1.0)}
 GRADS = {"w": torch.full((2, 2), 3.0), "b": torch.full((2, 2), -2.0)}
-ANY = r"sgd, adamw or lion, a chain of transforms, or an ps\.optim\.Optimizer of your own"
+ANY = (
+    r"sgd, adamw or lion, a chain of transforms, or an ps\.optim\.Optimizer of your own"
+)
 WAYS_OUT = {
     "SGD": r"Take ps\.optim\.sgd\(lr\), which is plain arithmetic",
     "Adam": r"Take ps\.optim\.adamw\(lr, weight_decay=0\), which is plain arithmetic",
@@ -194,7 +202,9 @@ def test_nothing_else_is_written(name: str, enabled: bool) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("name", ["SGD", "RMSprop", "Adafactor", "Muon"])
-def test_gradients_are_cast_to_the_dtype_of_the_params(name: str, dtype: torch.dtype) -> None:
+def test_gradients_are_cast_to_the_dtype_of_the_params(
+    name: str, dtype: torch.dtype
+) -> None:
     """Sums in a wider dtype become what torch wants, and the params are torch's."""
     make, params, grads = drawn(name, dtype, 6)
     usual, optimizer = Namesake(params, make), from_torch(make)

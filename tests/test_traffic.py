@@ -15,7 +15,17 @@ from purestep.axis import Gather
 from purestep.testing import ThreadAxis
 from tests.layers import loss_of, network, ones, rows
 from tests.torch_private import TorchDispatchMode
-from tests.uneven import BAD, SGD, Batch, batch, loss_fn, ones as each_once, params, sound, step
+from tests.uneven import (
+    BAD,
+    SGD,
+    Batch,
+    batch,
+    loss_fn,
+    ones as each_once,
+    params,
+    sound,
+    step,
+)
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -27,11 +37,20 @@ class Collectives(TorchDispatchMode):
         super().__init__()
         self.bytes: list[int] = []
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace in ("c10d", "_c10d_functional") and "wait" not in func.__name__:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if (
+            func.namespace in ("c10d", "_c10d_functional")
+            and "wait" not in func.__name__
+        ):
             assert func.__name__.startswith("allreduce_")
-            tensors = [leaf for leaf in tree.leaves_of(args[0]) if isinstance(leaf, Tensor)]
-            self.bytes.append(sum(leaf.numel() * leaf.element_size() for leaf in tensors))
+            tensors = [
+                leaf for leaf in tree.leaves_of(args[0]) if isinstance(leaf, Tensor)
+            ]
+            self.bytes.append(
+                sum(leaf.numel() * leaf.element_size() for leaf in tensors)
+            )
         return func(*args, **(kwargs or {}))
 
 
@@ -60,7 +79,8 @@ def bytes_of_a_step(axis: ps.Axis, microbatches: int, aux: bool, normalize: Any)
 
 @pytest.mark.parametrize("normalize", ["loss", "grads"])
 @pytest.mark.parametrize(
-    ("bucket_bytes", "buckets"), [(8, [4, 40, 84, 120]), (88, [40, 88, 120]), (1 << 20, [40, 208])]
+    ("bucket_bytes", "buckets"),
+    [(8, [4, 40, 84, 120]), (88, [40, 88, 120]), (1 << 20, [40, 208])],
 )
 def test_traffic_of_a_step(
     processes: Run, bucket_bytes: int, buckets: list[int], normalize: str
@@ -68,12 +88,16 @@ def test_traffic_of_a_step(
     """Two short messages and each gradient once, however many microbatches a rank has."""
     message, how = 7 * 8, [normalize] * 4
     for numbers in ([1] * 4, [16] * 4, [4, 0, 16, 1]):
-        results = processes(bytes_of_a_step, numbers, [False] * 4, how, bucket_bytes=bucket_bytes)
+        results = processes(
+            bytes_of_a_step, numbers, [False] * 4, how, bucket_bytes=bucket_bytes
+        )
         for sent, new in results:
             assert sent == sorted([*buckets, message, message])
             assert_same(new, results[0][1])
     for sent, _ in processes(bytes_of_a_step, [1, 4, 16, 2], [True] * 4, how):
-        assert sent == sorted([40, 208, message, message, 2 * 8]), "aux is one collective more"
+        assert sent == sorted([40, 208, message, message, 2 * 8]), (
+            "aux is one collective more"
+        )
 
 
 EACH = 10**12 + 7
@@ -82,7 +106,11 @@ EACH = 10**12 + 7
 def metrics_of(axis: ps.Axis, rank: int, name: str) -> Any:
     """Losses and weights of other dtypes than the params, on one rank alone or of two; or beyond that of gradients."""
     dtype = torch.float32 if rank or name == "one rank" else torch.float64
-    weights = torch.tensor([2], dtype=torch.int64) if rank else torch.tensor([2.0**52]).double()
+    weights = (
+        torch.tensor([2], dtype=torch.int64)
+        if rank
+        else torch.tensor([2.0**52]).double()
+    )
     how: dict[str, dict[str, Any]] = {
         "one rank": {
             "weight_fn": lambda m: m["y"].abs() + 0.5,
@@ -119,7 +147,10 @@ FUSED = ps.optim.from_torch(torch.optim.AdamW, lr=0.125, fused=True)
 
 def image_step(axis: ps.Axis, rank: int) -> Any:
     """Images lie with their channels last on some ranks, equal rows in one."""
-    numbers, rows = torch.arange(48.0).remainder(7).view(2, 3, 4, 2), torch.ones(3).expand(4, 3)
+    numbers, rows = (
+        torch.arange(48.0).remainder(7).view(2, 3, 4, 2),
+        torch.ones(3).expand(4, 3),
+    )
     order = torch.channels_last if rank % 2 else torch.contiguous_format
     image = numbers.contiguous(memory_format=order)
     theta = {"image": image, "rows": rows if rank % 2 else rows.contiguous()}
@@ -133,7 +164,9 @@ def image_step(axis: ps.Axis, rank: int) -> Any:
 
 
 @pytest.mark.parametrize("bucket_bytes", [8, 1 << 20])
-def test_kernels_read_gradients_in_the_order_of_their_leaves(ranks: Run, bucket_bytes: int) -> None:
+def test_kernels_read_gradients_in_the_order_of_their_leaves(
+    ranks: Run, bucket_bytes: int
+) -> None:
     expected = image_step(ps.LocalAxis(), 0)
     for state in ranks(image_step, range(4), bucket_bytes=bucket_bytes):
         assert_same(state, expected)
@@ -149,7 +182,12 @@ def step_that_meets(axis: ps.Axis, rank: int, everywhere: bool) -> Any:
         return scores.square()
 
     theta = {"w": params()["w"], "z": torch.tensor([2.0, 1.0, 1.0, 1.0]).double()}
-    arguments = {**sound(rank), "loss_fn": loss, "params": theta, "opt_state": SGD.init(theta)}
+    arguments = {
+        **sound(rank),
+        "loss_fn": loss,
+        "params": theta,
+        "opt_state": SGD.init(theta),
+    }
     return step(axis, {**arguments, "microbatches": [batch(4, rank)]})
 
 
@@ -189,7 +227,9 @@ def step_that_meets_late(axis: ps.Axis, rank: int) -> str:
         late = microbatch["x"] @ params["w"] if rank else 0
         return microbatch["y"] * meet + late
 
-    with pytest.raises(ValueError, match="disagree on the buckets that have left") as info:
+    with pytest.raises(
+        ValueError, match="disagree on the buckets that have left"
+    ) as info:
         step(axis, {**sound(rank), "loss_fn": loss, "microbatches": [batch(4)]})
     return str(info.value)
 
@@ -197,7 +237,10 @@ def step_that_meets_late(axis: ps.Axis, rank: int) -> str:
 def test_buckets_that_crossed_a_collective_of_the_loss_are_refused(ranks: Run) -> None:
     """One rank sums a vector of the loss's, where the others sum a bucket of its shape."""
     for text in ranks(step_that_meets_late, range(4), bucket_bytes=1):
-        assert "loss (add 0 * w.sum() to it): '0' against ranks 1, 2, 3 with the buckets" in text
+        assert (
+            "loss (add 0 * w.sum() to it): '0' against ranks 1, 2, 3 with the buckets"
+            in text
+        )
 
 
 LEAVES = 6
@@ -208,7 +251,9 @@ def launched_by_then(axis: Any, meets: bool, gather: str) -> list[int]:
 
     In the last of two microbatches; that of the last leaf comes first. The loss may meet, too.
     """
-    theta = {f"w{place}": torch.full((4,), place + 1.0).double() for place in range(LEAVES)}
+    theta = {
+        f"w{place}": torch.full((4,), place + 1.0).double() for place in range(LEAVES)
+    }
     launched: list[int] = []
     before = 0
 
@@ -224,7 +269,12 @@ def launched_by_then(axis: Any, meets: bool, gather: str) -> list[int]:
         before = axis.meetings
         return scores
 
-    arguments = {**sound(0), "loss_fn": loss, "params": theta, "opt_state": SGD.init(theta)}
+    arguments = {
+        **sound(0),
+        "loss_fn": loss,
+        "params": theta,
+        "opt_state": SGD.init(theta),
+    }
     arguments |= {"gather": gather} if gather else {}
     step(axis, {**arguments, "microbatches": [batch(4)] * 2})
     return launched
@@ -232,7 +282,9 @@ def launched_by_then(axis: Any, meets: bool, gather: str) -> list[int]:
 
 @pytest.mark.parametrize("gather", ["", "step", "microbatch"])
 @pytest.mark.parametrize("meets", [False, True])
-def test_buckets_leave_during_the_backward_pass(ranks: Run, meets: bool, gather: str) -> None:
+def test_buckets_leave_during_the_backward_pass(
+    ranks: Run, meets: bool, gather: str
+) -> None:
     """Each leaves as soon as it is complete, unless the loss communicates over the same axis."""
     expected = [0] * LEAVES if meets else list(range(LEAVES))
     found = ranks(launched_by_then, [meets] * 4, [gather] * 4, bucket_bytes=32)
@@ -271,7 +323,9 @@ def test_the_first_bucket_is_small_and_the_last_leaf_leaves_first() -> None:
 
     def program(rank: int) -> None:
         how: Any = {"weight_fn": torch.ones_like, "axis": axis}
-        step = ps.make_update_step(lambda p, x: sum(leaf.sum() for leaf in p) * x, sgd, **how)
+        step = ps.make_update_step(
+            lambda p, x: sum(leaf.sum() for leaf in p) * x, sgd, **how
+        )
         step(theta, sgd.init(theta), [torch.ones(1)])
 
     axis.map(program)(range(2))
@@ -280,7 +334,9 @@ def test_the_first_bucket_is_small_and_the_last_leaf_leaves_first() -> None:
 
 @pytest.mark.parametrize("microbatches", [1, 4])
 @pytest.mark.parametrize("gather", ["step", "microbatch", "loss"])
-def test_sharded_params_are_gathered_and_scattered(gather: Gather, microbatches: int) -> None:
+def test_sharded_params_are_gathered_and_scattered(
+    gather: Gather, microbatches: int
+) -> None:
     """Each layer once a step, or a microbatch; or by the loss, which gathers it twice."""
     axis, sgd = Log(), ps.optim.sgd(0.1)
 
@@ -288,7 +344,11 @@ def test_sharded_params_are_gathered_and_scattered(gather: Gather, microbatches:
         params = ps.shard(network(3, 256), axis)
         loss_fn = loss_of(gather)
         step = ps.make_update_step(
-            lambda p, x: loss_fn(p, x.repeat(1, 16)), sgd, weight_fn=ones, axis=axis, gather=gather
+            lambda p, x: loss_fn(p, x.repeat(1, 16)),
+            sgd,
+            weight_fn=ones,
+            axis=axis,
+            gather=gather,
         )
         step(params, sgd.init(params), [rows(2)] * microbatches)
         return axis.count("all_gather"), axis.count("psum_scatter")

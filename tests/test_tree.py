@@ -31,7 +31,10 @@ def test_map_knows_registered_classes() -> None:
     doubled = tree.map(lambda a, b: a + b, params, params)
     assert torch.equal(doubled["layer"].weight, torch.full((2,), 2.0))
     assert doubled["none"] is None
-    assert tree.paths(params, "params") == ["params['layer'].weight", "params['list'][0]"]
+    assert tree.paths(params, "params") == [
+        "params['layer'].weight",
+        "params['list'][0]",
+    ]
 
 
 def test_plain_makes_dicts_of_mappings_alone() -> None:
@@ -83,9 +86,13 @@ def test_structures_are_compared_alike_in_a_trace(
     assert is_same(tensors(one), tensors(other)) == ((one, other) in LIKE)
 
 
-@pytest.mark.parametrize("other", [{"w": None}, {"w": {"v": 1}}, {"v": 1}, [1], {"w": 1, "x": 2}])
+@pytest.mark.parametrize(
+    "other", [{"w": None}, {"w": {"v": 1}}, {"v": 1}, [1], {"w": 1, "x": 2}]
+)
 def test_map_refuses_another_structure(other: object) -> None:
-    with pytest.raises(ValueError, match=r"trees differ in structure: {'w': \*} against"):
+    with pytest.raises(
+        ValueError, match=r"trees differ in structure: {'w': \*} against"
+    ):
         tree.map(lambda a, b: a, {"w": 1}, other)
     with pytest.raises(ValueError, match="trees differ in structure"):
         tree.select(torch.tensor(True), {"w": torch.ones(())}, other)
@@ -97,20 +104,26 @@ def test_accumulation_dtype() -> None:
         torch.bfloat16: torch.float32, torch.float64: torch.float64,
     }  # fmt: skip
     assert {dtype: tree.accumulation_dtype(dtype) for dtype in wide} == wide
-    assert {dtype: tree.zeros_like(torch.ones(1).to(dtype)).dtype for dtype in wide} == wide
+    assert {
+        dtype: tree.zeros_like(torch.ones(1).to(dtype)).dtype for dtype in wide
+    } == wide
 
 
 def test_global_norm() -> None:
     leaves = {"a": torch.full((4,), 1e15), "b": torch.zeros(2, 0)}
     assert tree.global_norm(leaves) == pytest.approx(2e15)
-    assert tree.global_norm({"half": torch.full((4,), 300.0, dtype=torch.float16)}) == 600
+    assert (
+        tree.global_norm({"half": torch.full((4,), 300.0, dtype=torch.float16)}) == 600
+    )
     assert tree.global_norm(()) == 0
 
 
 @pytest.mark.parametrize("rest", [[], [3.0, 4.0]])
 @pytest.mark.parametrize("sizes", [(2,), (2, 0, 3), (SMALL, 2)])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_the_norm_of_zero_has_the_derivative_zero(dtype: Any, sizes: Any, rest: Any) -> None:
+def test_the_norm_of_zero_has_the_derivative_zero(
+    dtype: Any, sizes: Any, rest: Any
+) -> None:
     """In both modes, batched, recorded; beside leaves that are not zero, too. What clips by it is derived twice."""
     zeros = [torch.zeros(size, dtype=dtype) for size in sizes]
     ones = tree.map(torch.ones_like, zeros)
@@ -120,7 +133,9 @@ def test_the_norm_of_zero_has_the_derivative_zero(dtype: Any, sizes: Any, rest: 
 
     own = [x.clone().requires_grad_() for x in zeros]
     with forward_ad.dual_level():
-        duals = [forward_ad.make_dual(x, one) for x, one in zip(zeros, ones, strict=True)]
+        duals = [
+            forward_ad.make_dual(x, one) for x, one in zip(zeros, ones, strict=True)
+        ]
         tangent = forward_ad.unpack_dual(norm(duals)).tangent
     slope, jvp = torch.func.grad(norm), torch.func.jvp
     found = [
@@ -131,7 +146,9 @@ def test_the_norm_of_zero_has_the_derivative_zero(dtype: Any, sizes: Any, rest: 
         [] if tangent is None else tangent,
     ]
     if not rest:
-        found.append(torch.func.grad(lambda x: sum(leaf.sum() for leaf in slope(x)))(zeros))
+        found.append(
+            torch.func.grad(lambda x: sum(leaf.sum() for leaf in slope(x)))(zeros)
+        )
         found.append(jvp(slope, (zeros,), (ones,))[1])
     assert all((leaf == 0).all() for leaf in tree.leaves_of(found))
 
@@ -148,7 +165,11 @@ DIFFERENCES: list[tuple[Any, Any, str | None]] = [
     ({"a": 1}, {"a": 2}, None),
     (torch.ones(2), torch.ones(2).double(), None),  # Floating point dtypes are alike.
     *(
-        (other, torch.ones(2), f"s is {kind(other)}, and {kind(torch.ones(2))} was expected")
+        (
+            other,
+            torch.ones(2),
+            f"s is {kind(other)}, and {kind(torch.ones(2))} was expected",
+        )
         for other in (torch.ones(2).long(), SCALED, torch.ones(2, 1))
     ),
 ]
@@ -181,7 +202,11 @@ LAYERS = {"layers": [Layer({"a": 1, "b": 2}), Layer(3)], "last": Layer(4)}
 PREFIXES: list[tuple[Any, Any, list[str]]] = [
     (OrderedDict(z="slow", a="fast"), {"a": 1, "z": 2}, ["fast", "slow"]),
     ({"a": "fast", "z": "slow"}, OrderedDict(z=1, a=2), ["slow", "fast"]),
-    (defaultdict(str, a="fast", z="slow"), {"z": [1, 2], "a": 3}, ["fast", "slow", "slow"]),
+    (
+        defaultdict(str, a="fast", z="slow"),
+        {"z": [1, 2], "a": 3},
+        ["fast", "slow", "slow"],
+    ),
     ({"a": None, "z": "slow"}, {"a": None, "z": 1}, ["slow"]),
     ({"a": "any", "z": ("slow",)}, {"a": [], "z": (1,)}, ["slow"]),
     ({"layers": "all", "last": "one"}, LAYERS, ["one", *["all"] * 3]),
@@ -190,7 +215,9 @@ PREFIXES: list[tuple[Any, Any, list[str]]] = [
 
 
 @pytest.mark.parametrize(("prefix", "whole", "expected"), PREFIXES)
-def test_a_prefix_is_paired_by_key(prefix: Any, whole: Any, expected: list[str]) -> None:
+def test_a_prefix_is_paired_by_key(
+    prefix: Any, whole: Any, expected: list[str]
+) -> None:
     """Whatever kind of dict either is, and whatever order it keeps; through classes, too."""
     assert tree.broadcast_prefix(prefix, whole) == expected
 
@@ -205,7 +232,9 @@ NO_PREFIXES: list[tuple[Any, Any]] = [
 @pytest.mark.parametrize("compiled", [False, True])
 def test_what_is_no_prefix_is_refused(prefix: Any, whole: Any, compiled: bool) -> None:
     def spread(leaf: torch.Tensor) -> torch.Tensor:
-        return leaf * len(tree.broadcast_prefix(prefix, tree.map(lambda _: leaf, whole)))
+        return leaf * len(
+            tree.broadcast_prefix(prefix, tree.map(lambda _: leaf, whole))
+        )
 
     run = torch.compile(spread, fullgraph=True, backend="eager") if compiled else spread
     # The compiler cannot follow the message, and says so instead.

@@ -35,10 +35,14 @@ def test_an_interpreter_is_one_that_runs(path: Path, tmp_path: Path) -> None:
     uv = program(tmp_path / "python_of_uv", "echo 9.9")
     program(path / "uv", f"echo {uv}")
     assert find_interpreter("9.9") == uv
-    pyenv = program(tmp_path / "pyenv" / "versions" / "9.9.1" / "bin" / "python9.9", "echo 9.9")
+    pyenv = program(
+        tmp_path / "pyenv" / "versions" / "9.9.1" / "bin" / "python9.9", "echo 9.9"
+    )
     program(path / "pyenv", f"echo {tmp_path / 'pyenv'}")
     assert find_interpreter("9.9") == pyenv
-    program(path / "python9.9", "echo pyenv: python9.9: command not found >&2; exit 127")
+    program(
+        path / "python9.9", "echo pyenv: python9.9: command not found >&2; exit 127"
+    )
     assert find_interpreter("9.9") == pyenv
     program(path / "python9.9", "echo 9.8")
     assert find_interpreter("9.9") == pyenv
@@ -66,16 +70,23 @@ def test_a_corner_says_what_ran(path: Path, tmp_path: Path) -> None:
     )  # fmt: skip
     program(interpreter, "echo 9.9")
     program(own, "echo 9.8")
-    assert run_corner(corner, tmp_path).tests.endswith(".venv-here has Python 9.8, remove it")
+    assert run_corner(corner, tmp_path).tests.endswith(
+        ".venv-here has Python 9.8, remove it"
+    )
     assert not (tmp_path / "made").exists()
     program(own, PYTHON)
     ran = run_corner(corner, tmp_path)
     assert ran == (True, "1 failed, 2 passed in 3.00s", "9.9.1", "2.0", "5.0")
-    assert (tmp_path / "made").read_text() == f".venv-here/installed PYTHON={interpreter}\n"
+    assert (
+        tmp_path / "made"
+    ).read_text() == f".venv-here/installed PYTHON={interpreter}\n"
     program(own, PYTHON.replace("1 failed, ", "").replace("exit 1", ""))
     assert not run_corner(corner, tmp_path).failed
     program(path / "make", "exit 2")
-    assert run_corner(corner, tmp_path)[:2] == (True, "not run: .venv-here could not be made")
+    assert run_corner(corner, tmp_path)[:2] == (
+        True,
+        "not run: .venv-here could not be made",
+    )
 
 
 def test_the_others_run_where_an_interpreter_is_missing(
@@ -97,12 +108,16 @@ def test_the_others_run_where_an_interpreter_is_missing(
 def test_the_corners_are_what_is_claimed() -> None:
     """Each Python that is claimed has one, and the pinned torch lies between the oldest and the newest."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    claimed = [each.split()[-1] for each in project["classifiers"] if "Python :: 3." in each]
+    claimed = [
+        each.split()[-1] for each in project["classifiers"] if "Python :: 3." in each
+    ]
     assert claimed == sorted(corner.python for corner in CORNERS.values())
     assert project["requires-python"] == f">={claimed[0]}"
     pins = (ROOT / "constraints.txt").read_text()
     pinned = re.findall(r"^torch==(.*)$", pins, re.M)
-    oldest, between, newest = (tuple(map(int, v.split("."))) for v in (OLDEST, *pinned, NEWEST))
+    oldest, between, newest = (
+        tuple(map(int, v.split("."))) for v in (OLDEST, *pinned, NEWEST)
+    )
     assert oldest < between < newest
     for page in ("README.md", "docs/pages/start/install.md", "CHANGELOG.md"):
         text = (ROOT / page).read_text()

@@ -19,7 +19,9 @@ def test_an_outer_derivative_by_the_data() -> None:
     """A microbatch may require grad, the second one alone too: dataset distillation, say."""
     x = torch.tensor([2.0], requires_grad=True)
     group = [{"x": torch.tensor([1.0])}, {"x": x.clone()}]
-    ps.accumulate(squares, torch.tensor([3.0]), group, weight_fn=x_ones)[0].sum().backward()
+    ps.accumulate(squares, torch.tensor([3.0]), group, weight_fn=x_ones)[
+        0
+    ].sum().backward()
     assert x.grad == 2 * 3 * 2 * 2
 
 
@@ -29,7 +31,9 @@ def test_forward_mode_reaches_through(how: dict[str, Any]) -> None:
     optimizer = ps.optim.master_weights(SGD)
     step = ps.make_update_step(squares, optimizer, weight_fn=x_ones, **how)
     with torch.autograd.forward_ad.dual_level():
-        w = torch.autograd.forward_ad.make_dual(torch.tensor([3.0]), torch.tensor([1.0]))
+        w = torch.autograd.forward_ad.make_dual(
+            torch.tensor([3.0]), torch.tensor([1.0])
+        )
         new, _, _ = step(w, optimizer.init(w), [{"x": torch.tensor([2.0])}])
         assert torch.autograd.forward_ad.unpack_dual(new).tangent == 1 - 0.5 * 2 * 4
 
@@ -45,7 +49,9 @@ def test_a_closure_is_a_constant(how: dict[str, Any]) -> None:
         return ps.LossTerms(losses, aux=losses.sum())
 
     alone = ps.make_update_step(loss_fn, SGD, weight_fn=x_ones, **how)
-    ranks = axis.map(ps.make_update_step(loss_fn, SGD, weight_fn=x_ones, axis=axis, **how))
+    ranks = axis.map(
+        ps.make_update_step(loss_fn, SGD, weight_fn=x_ones, axis=axis, **how)
+    )
     one = alone(w, SGD.init(w), [ONES] * 2)
     two = ranks([w] * 2, [SGD.init(w)] * 2, [[ONES], [ONES]])
     for new, _, metrics in (one, *two):
@@ -60,10 +66,14 @@ def test_a_closure_is_a_constant_under_vmap() -> None:
     teacher = torch.nn.Parameter(torch.tensor(3.0))
     w, axis = torch.ones(()), ps.VmapAxis(2)
     how: Any = {"weight_fn": torch.ones_like}
-    step = ps.make_update_step(lambda w, x: (w * x - teacher) ** 2, SGD, axis=axis, **how)
+    step = ps.make_update_step(
+        lambda w, x: (w * x - teacher) ** 2, SGD, axis=axis, **how
+    )
     for recorded in (False, True):
         own = w.clone().requires_grad_(recorded)
-        new, _, _ = axis.map(step, (None, None, 0), None)(own, SGD.init(w), [torch.ones(2, 1)])
+        new, _, _ = axis.map(step, (None, None, 0), None)(
+            own, SGD.init(w), [torch.ones(2, 1)]
+        )
         assert new == 3
         assert new.requires_grad is recorded
 
@@ -80,17 +90,28 @@ def test_mappings_are_seen_into() -> None:
     step = ps.make_update_step(lambda w, m: w * m["x"].square(), SGD, weight_fn=x_ones)
     step(w, SGD.init(w), [UserDict(ONES), UserDict(x=x.clone())])[0].backward()
     assert x.grad == -0.5 * 2 * 2 / 2
-    donating = ps.make_update_step(lambda w, m: w * m["x"], SGD, weight_fn=x_ones, donate=True)
-    with pytest.raises(ValueError, match=r"but microbatches\[1\]\['x'\] shares its memory"):
+    donating = ps.make_update_step(
+        lambda w, m: w * m["x"], SGD, weight_fn=x_ones, donate=True
+    )
+    with pytest.raises(
+        ValueError, match=r"but microbatches\[1\]\['x'\] shares its memory"
+    ):
         donating(w, SGD.init(w), [UserDict(ONES), UserDict(x=w)])
 
 
 def test_a_rate_that_requires_grad_is_refused_over_ranks() -> None:
     """Each rank would differentiate its own part alone."""
-    axis, optimizer = ps.testing.ThreadAxis(2), ps.optim.sgd(torch.tensor(0.5, requires_grad=True))
-    step = ps.make_update_step(lambda w, x: w * x, optimizer, weight_fn=torch.ones_like, axis=axis)
+    axis, optimizer = (
+        ps.testing.ThreadAxis(2),
+        ps.optim.sgd(torch.tensor(0.5, requires_grad=True)),
+    )
+    step = ps.make_update_step(
+        lambda w, x: w * x, optimizer, weight_fn=torch.ones_like, axis=axis
+    )
     w = torch.ones(())
-    with pytest.raises(ValueError, match=r"differentiate through the step with ps\.VmapAxis"):
+    with pytest.raises(
+        ValueError, match=r"differentiate through the step with ps\.VmapAxis"
+    ):
         axis.map(step)([w] * 2, [optimizer.init(w)] * 2, [[torch.ones(2)]] * 2)
 
 
@@ -114,7 +135,9 @@ def test_points_that_require_grad_are_the_callers(holder: Any) -> None:
     """Made once before training, as every tutorial does. No graph grows, and ``.grad`` stays None."""
     x = torch.tensor([1.0, 2.0], requires_grad=True)
     group = [Points(x, [x]) if holder not in (dict, UserDict) else holder(x=x)]
-    step = ps.make_update_step(derivative_squared, SGD, weight_fn=lambda m: torch.ones(2))
+    step = ps.make_update_step(
+        derivative_squared, SGD, weight_fn=lambda m: torch.ones(2)
+    )
     w, state = torch.tensor(0.01), SGD.init(torch.tensor(0.01))
     for _ in range(3):
         before = w
@@ -143,7 +166,9 @@ def test_a_loss_that_marks_its_data_does_not_mark_the_callers_dataclass() -> Non
 
 def test_a_graph_inside_of_a_dataclass_is_recorded() -> None:
     x = torch.ones(2, requires_grad=True)
-    step = ps.make_update_step(lambda w, m: w * m.x, SGD, weight_fn=lambda m: torch.ones(2))
+    step = ps.make_update_step(
+        lambda w, m: w * m.x, SGD, weight_fn=lambda m: torch.ones(2)
+    )
     w = torch.tensor(0.1)
     step(w, SGD.init(w), [Points(2 * x, [])])[0].backward()
     torch.testing.assert_close(x.grad, torch.full((2,), -0.5))

@@ -15,7 +15,13 @@ from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
 attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 
-__all__ = ["FakeTensorMode", "TorchDispatchMode", "attention", "lazy_backend", "lazy_metrics"]
+__all__ = [
+    "FakeTensorMode",
+    "TorchDispatchMode",
+    "attention",
+    "lazy_backend",
+    "lazy_metrics",
+]
 
 
 def graphs_compiled() -> int:
@@ -71,14 +77,19 @@ def few_recompilations() -> AbstractContextManager[None]:
 
 def forward_hooks(module: torch.nn.Module) -> int:
     """How many hooks its parts hold that run after them, and how many notes about such hooks."""
-    return sum(len(m._forward_hooks) + len(m._forward_hooks_with_kwargs) for m in module.modules())
+    return sum(
+        len(m._forward_hooks) + len(m._forward_hooks_with_kwargs)
+        for m in module.modules()
+    )
 
 
 attention_in_steps = torch.ops.aten._scaled_dot_product_attention_math
 """Attention as an operation of ``torch.ops``, which drops elements when it is told to."""
 
 
-def compiled_with_graphs(function: Callable[..., Any]) -> tuple[Callable[..., Any], list[str]]:
+def compiled_with_graphs(
+    function: Callable[..., Any],
+) -> tuple[Callable[..., Any], list[str]]:
     """The function compiled whole, and the code of each graph that reaches the compiler's backend, from the first call on."""
     from torch._dynamo.backends.common import aot_autograd
 
@@ -88,5 +99,7 @@ def compiled_with_graphs(function: Callable[..., Any]) -> tuple[Callable[..., An
         graphs.append(graph.code)
         return graph
 
-    whole = torch.compile(function, backend=aot_autograd(fw_compiler=backend), fullgraph=True)
+    whole = torch.compile(
+        function, backend=aot_autograd(fw_compiler=backend), fullgraph=True
+    )
     return whole, graphs

@@ -24,7 +24,10 @@ BAD = 2
 
 def params() -> dict[str, Tensor]:
     """Integers, in two leaves."""
-    return {"b": torch.tensor(1.0).double(), "w": torch.tensor([1.0, -2.0, 3.0]).double()}
+    return {
+        "b": torch.tensor(1.0).double(),
+        "w": torch.tensor([1.0, -2.0, 3.0]).double(),
+    }
 
 
 def batch(size: int = 16, seed: int = 0) -> Batch:
@@ -85,6 +88,8 @@ def step(axis: ps.Axis, arguments: Arguments) -> Any:
 
 def alone() -> Any:
     """The sound step of one rank that holds the whole batch as one microbatch."""
-    new_params, opt_state, metrics = step(ps.LocalAxis(), {**sound(0), "microbatches": [batch()]})
+    new_params, opt_state, metrics = step(
+        ps.LocalAxis(), {**sound(0), "microbatches": [batch()]}
+    )
     count = sum(map(len, SHARE))
     return new_params, opt_state, metrics._replace(num_microbatches=torch.tensor(count))

@@ -75,21 +75,32 @@ def run_corner(corner: Corner, root: Path = ROOT) -> Outcome:
     """Makes the environment of a corner and runs the tests in it."""
     interpreter = find_interpreter(corner.python)
     if interpreter is None:
-        return Outcome(False, f"not run: no Python {corner.python} on PATH, of pyenv or of uv")
+        return Outcome(
+            False, f"not run: no Python {corner.python} on PATH, of pyenv or of uv"
+        )
     python = root / corner.environment / "bin" / "python"
     code = "import sys; print('%d.%d' % sys.version_info[:2])"
-    if python.exists() and (other := _read_output([str(python), "-c", code])) != corner.python:
+    if (
+        python.exists()
+        and (other := _read_output([str(python), "-c", code])) != corner.python
+    ):
         environment = python.parent.parent
-        return Outcome(False, f"not run: {environment} has Python {other or '?'}, remove it")
+        return Outcome(
+            False, f"not run: {environment} has Python {other or '?'}, remove it"
+        )
     make = ["make", f"{corner.environment}/installed", f"PYTHON={interpreter}"]
     if subprocess.run(make, cwd=root).returncode != 0:
         return Outcome(True, f"not run: {corner.environment} could not be made")
     names = "torch", "transformers"
-    code = f"import importlib.metadata as m; print(*[m.version(name) for name in {names}])"
+    code = (
+        f"import importlib.metadata as m; print(*[m.version(name) for name in {names}])"
+    )
     torch, transformers = _read_output([str(python), "-c", code]).split()
     tests = [str(python), "-m", "pytest", "-q", "-n", "2", "--dist", "worksteal"]
     status, summary = _run_tests(tests, root)
-    full = _read_output([str(python), "-c", "import platform; print(platform.python_version())"])
+    full = _read_output(
+        [str(python), "-c", "import platform; print(platform.python_version())"]
+    )
     return Outcome(status != 0, summary, full, torch, transformers)
 
 

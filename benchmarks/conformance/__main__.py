@@ -27,7 +27,10 @@ EXAMPLES = ("heads", "torchtune", "evaluation", "torchopt")
 
 def versions(packages: Iterable[str]) -> dict[str, str]:
     """Of all packages that are named, wherever they are."""
-    sys.path += [str(BUILD / folder) for folder in sorted({c.folder for c in COLUMNS if c.folder})]
+    sys.path += [
+        str(BUILD / folder)
+        for folder in sorted({c.folder for c in COLUMNS if c.folder})
+    ]
     return {name: metadata.version(name) for name in sorted(packages)}
 
 
@@ -40,7 +43,9 @@ def ask(what: str, options: argparse.Namespace) -> str:
         "KERAS_BACKEND": "torch",
         "OMP_NUM_THREADS": "1",
         **os.environ,
-        "PYTHONPATH": os.pathsep.join(path for path in [str(HERE.parent), *paths] if path),
+        "PYTHONPATH": os.pathsep.join(
+            path for path in [str(HERE.parent), *paths] if path
+        ),
     }
     numbers = ["--cases", str(options.cases), "--shrink", str(options.shrink)]
     command = [sys.executable, "-m", "benchmarks.conformance", "--part", what, *numbers]
@@ -55,7 +60,11 @@ def part(what: str, options: argparse.Namespace) -> None:
     """In that process: judges, and leaves what it finds."""
     from benchmarks.conformance.work import examples, judged
 
-    found = examples(what) if what in EXAMPLES else judged(what, options.cases, options.shrink)
+    found = (
+        examples(what)
+        if what in EXAMPLES
+        else judged(what, options.cases, options.shrink)
+    )
     where(what).write_text(json.dumps(found))
 
 
@@ -69,7 +78,9 @@ def where(what: str) -> Path:
 def about_column(column: Column) -> dict[str, Any]:
     """What is known without running it."""
     about = {field.name: getattr(column, field.name) for field in fields(column)}
-    return {name: value for name, value in about.items() if name not in ("make", "vacuous")}
+    return {
+        name: value for name, value in about.items() if name not in ("make", "vacuous")
+    }
 
 
 def main() -> None:
@@ -78,7 +89,9 @@ def main() -> None:
     parser.add_argument("--cases", type=int, default=30)
     parser.add_argument("--shrink", type=int, default=80)
     parser.add_argument("--seconds", type=float, default=900, help="for each trainer")
-    parser.add_argument("--only", nargs="*", help="names of columns and examples; none: the page")
+    parser.add_argument(
+        "--only", nargs="*", help="names of columns and examples; none: the page"
+    )
     parser.add_argument("--out", type=Path, default=HERE)
     parser.add_argument("--part", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -89,7 +102,9 @@ def main() -> None:
     names = [column.name for column in COLUMNS]
     tasks = [*names, *EXAMPLES] if options.only is None else options.only
     with ThreadPoolExecutor(2) as pool:
-        failed = [what for what in pool.map(lambda what: ask(what, options), tasks) if what]
+        failed = [
+            what for what in pool.map(lambda what: ask(what, options), tasks) if what
+        ]
     print(*failed, sep="\n", file=sys.stderr)
     columns = [
         about_column(column) | json.loads(where(column.name).read_text())
@@ -100,7 +115,9 @@ def main() -> None:
         "limit": options.seconds,
         "seconds": sum(column["seconds"] for column in columns),
         "python": platform.python_version(),
-        "versions": versions({name for column in columns for name in column["packages"]}),
+        "versions": versions(
+            {name for column in columns for name in column["packages"]}
+        ),
         "laws": {
             name: {"title": law.title, "statement": law.statement}
             for name, law in ps.testing.LAWS.items()

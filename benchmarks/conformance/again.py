@@ -44,9 +44,9 @@ class Part(NamedTuple):
 
 def cross_entropies(logits: Tensor, labels: Tensor) -> Tensor:
     """One for each place; 0 where the label is -100."""
-    return F.cross_entropy(logits.flatten(0, -2), labels.flatten(), reduction="none").view(
-        labels.shape
-    )
+    return F.cross_entropy(
+        logits.flatten(0, -2), labels.flatten(), reduction="none"
+    ).view(labels.shape)
 
 
 def regression(model: Any, data: Data) -> tuple[Tensor, Tensor]:
@@ -57,11 +57,15 @@ def regression(model: Any, data: Data) -> tuple[Tensor, Tensor]:
 
 def labels(model: Any, data: Data) -> tuple[Tensor, Tensor]:
     """Of a model that returns logits."""
-    return cross_entropies(model(data["input_ids"]), data["labels"]), data["labels"] != -100
+    return cross_entropies(model(data["input_ids"]), data["labels"]), data[
+        "labels"
+    ] != -100
 
 
 def _logits(model: Any, data: Data, key: str = "input_ids") -> Tensor:
-    logits: Tensor = model(input_ids=data[key], attention_mask=data["attention_mask"]).logits
+    logits: Tensor = model(
+        input_ids=data[key], attention_mask=data["attention_mask"]
+    ).logits
     return logits
 
 
@@ -79,7 +83,9 @@ def classes_of_tokens(model: Any, data: Data) -> tuple[Tensor, Tensor]:
 def classes_of_rows(model: Any, data: Data) -> tuple[Tensor, Tensor]:
     """The sum of a row's labels, modulo 3."""
     counts = data["labels"] != -100
-    wanted = torch.where(counts.any(1), (data["labels"] * counts).sum(1) % 3, -100)[:, None]
+    wanted = torch.where(counts.any(1), (data["labels"] * counts).sum(1) % 3, -100)[
+        :, None
+    ]
     return cross_entropies(_logits(model, data)[:, None], wanted), wanted != -100
 
 
@@ -107,7 +113,9 @@ def preferences(model: Any, data: Data) -> tuple[Tensor, Tensor]:
     counts, ids = data["labels"][:, 1:] != -100, data["input_ids"]
     other = {**data, "other": torch.cat([ids[:, :1], (ids[:, 1:] + 1) % 5], 1)}
     chosen = -cross_entropies(_logits(model, data)[:, :-1], ids[:, 1:])
-    rejected = -cross_entropies(_logits(model, other, "other")[:, :-1], other["other"][:, 1:])
+    rejected = -cross_entropies(
+        _logits(model, other, "other")[:, :-1], other["other"][:, 1:]
+    )
     margin = ((chosen - rejected) * counts).sum(1, keepdim=True)
     return -F.logsigmoid(0.1 * (margin - margin.detach())), counts.any(1, keepdim=True)
 
@@ -136,7 +144,9 @@ def part(task: str, model: Any, data: Data, pad: int = 0) -> Part:
     labels = float(shifted.sum() + (shifted.any(1).sum() if "labels" in data else 0))
     unshifted = float((data["labels"] != -100).sum()) if "labels" in data else 0.0
     each = list(zip(weighted.sum(1), counts.sum(1).tolist(), strict=True))
-    return Part(weighted.sum(), float(counts.sum()), len(losses), labels, each, unshifted)
+    return Part(
+        weighted.sum(), float(counts.sum()), len(losses), labels, each, unshifted
+    )
 
 
 def marked(state: Any) -> str:
@@ -208,7 +218,9 @@ FORMULAS: Mapping[str, Callable[[Sequence[Part]], Any]] = {
     "equation": equation,
     "mean of means": mean_of_means,
     "sum of means": sum_of_means,
-    "mean of means that are there": lambda parts: mean_of_means([p for p in parts if p.counted]),
+    "mean of means that are there": lambda parts: mean_of_means(
+        [p for p in parts if p.counted]
+    ),
     "sums": equation,
     "predictions": by_predictions,
     "unshifted labels": by_unshifted,
@@ -249,13 +261,18 @@ def after(
         if not isinstance(model, dict):
             module = copy.deepcopy(model).double().eval()
 
-            def called(*args: Any, leaves: Any = leaves, module: Any = module, **more: Any) -> Any:
+            def called(
+                *args: Any, leaves: Any = leaves, module: Any = module, **more: Any
+            ) -> Any:
                 return torch.func.functional_call(module, leaves, args, more)
 
             at: Any = called
         else:
             at = leaves["weight"], leaves["bias"]
-        parts = [[part(task, at, each, int(gives == "mlx")) for each in share] for share in ranks]
+        parts = [
+            [part(task, at, each, int(gives == "mlx")) for each in share]
+            for share in ranks
+        ]
         everything = [each for share in parts for each in share]
         counted = sum(each.counted for each in everything)
         if gives in ("equation", "evaluation", "first call", "sums"):
@@ -268,20 +285,28 @@ def after(
         values = [value]
         if filtered and len(everything) < 7:
             over = len(everything) if gives == "mean of means" else 1
-            values = [_filtered(order, over) for order in itertools.permutations(everything)]
+            values = [
+                _filtered(order, over) for order in itertools.permutations(everything)
+            ]
         if math.isnan(value):
             # 0 / 0 spreads from here to all that the loss or the scale reaches.
-            return {name: torch.full_like(p, math.nan) for name, p in leaves.items()}, [math.nan]
+            return {name: torch.full_like(p, math.nan) for name, p in leaves.items()}, [
+                math.nan
+            ]
         grads = (
             torch.autograd.grad(total, [*leaves.values()], allow_unused=True)
             if isinstance(total, Tensor)
             else [None] * len(leaves)
         )
         for (name, p), grad in zip([*leaves.items()], grads, strict=True):
-            grad = (torch.zeros_like(p) if grad is None else grad) + case["weight_decay"] * p
+            grad = (torch.zeros_like(p) if grad is None else grad) + case[
+                "weight_decay"
+            ] * p
             fresh = gives == "first call" and first_call
             moments[name] = (1 if fresh else case["momentum"]) * moments[name] + grad
-            leaves[name] = (p - case["learning_rate"] * moments[name]).detach().requires_grad_()
+            leaves[name] = (
+                (p - case["learning_rate"] * moments[name]).detach().requires_grad_()
+            )
         first_call = False
     return {name: p.detach() for name, p in leaves.items()}, values
 
@@ -294,7 +319,9 @@ def _filtered(parts: Sequence[Part], over: float) -> float:
     return value
 
 
-def evaluated(case: Mapping[str, Any], run: Mapping[str, Any], model: Any, params: Any) -> float:
+def evaluated(
+    case: Mapping[str, Any], run: Mapping[str, Any], model: Any, params: Any
+) -> float:
     """transformers' mean over the means of batches, each of which it repeats as often as a full batch has rows."""
     module = copy.deepcopy(model).double().eval()
 
@@ -314,7 +341,9 @@ def apart(one: Mapping[str, Any], other: Mapping[str, Any]) -> float:
     """The largest difference of two sets of parameters; infinite where one alone is no number."""
     worst = 0.0
     for name, p in one.items():
-        a, b = (torch.as_tensor(x, dtype=torch.float64).flatten() for x in (p, other[name]))
+        a, b = (
+            torch.as_tensor(x, dtype=torch.float64).flatten() for x in (p, other[name])
+        )
         if not torch.equal(a.isnan(), b.isnan()):
             return math.inf
         worst = max(worst, float((a - b).detach().nan_to_num().abs().max()))
@@ -325,10 +354,16 @@ def _from_formula(told: Mapping[str, Any], formula: Mapping[str, Any]) -> float:
     """As ``apart``; where the formula is no number, a part of the parameters has to be none."""
     if not any(bool(torch.as_tensor(p).isnan().all()) for p in formula.values()):
         return apart(told, formula)
-    return 0.0 if any(bool(torch.tensor(p).isnan().any()) for p in told.values()) else math.inf
+    return (
+        0.0
+        if any(bool(torch.tensor(p).isnan().any()) for p in told.values())
+        else math.inf
+    )
 
 
-def cell(column: Mapping[str, Any], verdict: Mapping[str, Any], model: Any) -> dict[str, Any]:
+def cell(
+    column: Mapping[str, Any], verdict: Mapping[str, Any], model: Any
+) -> dict[str, Any]:
     """One cell: how far the trainer is from its formula and from itself, and the two of the equation from each other."""
     case, seen = json.loads(verdict["case"]), json.loads(verdict["seen"])
     if "generator" in verdict["why"]:
@@ -341,18 +376,24 @@ def cell(column: Mapping[str, Any], verdict: Mapping[str, Any], model: Any) -> d
         if run is None:
             continue
         right, right_loss = after(case, run, model, "equation")
-        filtered = column["packages"][0] == "transformers" and gives.endswith("of means")
+        filtered = column["packages"][0] == "transformers" and gives.endswith(
+            "of means"
+        )
         formula, loss = after(case, run, model, gives, filtered=filtered)
         if gives == "row means" and run["setting"] != "microbatch_size=1":
             formula, loss = after(
                 case, {**run, "acts": _joined(run["acts"])}, model, "mean of means"
             )
         if gives == "evaluation":
-            params = {name: torch.tensor(p).double() for name, p in each["params"].items()}
+            params = {
+                name: torch.tensor(p).double() for name, p in each["params"].items()
+            }
             loss = [evaluated(case, run, model, params)]
         rights.append((right, right_loss[0] if right_loss else None))
         formulas.append((formula, loss))
-        theirs.append((each["params"], each["evaluation" if gives == "evaluation" else "loss"]))
+        theirs.append(
+            (each["params"], each["evaluation" if gives == "evaluation" else "loss"])
+        )
     moved = apart(rights[-1][0], start) or 1.0
     of_formula = max(
         _from_formula(t, f) / moved if gives != "evaluation" else 0.0
@@ -383,7 +424,9 @@ def cell(column: Mapping[str, Any], verdict: Mapping[str, Any], model: Any) -> d
 def _joined(acts: Sequence[Any]) -> list[Any]:
     """Each update on one microbatch of all rows."""
     return [
-        [[{key: [row for each in share for row in each[key]] for key in share[0]}]] if share else []
+        [[{key: [row for each in share for row in each[key]] for key in share[0]}]]
+        if share
+        else []
         for (share,) in acts
     ]
 
@@ -415,7 +458,9 @@ def biases(column: Mapping[str, Any]) -> bool:
     found = True
     for name, (updates, _, _) in CASES.items():
         told = column["biases"].get(name)
-        if not isinstance(told, float) or (name == "momentum" and column["gives"] == "mlx"):
+        if not isinstance(told, float) or (
+            name == "momentum" and column["gives"] == "mlx"
+        ):
             continue  # mlx-lm makes a second step there, from another bias.
         bias = moment = 0.0
         for update in updates:
@@ -437,7 +482,9 @@ def _by_hand(rows: Sequence[Sequence[int]], pad: bool) -> Part:
     ]
     sums = [(sum(row), float(len(row))) for row in each]
     total, count = sum(g for g, _ in sums), sum(n for _, n in sums)
-    return Part(total, count, len(rows), count + sum(bool(n) for _, n in sums), sums, count)
+    return Part(
+        total, count, len(rows), count + sum(bool(n) for _, n in sums), sums, count
+    )
 
 
 def checked(columns: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
@@ -470,11 +517,15 @@ def main() -> None:
     """Says of each cell whether it is confirmed."""
     path = Path(__file__).parent.parent / "results" / "conformance.json"
     found = checked(json.loads(path.read_text())["columns"])
-    cells = [(name, law, each) for name, laws in found.items() for law, each in laws.items()]
+    cells = [
+        (name, law, each) for name, laws in found.items() for law, each in laws.items()
+    ]
     for name, law, each in cells:
         print(f"{'ok ' if each['confirmed'] else 'NOT'} {name}, {law}: {each}")
     missed = [each for *_, each in cells if not each["confirmed"]]
-    print(f"{len(cells) - len(missed)} of {len(cells)} cells that say wrong are confirmed")
+    print(
+        f"{len(cells) - len(missed)} of {len(cells)} cells that say wrong are confirmed"
+    )
     if missed:
         raise SystemExit(1)
 

@@ -46,7 +46,9 @@ HANG = 20.0
 def labels_of(rows: Rows) -> Batch:
     """Rows of tokens, each of which has a label, after a first one that has none."""
     length = 1 + max(map(len, rows))
-    labels = torch.tensor([[NONE, *row, *[NONE] * (length - 1 - len(row))] for row in rows])
+    labels = torch.tensor(
+        [[NONE, *row, *[NONE] * (length - 1 - len(row))] for row in rows]
+    )
     known = torch.tensor([[0, *row, *[NONE] * (length - 1 - len(row))] for row in rows])
     return {
         "input_ids": known.clamp(min=0),
@@ -73,7 +75,9 @@ def problem_for(trainer: Any, momentum: float = 0.0) -> Problem | None:
     return None
 
 
-def bias_after(trainer: Any, problem: Problem, updates: Sequence[Sequence[Sequence[Rows]]]) -> Any:
+def bias_after(
+    trainer: Any, problem: Problem, updates: Sequence[Sequence[Sequence[Rows]]]
+) -> Any:
     """The first bias, after updates each of which has microbatches for each rank; in words, if the trainer refuses."""
     dtype = trainer.abilities.dtype
     linear = problem.task is REGRESSION
@@ -93,7 +97,9 @@ def bias_after(trainer: Any, problem: Problem, updates: Sequence[Sequence[Sequen
         ]
     except Exception as error:
         return "hangs" if "is silent after" in str(error) else type(error).__name__
-    return seen[0] if len({str(bias) for bias in seen}) == 1 else f"ranks differ: {seen}"
+    return (
+        seen[0] if len({str(bias) for bias in seen}) == 1 else f"ranks differ: {seen}"
+    )
 
 
 def biases(column: Column) -> dict[str, Any]:
@@ -266,10 +272,21 @@ def heads() -> dict[str, float]:
         for kind, labels in HEADS.items():
             generator = torch.Generator().manual_seed(0)
             ids = torch.randint(3, 11, (4, 4), generator=generator)
-            wanted = {"tokens": ids, "classes": ids[:, 0] % 3, "token classes": ids % 3}[labels]
-            batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": wanted}
+            wanted = {
+                "tokens": ids,
+                "classes": ids[:, 0] % 3,
+                "token classes": ids % 3,
+            }[labels]
+            batch = {
+                "input_ids": ids,
+                "attention_mask": torch.ones_like(ids),
+                "labels": wanted,
+            }
             parts = [{key: x[at : at + 2] for key, x in batch.items()} for at in (0, 2)]
-            one, two = moved(head(kind), [batch], folder), moved(head(kind), parts, folder)
+            one, two = (
+                moved(head(kind), [batch], folder),
+                moved(head(kind), parts, folder),
+            )
             ratios[kind] = float((two @ one) / (one @ one))
     return ratios
 
@@ -294,7 +311,11 @@ def torchtune_losses() -> dict[str, float]:
         inputs = torch.tensor([ids])
         labels = inputs.clone()
         labels[:, 0] = -100
-        return {"input_ids": inputs, "attention_mask": torch.ones_like(inputs), "labels": labels}
+        return {
+            "input_ids": inputs,
+            "attention_mask": torch.ones_like(inputs),
+            "labels": labels,
+        }
 
     rows = [row(1, 2), row(3, 4, 1, 2)]
     model = gpt2()
@@ -315,7 +336,9 @@ def evaluation_losses() -> dict[str, float]:
     """What ``Trainer.evaluate`` says of a batch of one token and one of three, and of both as one batch."""
     from benchmarks.conformance.with_transformers import COLUMNS
 
-    (column,) = [column for column in COLUMNS if column.name.startswith("Trainer.evaluate")]
+    (column,) = [
+        column for column in COLUMNS if column.name.startswith("Trainer.evaluate")
+    ]
     trainer = column.make()
     task = trainer.abilities.task
     problem = Problem(task, task.model, 0.5)

@@ -46,7 +46,9 @@ class Bigram(nn.Module):
     def __init__(self, embedding: Tensor, head: Tensor) -> None:
         super().__init__()
         self.embedding = nn.Embedding.from_pretrained(embedding.clone(), freeze=False)
-        self.head = nn.Linear(head.shape[1], head.shape[0], bias=False, dtype=head.dtype)
+        self.head = nn.Linear(
+            head.shape[1], head.shape[0], bias=False, dtype=head.dtype
+        )
         self.head.weight = nn.Parameter(head.clone())
 
     def forward(self, input_ids: Tensor) -> Tensor:
@@ -59,12 +61,16 @@ class Bigram(nn.Module):
         return self.embedding
 
 
-def bigram(dtype: torch.dtype = torch.float64, vocabulary: int = 5, width: int = 3) -> Bigram:
+def bigram(
+    dtype: torch.dtype = torch.float64, vocabulary: int = 5, width: int = 3
+) -> Bigram:
     """With parameters that are multiples of an eighth."""
     generator = torch.Generator().manual_seed(0)
 
     def drawn() -> Tensor:
-        return torch.randint(-8, 9, (vocabulary, width), generator=generator).to(dtype) / 8
+        return (
+            torch.randint(-8, 9, (vocabulary, width), generator=generator).to(dtype) / 8
+        )
 
     return Bigram(drawn(), drawn())
 
@@ -80,10 +86,20 @@ def label_weights(batch: Batch) -> Tensor:
     return batch["labels"] != -100
 
 
-def labelled(model: nn.Module, name: str = "labels of tokens", losses: Any = label_losses) -> Task:
+def labelled(
+    model: nn.Module, name: str = "labels of tokens", losses: Any = label_losses
+) -> Task:
     """A label for each token, -100 where none counts."""
     like = causal_lm(model)
-    return Task(name, losses, label_weights, like.ignored, like.roundings, model, like.vocabulary)
+    return Task(
+        name,
+        losses,
+        label_weights,
+        like.ignored,
+        like.roundings,
+        model,
+        like.vocabulary,
+    )
 
 
 def of_labels(dtype: torch.dtype = torch.float64, **more: Any) -> Abilities:

@@ -40,9 +40,19 @@ def draw(report: dict[str, Any], path: Path) -> None:
             axes.add_patch(box)
             if vacuous:
                 axes.add_patch(
-                    Rectangle((x, y), 1, 1, fill=False, hatch="////", edgecolor="#b0b0b0", lw=0)
+                    Rectangle(
+                        (x, y),
+                        1,
+                        1,
+                        fill=False,
+                        hatch="////",
+                        edgecolor="#b0b0b0",
+                        lw=0,
+                    )
                 )
-            sign = SIGNS.get(found, str(verdict.get("cases", "✓")) if found == "holds" else "")
+            sign = SIGNS.get(
+                found, str(verdict.get("cases", "✓")) if found == "holds" else ""
+            )
             colour = "#7a3a10" if found == "by design" else "white"
             axes.text(
                 x + 0.5, y + 0.52, sign, ha="center", va="center", color=colour,
@@ -51,11 +61,14 @@ def draw(report: dict[str, Any], path: Path) -> None:
     axes.set_xlim(0, len(laws))
     axes.set_ylim(len(columns), 0)
     titles = [
-        "T2\nuneven" if law == UNEVEN else f"{law}\n{report['laws'][law]['title']}" for law in laws
+        "T2\nuneven" if law == UNEVEN else f"{law}\n{report['laws'][law]['title']}"
+        for law in laws
     ]
     axes.set_xticks([x + 0.5 for x in range(len(laws))], titles, fontsize=5.6)
     axes.xaxis.tick_top()
-    names = [f"{column['name']}  $\\it{{{_version(report, column)}}}$" for column in columns]
+    names = [
+        f"{column['name']}  $\\it{{{_version(report, column)}}}$" for column in columns
+    ]
     axes.set_yticks([y + 0.5 for y in range(len(columns))], names, fontsize=8)
     axes.tick_params(length=0)
     for spine in axes.spines.values():
@@ -68,7 +81,9 @@ def draw(report: dict[str, Any], path: Path) -> None:
         "refuses": "an error",
         "not asked": "not asked",
     }
-    handles: list[Any] = [Patch(color=COLOURS[name], label=label) for name, label in said.items()]
+    handles: list[Any] = [
+        Patch(color=COLOURS[name], label=label) for name, label in said.items()
+    ]
     handles.append(
         Patch(
             facecolor=COLOURS["not asked"],

@@ -67,7 +67,11 @@ def _of_uneven(column: Mapping[str, Any]) -> str:
         return "by design" if "T2" in column["promises"] else "wrong"
     if "hangs" in results.values():
         return "hangs"
-    return "refuses" if any(isinstance(result, str) for result in results.values()) else "holds"
+    return (
+        "refuses"
+        if any(isinstance(result, str) for result in results.values())
+        else "holds"
+    )
 
 
 def _names(columns: Sequence[Mapping[str, Any]]) -> str:
@@ -154,7 +158,12 @@ def _coverage(report: dict[str, Any]) -> str:
         ]
         lines.append(f"| {law} {about['title']} | {cases} | {'; '.join(spans)} |")
     return "\n".join(
-        ["## The cases\n", "| law | cases, of all trainers | with |", "| --- | --- | --- |", *lines]
+        [
+            "## The cases\n",
+            "| law | cases, of all trainers | with |",
+            "| --- | --- | --- |",
+            *lines,
+        ]
     )
 
 
@@ -169,8 +178,12 @@ def _cell(column: Mapping[str, Any], law: str) -> str:
         return f"holds {cases}" if cases else "holds"
     said = SIGNS[found]
     parts = column["verdicts"].get(law, {}).get("parts", {})
-    broken = [part for part, each in parts.items() if each not in ("holds", "not asked")]
-    return f"{said}: {', '.join(broken)}" if broken and len(broken) < len(parts) else said
+    broken = [
+        part for part, each in parts.items() if each not in ("holds", "not asked")
+    ]
+    return (
+        f"{said}: {', '.join(broken)}" if broken and len(broken) < len(parts) else said
+    )
 
 
 def _number(value: float | str | None) -> str:
@@ -197,7 +210,9 @@ def _how_far(report: dict[str, Any]) -> str:
         values = [
             " / ".join(
                 dict.fromkeys(
-                    _number(found[key]) for key in (name, f"{name}, 2 ranks") if key in found
+                    _number(found[key])
+                    for key in (name, f"{name}, 2 ranks")
+                    if key in found
                 )
             )
             for name in CASES
@@ -413,7 +428,9 @@ def _smallest(report: dict[str, Any]) -> str:
                 kind += verdict["finding"]
                 words = "by hand" if by_hand else verdict["words"].split("; ")[0]
                 gives = "" if law in ("T6", "T7") else column["gives"]
-                row = rows.setdefault((law, gives, kind), (_short(words), _short(why), []))
+                row = rows.setdefault(
+                    (law, gives, kind), (_short(words), _short(why), [])
+                )
                 row[2].append(column["name"])
     lines = [
         "## The smallest cases found\n",
@@ -435,7 +452,9 @@ def _kind(why: str) -> str:
     """In what the two runs differ: a report, parameters, or whether they are numbers."""
     what = why.split(":")[0]
     known = ("loss", "evaluation", "grad_norm", "num_tokens")
-    return f"{what if what in known else 'parameters'} {'nan' in why} {'generator' in why}"
+    return (
+        f"{what if what in known else 'parameters'} {'nan' in why} {'generator' in why}"
+    )
 
 
 def _place(report: Mapping[str, Any], law: str) -> int:
@@ -497,7 +516,9 @@ def _laws(report: dict[str, Any]) -> str:
 
 
 def _versions(report: dict[str, Any]) -> str:
-    versions = "\n".join(f"    {name} {version}" for name, version in report["versions"].items())
+    versions = "\n".join(
+        f"    {name} {version}" for name, version in report["versions"].items()
+    )
     return f"""
 ## Versions, and how to repeat it
 
@@ -520,7 +541,9 @@ for torchvision and mcli, which Composer imports, there are empty modules. torch
 def _usages(report: dict[str, Any]) -> str:
     lines = ["## What was followed\n"]
     for column in report["columns"]:
-        packages = ", ".join(f"{name} {report['versions'][name]}" for name in column["packages"])
+        packages = ", ".join(
+            f"{name} {report['versions'][name]}" for name in column["packages"]
+        )
         source = f" {column['source']}" if column["source"] else ""
         lines.append(f"### {column['name']}\n\n{packages}.{source}\n")
         lines += [f"    {line}".rstrip() for line in column["follows"].split("\n")]

@@ -21,13 +21,19 @@ def _accelerator(gradient_accumulation_steps: int) -> Any:
     if dist.is_initialized():
         # As a launcher sets them; the process group is there already.
         rank, size = str(dist.get_rank()), str(dist.get_world_size())
-        os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=size, LOCAL_WORLD_SIZE=size)
+        os.environ.update(
+            RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=size, LOCAL_WORLD_SIZE=size
+        )
         os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
         os.environ.setdefault("MASTER_PORT", "29500")
-    return Accelerator(cpu=True, gradient_accumulation_steps=max(1, gradient_accumulation_steps))
+    return Accelerator(
+        cpu=True, gradient_accumulation_steps=max(1, gradient_accumulation_steps)
+    )
 
 
-def accumulate(model: Any, optimizer: Any, microbatches: Sequence[Batch], problem: Problem) -> None:
+def accumulate(
+    model: Any, optimizer: Any, microbatches: Sequence[Batch], problem: Problem
+) -> None:
     """The guide's "finished code", without a scheduler."""
     accelerator = _accelerator(len(microbatches))
     model, optimizer = accelerator.prepare(model, optimizer)
@@ -47,7 +53,9 @@ def variable_size(
     accelerator = _accelerator(gradient_accumulation_steps)
     model, optimizer = accelerator.prepare(model, optimizer)
     batch_samples = [*microbatches]
-    num_items = torch.as_tensor(sum([problem.weights(batch).sum() for batch in batch_samples]))
+    num_items = torch.as_tensor(
+        sum([problem.weights(batch).sum() for batch in batch_samples])
+    )
     num_items_in_batch = accelerator.gather(num_items).sum().item()
     for i, batch in enumerate(batch_samples):
         if i < len(batch_samples) - 1 and accelerator.num_processes > 1:

@@ -134,7 +134,9 @@ COLUMNS = [
     ),
     Column(
         "Composer, tokens",
-        lambda: loop(partial(accumulate, on_tokens=True), abilities=of_labels(torch.float32)),
+        lambda: loop(
+            partial(accumulate, on_tokens=True), abilities=of_labels(torch.float32)
+        ),
         PACKAGES,
         "the docstring of composer.Trainer",
         "“accumulate_train_batch_on_tokens: Whether training loss is accumulated over the number of tokens in a batch, rather than the "

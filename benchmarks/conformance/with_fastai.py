@@ -14,7 +14,9 @@ class Batches:
     """A data loader of batches that are there already, equally many each time."""
 
     def __init__(self, microbatches: Sequence[Batch]) -> None:
-        self._batches = [(batch["input_ids"], batch["labels"]) for batch in microbatches]
+        self._batches = [
+            (batch["input_ids"], batch["labels"]) for batch in microbatches
+        ]
         self.device = torch.device("cpu")
 
     def __iter__(self) -> Any:
@@ -28,7 +30,9 @@ class Batches:
         return self
 
 
-def accumulate(model: Any, optimizer: Any, microbatches: Sequence[Batch], problem: Problem) -> None:
+def accumulate(
+    model: Any, optimizer: Any, microbatches: Sequence[Batch], problem: Problem
+) -> None:
     """``Learner.fit`` for one step of the optimizer, when it has seen all rows of the group."""
     from fastai.callback.training import GradientAccumulation
     from fastai.data.core import DataLoaders

@@ -8,7 +8,9 @@ from purestep.testing.adapters import loop
 from purestep.testing.problem import Batch, Problem
 
 
-def accumulate(model: Any, optimizer: Any, microbatches: Sequence[Batch], problem: Problem) -> None:
+def accumulate(
+    model: Any, optimizer: Any, microbatches: Sequence[Batch], problem: Problem
+) -> None:
     """An engine for each update, which runs over as many batches as it accumulates."""
     from ignite.engine import create_supervised_trainer
 

@@ -15,7 +15,9 @@ def _arrays(batch: Batch) -> Any:
     import numpy as np
     from jax import numpy as jnp
 
-    return {key: jnp.asarray(np.asarray(value), jnp.float32) for key, value in batch.items()}
+    return {
+        key: jnp.asarray(np.asarray(value), jnp.float32) for key, value in batch.items()
+    }
 
 
 def loss_sum(params: Any, batch: Any) -> Any:
@@ -103,7 +105,9 @@ class MultiSteps(Jax):
         super().start(problem, ranks)
         self._pending: Any = None
 
-    def _one(self, problem: Problem, params: Any, opt_state: Any, batches: list[Any]) -> Any:
+    def _one(
+        self, problem: Problem, params: Any, opt_state: Any, batches: list[Any]
+    ) -> Any:
         import optax
 
         self._finish()
@@ -115,11 +119,15 @@ class MultiSteps(Jax):
         )
         state = steps.init(self.params)._replace(inner_opt_state=self.opt_state)
         for batch in batches[:-1]:
-            self.params, state = self._mini(self.params, state, batch, len(batches), num_tokens)
+            self.params, state = self._mini(
+                self.params, state, batch, len(batches), num_tokens
+            )
         self._pending = state, batches[-1], len(batches), num_tokens
         return self.params, self.opt_state
 
-    def _mini(self, params: Any, state: Any, batch: Any, number: int, num_tokens: Any) -> Any:
+    def _mini(
+        self, params: Any, state: Any, batch: Any, number: int, num_tokens: Any
+    ) -> Any:
         import jax
         import optax
 
@@ -151,22 +159,33 @@ class MultiSteps(Jax):
         import jax
         import numpy as np
 
-        return pickle.dumps(jax.tree.map(np.asarray, (self.params, self.opt_state, self._pending)))
+        return pickle.dumps(
+            jax.tree.map(np.asarray, (self.params, self.opt_state, self._pending))
+        )
 
     def load(self, saved: Any) -> None:
         """In the middle of an accumulation, where it was."""
         import jax
         from jax import numpy as jnp
 
-        self.params, self.opt_state, pending = jax.tree.map(jnp.asarray, pickle.loads(saved))
-        self._pending = pending and (pending[0], pending[1], int(pending[2]), pending[3])
+        self.params, self.opt_state, pending = jax.tree.map(
+            jnp.asarray, pickle.loads(saved)
+        )
+        self._pending = pending and (
+            pending[0],
+            pending[1],
+            int(pending[2]),
+            pending[3],
+        )
 
 
 def whole(batches: list[Any]) -> Any:
     """``microbatch`` cuts one batch itself, into equal parts: the microbatches as one batch, and as many tokens in each row."""
     from jax import numpy as jnp
 
-    return {key: jnp.concatenate([batch[key] for batch in batches]) for key in batches[0]}
+    return {
+        key: jnp.concatenate([batch[key] for batch in batches]) for key in batches[0]
+    }
 
 
 class Microbatch(Jax):
@@ -183,7 +202,9 @@ class Microbatch(Jax):
         """How it cuts."""
         self._setting = setting
 
-    def _one(self, problem: Problem, params: Any, opt_state: Any, batches: list[Any]) -> Any:
+    def _one(
+        self, problem: Problem, params: Any, opt_state: Any, batches: list[Any]
+    ) -> Any:
         import jax
         import optax
 

@@ -54,22 +54,31 @@ class Keras:
         )
         self.model.compile(
             optimizer=optimizer,
-            loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True, ignore_class=-100),
+            loss=keras.losses.SparseCategoricalCrossentropy(
+                from_logits=True, ignore_class=-100
+            ),
         )
         optimizer.build(self.model.trainable_variables)
         if self.optimizer is not None and self.problem.momentum:
-            for new, old in zip(optimizer.momentums, self.optimizer.momentums, strict=True):
+            for new, old in zip(
+                optimizer.momentums, self.optimizer.momentums, strict=True
+            ):
                 new.assign(old)
         self.optimizer = optimizer
 
-        examples: Any = [(batch["input_ids"], batch["labels"]) for batch in microbatches]
+        examples: Any = [
+            (batch["input_ids"], batch["labels"]) for batch in microbatches
+        ]
         data: Any = DataLoader(examples, batch_size=None, generator=torch.Generator())
         self.model.fit(data, epochs=1, verbose=0)
 
     def observe(self) -> Sequence[Observation]:
         """The parameters, as torch's."""
         (embedding,), (head,) = self.embedding.get_weights(), self.head.get_weights()
-        params = {"embedding.weight": torch.tensor(embedding), "head.weight": torch.tensor(head.T)}
+        params = {
+            "embedding.weight": torch.tensor(embedding),
+            "head.weight": torch.tensor(head.T),
+        }
         return [Observation(params)]
 
 

@@ -19,7 +19,10 @@ def _identity(batch: Any) -> Any:
 
 
 def _fit(
-    model: Any, optimizer: Any, microbatches: Sequence[Batch], loss_of: Callable[[Batch], Tensor]
+    model: Any,
+    optimizer: Any,
+    microbatches: Sequence[Batch],
+    loss_of: Callable[[Batch], Tensor],
 ) -> None:
     """``Trainer.fit`` for one step of the optimizer, which keeps its state."""
     import lightning
@@ -58,17 +61,26 @@ def _fit(
         trainer.fit(Module(), data)
 
 
-def accumulate(model: Any, optimizer: Any, microbatches: Sequence[Batch], problem: Problem) -> None:
+def accumulate(
+    model: Any, optimizer: Any, microbatches: Sequence[Batch], problem: Problem
+) -> None:
     """``training_step`` returns the mean of its batch."""
     _fit(model, optimizer, microbatches, lambda batch: mean_loss(model, batch))
 
 
-def counted(model: Any, optimizer: Any, microbatches: Sequence[Batch], problem: Problem) -> None:
+def counted(
+    model: Any, optimizer: Any, microbatches: Sequence[Batch], problem: Problem
+) -> None:
     """``training_step`` returns its sum, times the number of microbatches, over the count that the data brings along."""
     num_tokens = count(problem, microbatches)
     if num_tokens:
         scale = len(microbatches) / num_tokens
-        _fit(model, optimizer, microbatches, lambda batch: loss_sum(problem, model, batch) * scale)
+        _fit(
+            model,
+            optimizer,
+            microbatches,
+            lambda batch: loss_sum(problem, model, batch) * scale,
+        )
 
 
 COLUMNS = [

@@ -22,7 +22,9 @@ def completion(batch: Batch) -> Tensor:
 def next_losses(model: Any, batch: Batch) -> Tensor:
     """Of each token, from the one before."""
     logits = model(input_ids=batch["input_ids"])[:, :-1]
-    each = torch.nn.functional.cross_entropy(logits.mT, batch["input_ids"][:, 1:], reduction="none")
+    each = torch.nn.functional.cross_entropy(
+        logits.mT, batch["input_ids"][:, 1:], reduction="none"
+    )
     return torch.nn.functional.pad(each, (1, 0))
 
 
@@ -31,7 +33,13 @@ def completions() -> Task:
     model = bigram(torch.float32)
     like = causal_lm(model)
     return Task(
-        "completions", next_losses, completion, like.ignored, like.roundings, model, like.vocabulary
+        "completions",
+        next_losses,
+        completion,
+        like.ignored,
+        like.roundings,
+        model,
+        like.vocabulary,
     )
 
 
@@ -61,7 +69,9 @@ class Mlx:
         self.model = Model(*params["embedding.weight"].shape)
         self.model.load_weights([*params.items()])
         self.optimizer = optimizers.SGD(
-            problem.learning_rate, momentum=problem.momentum, weight_decay=problem.weight_decay
+            problem.learning_rate,
+            momentum=problem.momentum,
+            weight_decay=problem.weight_decay,
         )
 
     def update(self, group: Group) -> None:
@@ -77,10 +87,15 @@ class Mlx:
             for batch in microbatches:
                 lengths = batch["attention_mask"].sum(1)
                 starts = torch.where(
-                    (counts := completion(batch)).any(1), counts.int().argmax(1), lengths
+                    (counts := completion(batch)).any(1),
+                    counts.int().argmax(1),
+                    lengths,
                 )
                 ids = torch.nn.functional.pad(batch["input_ids"], (0, 1))
-                yield mx.array(ids.numpy()), mx.array(torch.stack([starts, lengths], 1).numpy())
+                yield (
+                    mx.array(ids.numpy()),
+                    mx.array(torch.stack([starts, lengths], 1).numpy()),
+                )
 
         steps = len(microbatches)
         args = TrainingArgs(

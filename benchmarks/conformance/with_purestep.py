@@ -15,12 +15,18 @@ from purestep.testing.problem import Batch, Problem
 from purestep.testing.trainer import Abilities, Observation
 
 
-def make(problem: Problem, axis: ps.Axis, **how: Any) -> tuple[Any, Any, Callable[..., Any]]:
+def make(
+    problem: Problem, axis: ps.Axis, **how: Any
+) -> tuple[Any, Any, Callable[..., Any]]:
     """Params, state and step."""
     params, apply = ps.from_module(problem.module())
 
     def loss_fn(params: Any, batch: Batch) -> Tensor:
-        keys = ps.random.fold_in(ps.random.key(0), batch["key"]) if "key" in batch else None
+        keys = (
+            ps.random.fold_in(ps.random.key(0), batch["key"])
+            if "key" in batch
+            else None
+        )
 
         def model(*args: Any, **kwargs: Any) -> Any:
             return apply(params, *args, key=keys, **kwargs)
@@ -33,7 +39,9 @@ def make(problem: Problem, axis: ps.Axis, **how: Any) -> tuple[Any, Any, Callabl
         momentum=problem.momentum,
         weight_decay=problem.weight_decay,
     )
-    step = ps.make_update_step(loss_fn, optimizer, weight_fn=problem.weights, axis=axis, **how)
+    step = ps.make_update_step(
+        loss_fn, optimizer, weight_fn=problem.weights, axis=axis, **how
+    )
     return params, optimizer.init(params), step
 
 

@@ -29,7 +29,9 @@ def labels_on_ranks() -> Abilities:
     return of_labels(ranks=3, uneven=False)
 
 
-def means(model: Any, optimizer: Any, microbatches: Sequence[Batch], problem: Problem) -> None:
+def means(
+    model: Any, optimizer: Any, microbatches: Sequence[Batch], problem: Problem
+) -> None:
     """The loop of torch's notes. Where there is no microbatch, it does not come to ``optimizer.step()``."""
     iters_to_accumulate = len(microbatches)
     for i, batch in enumerate(microbatches):
@@ -62,7 +64,9 @@ def distributed(module: nn.Module, problem: Problem) -> tuple[Any, Any]:
     return DistributedDataParallel(module), problem.optimizer(module)
 
 
-def ddp_means(model: Any, optimizer: Any, microbatches: Sequence[Batch], problem: Problem) -> None:
+def ddp_means(
+    model: Any, optimizer: Any, microbatches: Sequence[Batch], problem: Problem
+) -> None:
     """All microbatches but the last without synchronisation. A rank without any has nothing to do."""
     if not microbatches:
         return
@@ -74,7 +78,9 @@ def ddp_means(model: Any, optimizer: Any, microbatches: Sequence[Batch], problem
     optimizer.zero_grad()
 
 
-def ddp_sums(model: Any, optimizer: Any, microbatches: Sequence[Batch], problem: Problem) -> None:
+def ddp_sums(
+    model: Any, optimizer: Any, microbatches: Sequence[Batch], problem: Problem
+) -> None:
     """Sums over the count of all ranks, times their number."""
     num_tokens = count(problem, microbatches)
     dist.all_reduce(num_tokens)
@@ -113,7 +119,9 @@ def sharded(module: nn.Module, problem: Problem) -> tuple[Any, Any]:
     return model, problem.optimizer(model)
 
 
-def fsdp_means(model: Any, optimizer: Any, microbatches: Sequence[Batch], problem: Problem) -> None:
+def fsdp_means(
+    model: Any, optimizer: Any, microbatches: Sequence[Batch], problem: Problem
+) -> None:
     """Gradients are reduced in the last backward pass. A rank without any microbatch has nothing to do."""
     if not microbatches:
         return
@@ -124,7 +132,9 @@ def fsdp_means(model: Any, optimizer: Any, microbatches: Sequence[Batch], proble
     optimizer.zero_grad()
 
 
-def fsdp_sums(model: Any, optimizer: Any, microbatches: Sequence[Batch], problem: Problem) -> None:
+def fsdp_sums(
+    model: Any, optimizer: Any, microbatches: Sequence[Batch], problem: Problem
+) -> None:
     """Sums over the count of all ranks, times their number."""
     num_tokens = count(problem, microbatches)
     dist.all_reduce(num_tokens)

@@ -21,9 +21,15 @@ class TorchOpt:
         """Params and state are values."""
         import torchopt
 
-        self.problem, self.module, self.params = problem, problem.module(), problem.params()
+        self.problem, self.module, self.params = (
+            problem,
+            problem.module(),
+            problem.params(),
+        )
         self.sgd: Any = torchopt.sgd(
-            problem.learning_rate, momentum=problem.momentum, weight_decay=problem.weight_decay
+            problem.learning_rate,
+            momentum=problem.momentum,
+            weight_decay=problem.weight_decay,
         )
         self.opt_state = self.sgd.init(self.params)
 
@@ -94,7 +100,9 @@ class TorchOptObject(TorchOpt):
 
     def observe(self) -> Sequence[Observation]:
         """The parameters."""
-        return [Observation({name: p.detach().clone() for name, p in self.params.items()})]
+        return [
+            Observation({name: p.detach().clone() for name, p in self.params.items()})
+        ]
 
     def save(self) -> Any:
         """Copies of both."""

@@ -37,7 +37,9 @@ def recipe(
         labels = labels_of(batch, first_label)
         current_num_tokens = (labels != loss_fn.ignore_index).sum()
         num_tokens += current_num_tokens
-        logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
+        logits = model(
+            input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]
+        ).logits
         ignore_labels_cache = torch.full((len(labels), 1), loss_fn.ignore_index)
         labels = torch.hstack((labels[..., 1:], ignore_labels_cache))
         labels = labels.reshape(-1)

@@ -27,7 +27,9 @@ def gpt2(kind: str = "GPT2LMHeadModel", **more: Any) -> Any:
     none = {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
     ids = {"pad_token_id": PADDING, "bos_token_id": 1, "eos_token_id": 2}
     sizes = {"n_positions": 64, "n_embd": 4, "n_layer": 1, "n_head": 2}
-    config = transformers.GPT2Config(vocab_size=VOCABULARY, **sizes, **none, **ids, **more)
+    config = transformers.GPT2Config(
+        vocab_size=VOCABULARY, **sizes, **none, **ids, **more
+    )
     return getattr(transformers, kind)(config)
 
 
@@ -38,7 +40,9 @@ def llama() -> Any:
     torch.manual_seed(0)
     heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
     sizes = {"hidden_size": 4, "num_hidden_layers": 1, "intermediate_size": 4, **heads}
-    return LlamaForCausalLM(LlamaConfig(vocab_size=VOCABULARY, **sizes, pad_token_id=PADDING))
+    return LlamaForCausalLM(
+        LlamaConfig(vocab_size=VOCABULARY, **sizes, pad_token_id=PADDING)
+    )
 
 
 def classes_of(batch: Batch) -> Tensor:
@@ -57,7 +61,9 @@ def classification(model: Any) -> Task:
     """A class for each row."""
 
     def losses(model: Callable[..., Any], batch: Batch) -> Tensor:
-        logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
+        logits = model(
+            input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]
+        ).logits
         each = nn.functional.cross_entropy(logits, classes_of(batch), reduction="none")
         return at_first(each, batch)
 
@@ -65,14 +71,24 @@ def classification(model: Any) -> Task:
         return at_first(classes_of(batch) != -100, batch)
 
     like = causal_lm(model)
-    return Task("classes of rows", losses, weights, like.ignored, like.roundings, model, VOCABULARY)
+    return Task(
+        "classes of rows",
+        losses,
+        weights,
+        like.ignored,
+        like.roundings,
+        model,
+        VOCABULARY,
+    )
 
 
 def token_classification(model: Any) -> Task:
     """A class for each token, where it counts."""
 
     def losses(model: Callable[..., Any], batch: Batch) -> Tensor:
-        logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
+        logits = model(
+            input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]
+        ).logits
         return nn.functional.cross_entropy(logits.mT, batch["labels"], reduction="none")
 
     return labelled(model, "classes of tokens", losses)
@@ -186,7 +202,9 @@ class HuggingFace:
 
     def observe(self) -> Sequence[Observation]:
         """The parameters, and ``training_loss`` of what ``train`` returns."""
-        params = {name: p.detach().clone() for name, p in self.module.named_parameters()}
+        params = {
+            name: p.detach().clone() for name, p in self.module.named_parameters()
+        }
         return [Observation(params, loss=self.loss)]
 
 
@@ -196,7 +214,9 @@ class Rank:
     def start(self, problem: Problem) -> None:
         """The environment is that of a launcher; the process group is there already."""
         rank, size = str(dist.get_rank()), str(dist.get_world_size())
-        os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=size, LOCAL_WORLD_SIZE=size)
+        os.environ.update(
+            RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=size, LOCAL_WORLD_SIZE=size
+        )
         os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
         os.environ.setdefault("MASTER_PORT", "29500")
         self._it = HuggingFace(of_tokens(problem.task), ranks=int(size))
@@ -237,10 +257,14 @@ def class_loss(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> 
     return total / num_items_in_batch
 
 
-def regression_loss(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
+def regression_loss(
+    outputs: Any, labels: Tensor, num_items_in_batch: Any = None
+) -> Tensor:
     """The sum over the number of items."""
     counts = labels != -100
-    total = nn.functional.mse_loss(outputs["logits"][counts], labels[counts], reduction="sum")
+    total = nn.functional.mse_loss(
+        outputs["logits"][counts], labels[counts], reduction="sum"
+    )
     return total / num_items_in_batch
 
 
@@ -289,7 +313,9 @@ COLUMNS = [
     ),
     Column(
         "Trainer, Llama, gloo",
-        lambda: Processes(Rank, of_tokens(causal_lm(llama()))._replace(ranks=3, uneven=False)),
+        lambda: Processes(
+            Rank, of_tokens(causal_lm(llama()))._replace(ranks=3, uneven=False)
+        ),
         PACKAGES,
         "the docstring of transformers.TrainingArguments",
         "“average_tokens_across_devices: Whether or not to average tokens across devices. If enabled, will use all_reduce to synchronize "
@@ -309,7 +335,9 @@ COLUMNS = [
     Column(
         "Trainer, GPT-2 classes",
         lambda: HuggingFace(
-            of_tokens(classification(gpt2("GPT2ForSequenceClassification", num_labels=3))),
+            of_tokens(
+                classification(gpt2("GPT2ForSequenceClassification", num_labels=3))
+            ),
             items_of_classes,
         ),
         PACKAGES,
@@ -321,7 +349,9 @@ COLUMNS = [
     Column(
         "Trainer, GPT-2 classes, accepts_loss_kwargs=False",
         lambda: HuggingFace(
-            of_tokens(classification(gpt2("GPT2ForSequenceClassification", num_labels=3))),
+            of_tokens(
+                classification(gpt2("GPT2ForSequenceClassification", num_labels=3))
+            ),
             items_of_classes,
             accepts_loss_kwargs=False,
         ),
@@ -335,7 +365,9 @@ COLUMNS = [
     Column(
         "Trainer, GPT-2 classes, compute_loss_func",
         lambda: HuggingFace(
-            of_tokens(classification(gpt2("GPT2ForSequenceClassification", num_labels=3))),
+            of_tokens(
+                classification(gpt2("GPT2ForSequenceClassification", num_labels=3))
+            ),
             items_of_classes,
             compute_loss_func=class_loss,
         ),
@@ -353,7 +385,9 @@ COLUMNS = [
             of_tokens(
                 token_classification(
                     gpt2(
-                        "GPT2ForTokenClassification", num_labels=VOCABULARY, classifier_dropout=0.0
+                        "GPT2ForTokenClassification",
+                        num_labels=VOCABULARY,
+                        classifier_dropout=0.0,
                     )
                 )
             )
@@ -377,7 +411,10 @@ COLUMNS = [
     Column(
         "Trainer, own module, compute_loss_func",
         lambda: HuggingFace(
-            OF_ROWS, items_of_regression, wrap=unlabelled, compute_loss_func=regression_loss
+            OF_ROWS,
+            items_of_regression,
+            wrap=unlabelled,
+            compute_loss_func=regression_loss,
         ),
         PACKAGES,
         TRAINER,

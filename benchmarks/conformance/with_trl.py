@@ -44,12 +44,16 @@ def advantages(batch: Batch) -> Tensor:
 
 def policy_losses(model: Callable[..., Any], batch: Batch) -> Tensor:
     """-A π / π' for each token, where π' is the policy of now, which is not differentiated."""
-    logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
+    logits = model(
+        input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]
+    ).logits
     logs = -nn.functional.cross_entropy(
         logits[:, :-1].mT, batch["input_ids"][:, 1:], reduction="none"
     )
     ratios = (logs - logs.detach()).exp()
-    return nn.functional.pad(-ratios * advantages(batch)[:, None].to(ratios.dtype), (1, 0))
+    return nn.functional.pad(
+        -ratios * advantages(batch)[:, None].to(ratios.dtype), (1, 0)
+    )
 
 
 def policy(model: Any) -> Task:
@@ -77,12 +81,16 @@ def pair_losses(model: Callable[..., Any], batch: Batch) -> Tensor:
     mask = batch["labels"][:, 1:] != -100
 
     def logs(ids: Tensor) -> Tensor:
-        logits = model(input_ids=ids, attention_mask=batch["attention_mask"]).logits[:, :-1]
+        logits = model(input_ids=ids, attention_mask=batch["attention_mask"]).logits[
+            :, :-1
+        ]
         each = -nn.functional.cross_entropy(logits.mT, ids[:, 1:], reduction="none")
         return (each * mask).sum(1)
 
     margins = logs(batch["input_ids"]) - logs(rejected(batch))
-    return at_first(-nn.functional.logsigmoid(0.1 * (margins - margins.detach())), batch)
+    return at_first(
+        -nn.functional.logsigmoid(0.1 * (margins - margins.detach())), batch
+    )
 
 
 def pair_weights(batch: Batch) -> Tensor:
@@ -120,7 +128,9 @@ class Trl(HuggingFace):
         transformers.logging.set_verbosity_error()
         inputs = [*self.inputs(microbatches)]
         steps = max(1, len(inputs))
-        more: dict[str, Any] = {"SFT": {}, "DPO": {}, "GRPO": {"num_generations": 2}}[self.kind]
+        more: dict[str, Any] = {"SFT": {}, "DPO": {}, "GRPO": {"num_generations": 2}}[
+            self.kind
+        ]
         if self.kind == "SFT":
             more["dataset_kwargs"] = {"skip_prepare_dataset": True}
         if self.loss_type:
@@ -179,7 +189,11 @@ class Trl(HuggingFace):
         """What the loss is given."""
         if self.kind == "GRPO":
             masks = [(batch["labels"][:, 1:] != -100).long() for batch in microbatches]
-            total = torch.stack([mask.sum() for mask in masks]).sum() if masks else torch.zeros(())
+            total = (
+                torch.stack([mask.sum() for mask in masks]).sum()
+                if masks
+                else torch.zeros(())
+            )
             return [
                 {
                     "prompt_ids": batch["input_ids"][:, :1],

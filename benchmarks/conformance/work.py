@@ -38,7 +38,9 @@ def judged(name: str, cases: int, shrink: int) -> dict[str, Any]:
     gc.collect()
     gc.freeze()  # transformers' Trainer collects garbage after each run.
     by_momentum, biases = by_hand.moved_by_momentum(trainer), by_hand.biases(column)
-    found = {law: _verdict(column, trainer, law, cases, shrink) for law in ps.testing.LAWS}
+    found = {
+        law: _verdict(column, trainer, law, cases, shrink) for law in ps.testing.LAWS
+    }
     _add_what_is_by_hand(found, by_momentum, {} if trainer.abilities.joins else biases)
     by_uneven = by_hand.uneven(column)
     about = {
@@ -48,7 +50,9 @@ def judged(name: str, cases: int, shrink: int) -> dict[str, Any]:
         "moved_by_momentum": by_momentum,
         "seconds": time.monotonic() - start,
     }
-    says = " ".join(f"{law}:{each['finding'].split()[0]}" for law, each in found.items())
+    says = " ".join(
+        f"{law}:{each['finding'].split()[0]}" for law, each in found.items()
+    )
     print(f"{name}, {about['seconds']:.0f} s\n    {says}", flush=True)
     return about
 
@@ -71,7 +75,9 @@ def _add_what_is_by_hand(
             found[law] |= {"finding": "wrong", "why": words, "by_hand": True}
 
 
-def _verdict(column: Column, trainer: Any, law: str, cases: int, shrink: int) -> dict[str, Any]:
+def _verdict(
+    column: Column, trainer: Any, law: str, cases: int, shrink: int
+) -> dict[str, Any]:
     """As a table."""
     if law in column.vacuous:
         return {"finding": "not asked", "why": column.vacuous[law], "vacuous": True}
@@ -104,7 +110,9 @@ def plain(case: Case) -> dict[str, Any]:
 
     def run(run: Run) -> dict[str, Any]:
         acts = [
-            act if isinstance(act, str) else [[_lists(part) for part in share] for share in act]
+            act
+            if isinstance(act, str)
+            else [[_lists(part) for part in share] for share in act]
             for act in run.acts
         ]
         return {"acts": acts, "setting": run.setting}
@@ -143,7 +151,9 @@ def seen(trainer: Any, case: Case) -> list[Any]:
             {
                 "params": {name: p.tolist() for name, p in each.params.items()},
                 "loss": None if each.loss is None else float(each.loss),
-                "evaluation": None if each.evaluation is None else float(each.evaluation),
+                "evaluation": None
+                if each.evaluation is None
+                else float(each.evaluation),
                 "generator": generator_after(trainer, case) if case.part else None,
             }
         )

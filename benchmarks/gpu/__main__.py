@@ -35,11 +35,15 @@ def make_parser() -> argparse.ArgumentParser:
     )
     out = os.environ.get("OUT", "build/gpu")
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu", "lazy"])
-    parser.add_argument("--tiny", action="store_true", help="sizes for a CPU, to try the logic")
+    parser.add_argument(
+        "--tiny", action="store_true", help="sizes for a CPU, to try the logic"
+    )
     parser.add_argument("--only", default="", help="sections, joined by commas")
     parser.add_argument("--out", type=Path, default=Path(out), help="where results go")
     parser.add_argument("--seconds", type=float, help="for all sections")
-    parser.add_argument("--jobs", type=int, help="sections at once, where several may be")
+    parser.add_argument(
+        "--jobs", type=int, help="sections at once, where several may be"
+    )
     parser.add_argument("--table", type=Path, help="print the table of this gpu.json")
     parser.add_argument("--section", help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
@@ -76,9 +80,13 @@ def run_sections(options: argparse.Namespace) -> int:
     slowness = SLOWNESS if options.tiny else 1.0
     seconds = options.seconds or slowness * TOTAL_SECONDS
     jobs = options.jobs or (2 if options.tiny else len(SECTIONS))
-    with tempfile.TemporaryDirectory(prefix="purestep-gpu-", ignore_cleanup_errors=True) as folder:
+    with tempfile.TemporaryDirectory(
+        prefix="purestep-gpu-", ignore_cleanup_errors=True
+    ) as folder:
         settings = Settings(options.device, options.tiny, Path(folder))
-        orchestrator = Orchestrator(settings, options.out.resolve(), seconds, jobs, slowness)
+        orchestrator = Orchestrator(
+            settings, options.out.resolve(), seconds, jobs, slowness
+        )
         is_complete = options.device == "cuda" and not options.tiny and not options.only
         if is_complete:
             orchestrator.copies.append(RESULTS)

@@ -136,7 +136,9 @@ def dump(entries: Entries) -> str:
 def describe_error(error: BaseException) -> str:
     """Returns the type, the message and the innermost lines of an error."""
     frames = traceback.extract_tb(error.__traceback__)[-4:]
-    lines = [f"{Path(frame.filename).name}:{frame.lineno}" for frame in reversed(frames)]
+    lines = [
+        f"{Path(frame.filename).name}:{frame.lineno}" for frame in reversed(frames)
+    ]
     return f"{type(error).__name__}: {str(error).strip()[:700]} [{' < '.join(lines)}]"
 
 

@@ -10,7 +10,16 @@ import torch
 import purestep as ps
 from benchmarks.gpu.entries import Run
 
-PACKAGES = ["optree", "einops", "safetensors", "hypothesis", "pytest", "triton", "jax", "optax"]
+PACKAGES = [
+    "optree",
+    "einops",
+    "safetensors",
+    "hypothesis",
+    "pytest",
+    "triton",
+    "jax",
+    "optax",
+]
 QUERY = "name,driver_version,memory.total,clocks.sm,clocks.max.sm,power.limit,utilization.gpu"
 
 
@@ -51,7 +60,9 @@ def query_driver() -> str:
     """Returns what the driver says of the card, if it says anything."""
     command = ["nvidia-smi", f"--query-gpu={QUERY}", "--format=csv,noheader"]
     try:
-        result = subprocess.run(command, capture_output=True, text=True, timeout=15, check=False)
+        result = subprocess.run(
+            command, capture_output=True, text=True, timeout=15, check=False
+        )
     except (OSError, subprocess.TimeoutExpired) as reason:
         return f"unknown: {reason}"
     return (result.stdout or result.stderr).strip()[:500]

@@ -66,14 +66,22 @@ def run_exact(run: Run) -> None:
 
 
 def compare_cuts(
-    run: Run, path: tuple[str, ...], problem: Problem, optimizer: Any, settings: dict[str, Any]
+    run: Run,
+    path: tuple[str, ...],
+    problem: Problem,
+    optimizer: Any,
+    settings: dict[str, Any],
 ) -> None:
     """Takes one step for each cut, on the device and on the host."""
-    step = ps.make_update_step(models.integer_loss, optimizer, weight_fn=weights_of, **settings)
+    step = ps.make_update_step(
+        models.integer_loss, optimizer, weight_fn=weights_of, **settings
+    )
 
     def take(rows: list[list[int]], device: str) -> list[Tensor]:
         params, batch = to_device(problem, device)
-        new_params, opt_state, metrics = step(params, optimizer.init(params), cut(batch, rows))
+        new_params, opt_state, metrics = step(
+            params, optimizer.init(params), cut(batch, rows)
+        )
         return leaves_of((new_params, opt_state, metrics.loss, metrics.num_tokens))
 
     expected, *others = [take(rows, run.device) for rows in CUTS.values()]
@@ -87,7 +95,9 @@ def compare_cuts(
 
 def all_equal(tensors: list[Tensor], others: list[Tensor]) -> bool:
     """Returns whether two lists of tensors have the same bits."""
-    return all(torch.equal(one, other) for one, other in zip(tensors, others, strict=True))
+    return all(
+        torch.equal(one, other) for one, other in zip(tensors, others, strict=True)
+    )
 
 
 def find_distance(tensors: list[Tensor], others: list[Tensor]) -> float:
@@ -108,9 +118,12 @@ def compare_random_numbers(run: Run) -> None:
     normal = ps.random.normal(on_device, (3, 33))
     ones = torch.ones(4, 3, 33)
     dropped = ps.random.dropout(ones.to(run.device), 0.3, on_device).cpu()
-    run.check("random", bits_of_the_host=torch.equal(bits, ps.random.bits(keys, (3, 33))))
     run.check(
-        "random", dropout_of_the_host=torch.equal(dropped, ps.random.dropout(ones, 0.3, keys))
+        "random", bits_of_the_host=torch.equal(bits, ps.random.bits(keys, (3, 33)))
+    )
+    run.check(
+        "random",
+        dropout_of_the_host=torch.equal(dropped, ps.random.dropout(ones, 0.3, keys)),
     )
     distance = find_distance([normal], [ps.random.normal(keys, (3, 33))])
     run.add("random", distance_of_normal_numbers=distance)

@@ -47,7 +47,14 @@ def run_gloo(run: Run) -> None:
 
 def start_rank(rank: int, folder: Path, device: str) -> subprocess.Popen[bytes]:
     """Starts this module as a rank."""
-    command = [sys.executable, "-m", "benchmarks.gpu.gloo", str(rank), str(folder), device]
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.gpu.gloo",
+        str(rank),
+        str(folder),
+        device,
+    ]
     with log_file(folder, rank).open("wb") as log:
         return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, cwd=ROOT)
 
@@ -119,7 +126,9 @@ def make_comparisons(axis: Any, rank: int, device: str) -> dict[str, Any]:
     uneven = batches[:2] if rank == 0 else batches[2:]
     idle = batches if rank == 0 else []
 
-    def compare(group: list[Batch], *, is_sharded: bool = False, **settings: Any) -> bool:
+    def compare(
+        group: list[Batch], *, is_sharded: bool = False, **settings: Any
+    ) -> bool:
         start = ps.shard(params, axis) if is_sharded else params
         new = make(axis=axis, **settings)(start, optimizer.init(start), group)[0]
         return all_equal(leaves_of(ps.unshard(new) if is_sharded else new), expected)
@@ -129,7 +138,9 @@ def make_comparisons(axis: Any, rank: int, device: str) -> dict[str, Any]:
         "uneven, grads": partial(compare, uneven, normalize="grads"),
         "a rank without microbatches": partial(compare, idle),
         "shards": partial(compare, uneven, is_sharded=True, gather="step"),
-        "shards, microbatch": partial(compare, uneven, is_sharded=True, gather="microbatch"),
+        "shards, microbatch": partial(
+            compare, uneven, is_sharded=True, gather="microbatch"
+        ),
     }
 
 

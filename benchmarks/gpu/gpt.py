@@ -30,7 +30,9 @@ Update = Callable[[list[Batch]], object]
 """One update on a group of microbatches."""
 
 RATE, DECAY = 1e-4, 1e-2
-CLIPPED = optim.chain(optim.clip_by_global_norm(1.0), optim.adamw(RATE, weight_decay=DECAY))
+CLIPPED = optim.chain(
+    optim.clip_by_global_norm(1.0), optim.adamw(RATE, weight_decay=DECAY)
+)
 SECONDS_FOR_A_WAY = 12
 SECONDS_FOR_A_GRAPH = 70
 """To compile one: with less, a section is content with what it has compiled."""
@@ -48,7 +50,9 @@ def run_gpt(run: Run) -> None:
         "purestep, donate": partial(bench.make_step, donate=True),
         "purestep": bench.make_step,
         "bf16 params: by hand": partial(bench.make_loop, compiled=False, half=True),
-        "bf16 params: purestep, donate": partial(bench.make_step, half=True, donate=True),
+        "bf16 params: purestep, donate": partial(
+            bench.make_step, half=True, donate=True
+        ),
         'purestep, donate, normalize="grads"': partial(
             bench.make_step, donate=True, normalize="grads"
         ),
@@ -80,7 +84,9 @@ def run_gpt_compiled(run: Run) -> None:
     measure_compiled(run, bench, "purestep, donate, compile=True", make)
 
 
-def measure_compiled(run: Run, bench: Bench, name: str, make: Callable[[], Update]) -> None:
+def measure_compiled(
+    run: Run, bench: Bench, name: str, make: Callable[[], Update]
+) -> None:
     """Compiles beside other sections, and measures alone."""
     with run.attempt("ways", name):
         update = bench.prepare(name, make, spare=SECONDS_FOR_A_GRAPH)
@@ -127,7 +133,9 @@ class Bench:
         loss_fn = compile_function(self.run, sum_losses) if compiled else sum_losses
 
         def update(group: list[Batch]) -> None:
-            number = torch.stack([(batch["labels"] != -100).sum() for batch in group]).sum()
+            number = torch.stack(
+                [(batch["labels"] != -100).sum() for batch in group]
+            ).sum()
             for batch in group:
                 with self.cast(half):
                     loss = loss_fn(batch["tokens"], batch["labels"])
@@ -146,7 +154,9 @@ class Bench:
 
         def loss_fn(params: Any, batch: Batch) -> Tensor:
             with self.cast(half):
-                return ps.losses.cross_entropy(apply(params, batch["tokens"]), batch["labels"])
+                return ps.losses.cross_entropy(
+                    apply(params, batch["tokens"]), batch["labels"]
+                )
 
         return params, loss_fn
 
@@ -177,7 +187,9 @@ class Bench:
 
         return update
 
-    def prepare(self, name: str, make: Callable[[], Update], *, spare: float = 4.0) -> Update:
+    def prepare(
+        self, name: str, make: Callable[[], Update], *, spare: float = 4.0
+    ) -> Update:
         """Makes an update, and takes a few, after which everything is compiled.
 
         The first group always runs; another one while there are ``spare`` seconds.
@@ -234,15 +246,22 @@ class Bench:
 
     def measure_optimizer(self) -> None:
         """Times what follows the backward passes: norm, clipping and AdamW."""
-        for name, dtype in {"float32": torch.float32, "bfloat16": torch.bfloat16}.items():
+        for name, dtype in {
+            "float32": torch.float32,
+            "bfloat16": torch.bfloat16,
+        }.items():
             model = build_gpt(self.run, dtype)
             params = {key: leaf.detach() for key, leaf in model.named_parameters()}
             state = CLIPPED.init(params)
             # So small that they are never clipped, and may be used again.
-            grads = tree.map(partial(torch.full_like, fill_value=1e-6, dtype=torch.float32), params)
+            grads = tree.map(
+                partial(torch.full_like, fill_value=1e-6, dtype=torch.float32), params
+            )
             update_ = CLIPPED.update_
             assert update_ is not None
             call = partial(update_, grads, state, params, None)
-            self.run.add("optimizer", name, **measure.time_calls(self.run, call, blocks=3))
+            self.run.add(
+                "optimizer", name, **measure.time_calls(self.run, call, blocks=3)
+            )
             launches = measure.count_launches(self.run, call)
             self.run.add("optimizer", name, profile=launches)

@@ -42,7 +42,9 @@ def capture_update(
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         new = [*step(*state, group)[:2]]
-    return CapturedUpdate(graph.replay, new, addresses == find_addresses(new), EAGER_UPDATES)
+    return CapturedUpdate(
+        graph.replay, new, addresses == find_addresses(new), EAGER_UPDATES
+    )
 
 
 def find_addresses(state: Any) -> list[int]:

@@ -87,7 +87,10 @@ class Bench:
         tokens = self.random.integers(0, self.sizes.vocabulary, shape)
         labels = self.random.integers(0, self.sizes.vocabulary, shape)
         labels[self.random.random(shape) < 0.05] = -100
-        return {"tokens": jnp.asarray(tokens, "int32"), "labels": jnp.asarray(labels, "int32")}
+        return {
+            "tokens": jnp.asarray(tokens, "int32"),
+            "labels": jnp.asarray(labels, "int32"),
+        }
 
     def measure(self, path: tuple[str, ...], number: int, implementation: str) -> None:
         """Compiles an update, and times it in blocks."""
@@ -110,7 +113,9 @@ class Bench:
         repeats = max(2, min(50, int(0.5 / once)))
         seconds = statistics.median(take_updates(repeats) for _ in range(3)) / repeats
         tokens = number * self.sizes.rows * self.sizes.context
-        self.run.add(*path, ms=round(1000 * seconds, 3), tokens_per_s=round(tokens / seconds))
+        self.run.add(
+            *path, ms=round(1000 * seconds, 3), tokens_per_s=round(tokens / seconds)
+        )
         stats = jax.devices()[0].memory_stats() or {}
         if "peak_bytes_in_use" in stats:
             self.run.add(*path, peak_mib=round(stats["peak_bytes_in_use"] / 2**20, 1))
@@ -122,13 +127,17 @@ def make_update(heads: int, implementation: str) -> tuple[Any, Any]:
     import jax.numpy as jnp
     import optax
 
-    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(RATE, weight_decay=DECAY))
+    optimizer = optax.chain(
+        optax.clip_by_global_norm(1.0), optax.adamw(RATE, weight_decay=DECAY)
+    )
     forward = partial(apply_gpt, heads=heads, implementation=implementation)
 
     def compute_loss(params: Any, microbatch: Any, number: Any) -> Any:
         logits = forward(params, microbatch["tokens"]).astype(jnp.float32)
         labels = microbatch["labels"]
-        losses = optax.softmax_cross_entropy_with_integer_labels(logits, jnp.maximum(labels, 0))
+        losses = optax.softmax_cross_entropy_with_integer_labels(
+            logits, jnp.maximum(labels, 0)
+        )
         return jnp.where(labels != -100, losses, 0).sum() / number
 
     def update(params: Any, opt_state: Any, batch: Any) -> Any:

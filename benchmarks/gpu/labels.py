@@ -28,7 +28,12 @@ def try_loss(name: str, device: str) -> dict[str, Any]:
     command = [sys.executable, "-m", "benchmarks.gpu.labels", name, device]
     try:
         result = subprocess.run(
-            command, capture_output=True, text=True, timeout=SECONDS, cwd=ROOT, check=False
+            command,
+            capture_output=True,
+            text=True,
+            timeout=SECONDS,
+            cwd=ROOT,
+            check=False,
         )
     except subprocess.TimeoutExpired:
         return {"outcome": f"nothing within {SECONDS} s"}

@@ -45,7 +45,9 @@ def free_memory(run: Run) -> None:
         torch.cuda.empty_cache()
 
 
-def time_calls(run: Run, call: Call, *, seconds: float = 0.35, blocks: int = 5) -> dict[str, Any]:
+def time_calls(
+    run: Run, call: Call, *, seconds: float = 0.35, blocks: int = 5
+) -> dict[str, Any]:
     """Returns milliseconds of one call: the median of some blocks, the least and the most.
 
     ``host_ms`` is what the host takes to queue one call on an idle device.
@@ -160,7 +162,9 @@ def count_launches(run: Run, call: Call) -> dict[str, Any]:
         "in_ranges": count_in_ranges(launches, ranges),
     }
     if run.is_cuda:
-        synchronisations = [e.name for e in on_host if e.name.startswith(SYNCHRONISATIONS)]
+        synchronisations = [
+            e.name for e in on_host if e.name.startswith(SYNCHRONISATIONS)
+        ]
         waits = [name for name in synchronisations if not name.startswith(LAUNCHES)]
         counts["synchronisations"] = dict(Counter(waits))
         # Ranges of the host are shown on the device, too.
@@ -210,5 +214,7 @@ def sum_kernels(events: Iterable[Any]) -> dict[str, Any]:
         "kernels": kernels,
         "device_ms": round(sum(milliseconds.values()), 3),
         "copies": dict(copies),
-        "longest": {name: round(ms, 3) for name, ms in milliseconds.most_common(LONGEST)},
+        "longest": {
+            name: round(ms, 3) for name, ms in milliseconds.most_common(LONGEST)
+        },
     }

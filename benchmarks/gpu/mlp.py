@@ -85,7 +85,9 @@ class Training:
         self.run = run
         self.widths = TINY_WIDTHS if run.tiny else WIDTHS
         self.group = models.make_regression([ROWS] * number, self.widths, run.device)
-        self.params, self.apply = ps.from_module(models.build_mlp(self.widths, run.device))
+        self.params, self.apply = ps.from_module(
+            models.build_mlp(self.widths, run.device)
+        )
 
     def loss(self, params: Any, batch: Batch) -> Any:
         """Returns the loss of each row."""
@@ -108,7 +110,9 @@ class Training:
         """Returns steps that are one graph of the compiler, which holds each microbatch."""
         if len(self.group) > MOST_IN_A_GRAPH:
             return {}
-        return {"ps.compile(step), donate": partial(self.make_compiled_step, donate=True)}
+        return {
+            "ps.compile(step), donate": partial(self.make_compiled_step, donate=True)
+        }
 
     def graphs(self) -> dict[str, Callable[[], Callable[[], object]]]:
         """Returns CUDA graphs: by hand, and by the compiler."""
@@ -125,12 +129,18 @@ class Training:
         """Returns an update by hand."""
         model = models.build_mlp(self.widths, self.run.device)
         forward = compile_function(self.run, model) if compiled else model
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=self.run.is_cuda)
+        optimizer = torch.optim.AdamW(
+            model.parameters(), lr=1e-3, fused=self.run.is_cuda
+        )
 
         def update() -> None:
-            number = torch.stack([count_rows(batch).sum() for batch in self.group]).sum()
+            number = torch.stack(
+                [count_rows(batch).sum() for batch in self.group]
+            ).sum()
             for batch in self.group:
-                losses = functional.mse_loss(forward(batch["x"]), batch["y"], reduction="none")
+                losses = functional.mse_loss(
+                    forward(batch["x"]), batch["y"], reduction="none"
+                )
                 (losses.mean(-1).sum() / number).backward()
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
@@ -157,7 +167,9 @@ class Training:
         self, *, donate: bool = False, mode: str | None = None
     ) -> Callable[[], object]:
         """Returns an update by a step that is one graph of the compiler."""
-        step = ps.make_update_step(self.loss, CLIPPED, weight_fn=count_rows, donate=donate)
+        step = ps.make_update_step(
+            self.loss, CLIPPED, weight_fn=count_rows, donate=donate
+        )
         settings: dict[str, Any] = {"fullgraph": True}
         if mode is not None:
             settings["mode"] = mode
@@ -176,5 +188,7 @@ class Training:
 
     def make_graph(self) -> Callable[[], object]:
         """Returns the replay of a CUDA graph."""
-        step = ps.make_update_step(self.loss, CLIPPED, weight_fn=count_rows, donate=True)
+        step = ps.make_update_step(
+            self.loss, CLIPPED, weight_fn=count_rows, donate=True
+        )
         return capture_update(step, self.params, CLIPPED, self.group).replay

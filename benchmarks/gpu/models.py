@@ -55,7 +55,9 @@ class Block(nn.Module):
         rows, length, width = x.shape
         heads = self.qkv(self.norm_attention(x)).view(rows, length, 3, self.heads, -1)
         query, key, value = heads.permute(2, 0, 3, 1, 4).unbind()
-        mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        mixed = functional.scaled_dot_product_attention(
+            query, key, value, is_causal=True
+        )
         x = x + self.out(mixed.transpose(1, 2).reshape(rows, length, width))
         hidden = functional.gelu(self.up(self.norm_mlp(x)), approximate="tanh")
         return x + self.down(hidden)
@@ -68,7 +70,9 @@ class GPT(nn.Module):
         super().__init__()
         self.tokens = nn.Embedding(sizes.vocabulary, sizes.width)
         self.positions = nn.Embedding(sizes.context, sizes.width)
-        self.blocks = nn.ModuleList(Block(sizes.width, sizes.heads) for _ in range(sizes.layers))
+        self.blocks = nn.ModuleList(
+            Block(sizes.width, sizes.heads) for _ in range(sizes.layers)
+        )
         self.norm = nn.LayerNorm(sizes.width)
         for parameter in self.parameters():
             if parameter.ndim > 1:

@@ -65,7 +65,9 @@ class World:
 
     def __init__(self, run: Run) -> None:
         self.run = run
-        mesh = init_device_mesh(run.device, (1, 1), mesh_dim_names=("replicate", "shard"))
+        mesh = init_device_mesh(
+            run.device, (1, 1), mesh_dim_names=("replicate", "shard")
+        )
         line = init_device_mesh(run.device, (1,), mesh_dim_names=("dp",))
         self.axis = ps.MeshAxis(line, "dp", bucket_bytes=BUCKET_BYTES)
         self.shard_axis = ps.MeshAxis(mesh, "shard", bucket_bytes=BUCKET_BYTES)
@@ -100,7 +102,9 @@ class World:
             "gather=microbatch": Way({**axis, "gather": "microbatch"}, self.axis),
             "gather=loss": Way({**gathered, "gather": "loss"}, self.axis),
             "mesh of two dimensions": Way(both),
-            "shards in one of two dimensions": Way({**both, "gather": "step"}, self.shard_axis),
+            "shards in one of two dimensions": Way(
+                {**both, "gather": "step"}, self.shard_axis
+            ),
             "compile": Way({**axis, "compile": choose_compiler(self.run)}),
         }
 
@@ -120,7 +124,9 @@ class World:
             params, opt_state, metrics = step(params, opt_state, self.group)
         full = params if way.sharded_over is None else ps.unshard(params)
         leaves = [leaf.clone() for leaf in leaves_of(full)]
-        waits = measure.find_waits(self.run, lambda: step(params, opt_state, self.group))
+        waits = measure.find_waits(
+            self.run, lambda: step(params, opt_state, self.group)
+        )
         return leaves, metrics, waits
 
     def compare_ways(self) -> None:
@@ -134,7 +140,9 @@ class World:
                 distance = find_distance(leaves, expected)
                 self.run.add("ways", name, waits=waits, distance_to_local=distance)
                 loss = find_distance([actual.loss], [metrics.loss])
-                self.run.check("ways", name, near_to_local=distance < NEAR and loss < NEAR)
+                self.run.check(
+                    "ways", name, near_to_local=distance < NEAR and loss < NEAR
+                )
                 if self.run.is_cuda:
                     self.run.check("ways", name, no_waits=not waits)
 
@@ -170,7 +178,9 @@ class World:
         state = self.params, CLIPPED.init(self.params)
         params, opt_state, metrics = step(*state, self.group)
         same = all_equal(leaves_of((params, opt_state)), leaves_of(state))
-        self.run.check("no tokens", state_stays=same, not_applied=not bool(metrics.applied))
+        self.run.check(
+            "no tokens", state_stays=same, not_applied=not bool(metrics.applied)
+        )
 
     def check_skipped(self) -> None:
         """Takes a step of infinite gradients, which must be skipped."""
@@ -179,7 +189,9 @@ class World:
         group = [{**batch, "y": batch["y"] * torch.inf} for batch in self.group]
         params, opt_state, metrics = step(*state, group)
         same = all_equal(leaves_of((params, opt_state)), leaves_of(state))
-        self.run.check("on_nonfinite=skip", state_stays=same, not_applied=not bool(metrics.applied))
+        self.run.check(
+            "on_nonfinite=skip", state_stays=same, not_applied=not bool(metrics.applied)
+        )
 
     def check_checkpoint(self) -> None:
         """Saves shards and loads them."""

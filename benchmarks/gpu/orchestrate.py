@@ -138,7 +138,9 @@ class Orchestrator:
     def stop_all(self) -> None:
         """Ends what still runs, and writes what it has found."""
         self.results["seconds"] = round(self.spent(), 1)
-        running = [process for process in self.processes.values() if not process.is_over()]
+        running = [
+            process for process in self.processes.values() if not process.is_over()
+        ]
         for process in running:
             process.end_leftovers()
         self.write()
@@ -173,5 +175,7 @@ class Orchestrator:
         errors = find_errors(self.results)
         for path, error in errors.items():
             print(f"{path}: {error}")
-        print(f"{self.results['seconds']} s, {len(errors)} errors: {self.out / 'gpu.json'}")
+        print(
+            f"{self.results['seconds']} s, {len(errors)} errors: {self.out / 'gpu.json'}"
+        )
         return 1 if errors else 0

@@ -64,9 +64,13 @@ class Bench:
         self.run = run
         self.sizes = sizes
         square = (sizes.width, sizes.width)
-        self.params = {name: torch.randn(square, device=run.device) for name in ("w", "v")}
+        self.params = {
+            name: torch.randn(square, device=run.device) for name in ("w", "v")
+        }
         self.on_host = [self.make_group() for _ in range(2)]
-        self.step: Any = ps.make_update_step(compute_loss, SGD, weight_fn=count_inputs, donate=True)
+        self.step: Any = ps.make_update_step(
+            compute_loss, SGD, weight_fn=count_inputs, donate=True
+        )
 
     def make_group(self) -> Group:
         """Returns random microbatches."""
@@ -75,7 +79,9 @@ class Bench:
 
     def repeat(self, groups: list[Group]) -> Iterable[Group]:
         """Returns as many groups as there are updates."""
-        return (groups[position % len(groups)] for position in range(self.sizes.updates))
+        return (
+            groups[position % len(groups)] for position in range(self.sizes.updates)
+        )
 
     def ways(self) -> dict[str, Callable[[], Iterable[Any]]]:
         """Returns how data can come to the device."""
@@ -103,7 +109,9 @@ class Bench:
 
     def copy_later(self, group: Group) -> Group:
         """Copies a group in the stream of the step."""
-        return [{"x": batch["x"].to(self.run.device, non_blocking=True)} for batch in group]
+        return [
+            {"x": batch["x"].to(self.run.device, non_blocking=True)} for batch in group
+        ]
 
     def time_updates(self, groups: Iterable[Any]) -> float:
         """Returns the seconds of an update on each group."""

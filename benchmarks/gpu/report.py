@@ -71,7 +71,9 @@ def make_summary(results: Entries) -> str:
             path, message = next(iter(errors.items()))
             note = f"{path}: {message}"
         text = str(note).replace("\n", " ").replace("|", "/")[:160]
-        lines.append(f"| {section.name} | {entries.get('seconds', '')} | {len(errors)} | {text} |")
+        lines.append(
+            f"| {section.name} | {entries.get('seconds', '')} | {len(errors)} | {text} |"
+        )
     return "\n".join(lines)
 
 
@@ -127,7 +129,10 @@ def make_jax_table(section: Entries) -> str:
 
 def make_prefetch_table(section: Entries) -> str:
     """Returns a line for each way to bring data to the device."""
-    lines = [f"| {section.get('mib_per_update')} MiB in each update | ms |", "|---|---|"]
+    lines = [
+        f"| {section.get('mib_per_update')} MiB in each update | ms |",
+        "|---|---|",
+    ]
     for name, values in get_dict(section, "ways").items():
         if "ms" in values:
             lines.append(f"| {name} | {values['ms']:.3f} |")
@@ -138,15 +143,27 @@ def make_launch_table(results: Entries) -> str:
     """Returns launches of an update in several settings, and where the host waits."""
     section = results.get("waits", {})
     steps = get_dict(section, "steps")
-    loop = {"the loop by hand": section.get("by hand", {})} if isinstance(section, dict) else {}
-    counted = {name: values for name, values in {**steps, **loop}.items() if "launches" in values}
+    loop = (
+        {"the loop by hand": section.get("by hand", {})}
+        if isinstance(section, dict)
+        else {}
+    )
+    counted = {
+        name: values
+        for name, values in {**steps, **loop}.items()
+        if "launches" in values
+    }
     lines = [
         "| a small network, two microbatches | launches | kernels | waits |",
         "|---|---|---|---|",
     ]
     for name, values in counted.items():
         counts = values["launches"]
-        cells = [counts["launches"], counts.get("kernels", ""), len(values.get("waits", []))]
+        cells = [
+            counts["launches"],
+            counts.get("kernels", ""),
+            len(values.get("waits", [])),
+        ]
         lines.append(f"| {name} | {' | '.join(str(cell) for cell in cells)} |")
     for name, counts in get_dict(section, "transition").items():
         if isinstance(counts, dict) and "launches" in counts:
@@ -157,6 +174,10 @@ def make_launch_table(results: Entries) -> str:
     if len(lines) == 2:
         return ""
     settings = ", ".join(waiting) or "none"
-    ranges = sorted({name for values in counted.values() for name in values["launches"]["ranges"]})
+    ranges = sorted(
+        {name for values in counted.values() for name in values["launches"]["ranges"]}
+    )
     lines += ["", f"Ranges that torch.profiler shows: {', '.join(ranges) or 'none'}."]
-    return "\n".join([*lines, "", f"{len(steps)} settings; the host waits in: {settings}."])
+    return "\n".join(
+        [*lines, "", f"{len(steps)} settings; the host waits in: {settings}."]
+    )

@@ -46,7 +46,11 @@ def run_theorems(run: Run) -> None:
                 stdout=file,
                 stderr=subprocess.STDOUT,
                 cwd=ROOT,
-                env={**os.environ, "OMP_NUM_THREADS": "1", "PURESTEP_DEVICE": run.device},
+                env={
+                    **os.environ,
+                    "OMP_NUM_THREADS": "1",
+                    "PURESTEP_DEVICE": run.device,
+                },
             )
         while process.poll() is None and run.seconds_left() > SECONDS_TO_STOP:
             add_outcomes(run, log.read_text(errors="replace"))
@@ -65,7 +69,15 @@ def run_theorems(run: Run) -> None:
 
 def make_command(run: Run) -> list[str]:
     """Returns the call of pytest, which takes plugins where they are installed."""
-    command = [sys.executable, "-m", "pytest", "-v", "-rN", "--tb=short", "--show-capture=no"]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-v",
+        "-rN",
+        "--tb=short",
+        "--show-capture=no",
+    ]
     command += ["-p", "no:cacheprovider"]
     # Warnings of another torch are not errors.
     command += ["-o", "addopts=", "-o", "filterwarnings=default", "--disable-warnings"]
@@ -82,7 +94,10 @@ def add_outcomes(run: Run, log: str) -> None:
     """Adds the outcome of each test that stands in a log, and the reasons of failures."""
     outcomes = read_outcomes(log)
     reasons = read_reasons(log)
-    run.add(passed=sum(outcome in PASSED for outcome in outcomes.values()), tests=len(outcomes))
+    run.add(
+        passed=sum(outcome in PASSED for outcome in outcomes.values()),
+        tests=len(outcomes),
+    )
     for name, outcome in outcomes.items():
         if outcome in PASSED:
             run.add("outcomes", name, outcome=outcome.lower())
@@ -120,7 +135,9 @@ def read_reasons(log: str) -> dict[str, str]:
         if match:
             title = match["title"]
         elif line.startswith("E  ") and title:
-            reasons[title] = f"{reasons.get(title, '')} {line[1:].strip()}".strip()[:600]
+            reasons[title] = f"{reasons.get(title, '')} {line[1:].strip()}".strip()[
+                :600
+            ]
     return reasons
 
 

@@ -87,7 +87,9 @@ class Problem:
         self.apply: Any
         if run.device == "lazy":
             # The first call of an ``apply`` asks for addresses, which lazy tensors have not.
-            self.params = {name: leaf.detach() for name, leaf in model.named_parameters()}
+            self.params = {
+                name: leaf.detach() for name, leaf in model.named_parameters()
+            }
             self.apply = partial(torch.func.functional_call, model)
         else:
             self.params, self.apply = ps.from_module(model)
@@ -116,12 +118,20 @@ class Problem:
         """Returns all combinations of settings with all optimizers."""
         cases: dict[str, Callable[[], Case]] = {}
         grid = itertools.product(
-            OPTIMIZERS, ["loss", "grads"], [False, True], ["propagate", "skip"], [False, True]
+            OPTIMIZERS,
+            ["loss", "grads"],
+            [False, True],
+            ["propagate", "skip"],
+            [False, True],
         )
         for name, normalize, donate, on_nonfinite, half in grid:
             dtype = "bfloat16" if half else "float32"
             title = f"{name}, {normalize}, donate={donate}, {on_nonfinite}, {dtype}"
-            settings = {"normalize": normalize, "donate": donate, "on_nonfinite": on_nonfinite}
+            settings = {
+                "normalize": normalize,
+                "donate": donate,
+                "on_nonfinite": on_nonfinite,
+            }
             is_plain = settings == PLAIN and not half
             if self.run.tiny and name != "clipped adamw" and not is_plain:
                 continue
@@ -139,7 +149,9 @@ class Problem:
     def special_cases(self) -> dict[str, Callable[[], Case]]:
         """Returns what is no combination."""
         cases: dict[str, Callable[[], Case]] = {
-            "masked adamw": lambda: self.make_case(optim.adamw(1e-3, mask=find_matrices)),
+            "masked adamw": lambda: self.make_case(
+                optim.adamw(1e-3, mask=find_matrices)
+            ),
             "from_torch": self.make_torch_case,
         }
         if self.device != "lazy":
@@ -160,12 +172,18 @@ class Problem:
         """Returns a step of a module with dropout."""
         layers = nn.Linear(WIDTHS[0], 64), nn.Dropout(0.1), nn.Linear(64, WIDTHS[-1])
         params, apply = ps.from_module(nn.Sequential(*layers).to(self.device))
-        keys = ps.random.fold_in(ps.random.key(1), torch.arange(sum(ROWS))).to(self.device)
+        keys = ps.random.fold_in(ps.random.key(1), torch.arange(sum(ROWS))).to(
+            self.device
+        )
         parts = keys.split(ROWS)
-        group = [{**batch, "key": key} for batch, key in zip(self.group, parts, strict=True)]
+        group = [
+            {**batch, "key": key} for batch, key in zip(self.group, parts, strict=True)
+        ]
 
         def loss(params: Any, batch: Batch) -> Any:
-            return ps.losses.mse(apply(params, batch["x"], key=batch["key"]), batch["y"])
+            return ps.losses.mse(
+                apply(params, batch["x"], key=batch["key"]), batch["y"]
+            )
 
         step = ps.make_update_step(loss, CLIPPED, weight_fn=count_rows)
         return Case(step, params, CLIPPED, group)
@@ -181,7 +199,9 @@ class Problem:
 
         def loss(params: Any, batch: Batch) -> Any:
             hidden = batch["x"] @ params["hidden"]
-            return ps.losses.linear_cross_entropy(hidden, params["head"], batch["labels"])
+            return ps.losses.linear_cross_entropy(
+                hidden, params["head"], batch["labels"]
+            )
 
         return Case(ps.make_update_step(loss, CLIPPED), params, CLIPPED, [batch])
 
@@ -238,7 +258,9 @@ def look_at_loop(run: Run, problem: Problem) -> None:
     def update() -> None:
         number = torch.stack([count_rows(batch).sum() for batch in problem.group]).sum()
         for batch in problem.group:
-            losses = functional.mse_loss(model(batch["x"]), batch["y"], reduction="none")
+            losses = functional.mse_loss(
+                model(batch["x"]), batch["y"], reduction="none"
+            )
             (losses.mean(-1).sum() / number).backward()
         if run.device != "lazy":
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -257,13 +279,17 @@ def look_at_transition(run: Run, problem: Problem) -> None:
     if run.device == "lazy":
         return
     for half in (False, True):
-        params = to_half(problem.params) if half else tree.map(torch.clone, problem.params)
+        params = (
+            to_half(problem.params) if half else tree.map(torch.clone, problem.params)
+        )
         state = CLIPPED.init(params)
         update_ = CLIPPED.update_
         assert update_ is not None
         # The bool scalar that a step has, which is never read.
         applied = torch.ones((), dtype=torch.bool, device=run.device)
-        make_grads = partial(tree.map, partial(torch.ones_like, dtype=torch.float32), params)
+        make_grads = partial(
+            tree.map, partial(torch.ones_like, dtype=torch.float32), params
+        )
         update_(make_grads(), state, params, applied)
         update = partial(update_, make_grads(), state, params, applied)
         name = "bfloat16" if half else "float32"
@@ -273,13 +299,17 @@ def look_at_transition(run: Run, problem: Problem) -> None:
 
 def look_at_prefetched(run: Run, problem: Problem) -> None:
     """Counts waits of steps whose data arrives from the host."""
-    on_host = [{key: leaf.cpu() for key, leaf in batch.items()} for batch in problem.group]
+    on_host = [
+        {key: leaf.cpu() for key, leaf in batch.items()} for batch in problem.group
+    ]
     groups = (on_host for _ in range(6))
     case = problem.make_case(CLIPPED, donate=True)
     state = [tree.map(torch.clone, case.params)]
     state.append(case.optimizer.init(state[0]))
     waits: list[str] = []
-    for position, group in enumerate(ps.prefetch(groups, run.device, weight_fn=count_rows)):
+    for position, group in enumerate(
+        ps.prefetch(groups, run.device, weight_fn=count_rows)
+    ):
 
         def update(group: Any = group) -> None:
             state[:] = case.step(*state, group)[:2]
@@ -306,4 +336,6 @@ def look_at_graph(run: Run, problem: Problem) -> None:
     pairs = zip(tree.flatten(captured.state)[0], tree.flatten(state)[0], strict=True)
     distance = max(float((a.double() - b.double()).abs().max()) for a, b in pairs)
     run.add("graph", distance_to_eager_steps=distance)
-    run.check("graph", state_stays=captured.state_stays, near_to_eager_steps=distance < 1e-5)
+    run.check(
+        "graph", state_stays=captured.state_stays, near_to_eager_steps=distance < 1e-5
+    )

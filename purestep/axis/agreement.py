@@ -54,7 +54,9 @@ def message(
     if axis.on_host:  # in one tensor, which takes a third of the time
         return torch.tensor([*numbers, *map(Tensor.item, values)], dtype=torch.float64)
     parts = [torch.tensor(numbers, dtype=torch.float64, device="cpu"), *values]
-    return torch.cat([tree.brought(x.detach().double().view(-1), axis.device) for x in parts])
+    return torch.cat(
+        [tree.brought(x.detach().double().view(-1), axis.device) for x in parts]
+    )
 
 
 Answer = namedtuple("Answer", "failed who holders floating double numbered")
@@ -64,7 +66,9 @@ Answer = namedtuple("Answer", "failed who holders floating double numbered")
 def total_of(sent: Tensor, floating: bool) -> Count:
     """The count of all ranks, where it may be on a device."""
     tokens, non_empty, _ = sent[4:].unbind()
-    return Count(tokens if floating else tokens.to(torch.int64), non_empty.to(torch.int64))
+    return Count(
+        tokens if floating else tokens.to(torch.int64), non_empty.to(torch.int64)
+    )
 
 
 def read_later(sent: Tensor) -> Callable[[], list[float]]:
@@ -100,7 +104,9 @@ def described(name: str, value: Tree) -> Described:
     True
     """
     leaves, structure = tree.flatten(value)
-    kinds = [(x.dtype, x.shape) if isinstance(x, Tensor) else tree.kind(x) for x in leaves]
+    kinds = [
+        (x.dtype, x.shape) if isinstance(x, Tensor) else tree.kind(x) for x in leaves
+    ]
     try:
         return _described(name, structure, tuple(kinds))
     except Exception:  # what stands in the structure has no hash, or cannot be compared
@@ -115,7 +121,11 @@ def _described(name: str, structure: tree.Structure, kinds: Sequence[Any]) -> De
         if isinstance(kind, tuple):
             dtype, shape = kind
             # Pieces of one tensor have different lengths.
-            cut = f", of shape {place.shape} in pieces" if place else f" of shape {tuple(shape)}"
+            cut = (
+                f", of shape {place.shape} in pieces"
+                if place
+                else f" of shape {tuple(shape)}"
+            )
             kind = f"{dtype}{cut}"
         lines.append(f"{accessor.codify(name)}: {kind}")
     text = "\n".join([*lines, f"the structure {tree.describe(structure)}"])
@@ -136,7 +146,9 @@ def _sort_members(members: re.Match[str]) -> str:
 
 def digest(*words: object) -> int:
     """A number from 0 to 2⁶⁴ - 1 for some words."""
-    return int.from_bytes(sha256(repr(words).encode(errors="replace")).digest()[:8], "big")
+    return int.from_bytes(
+        sha256(repr(words).encode(errors="replace")).digest()[:8], "big"
+    )
 
 
 def hear(
@@ -160,11 +172,22 @@ def hear(
     fields: list[Any] = [failure % base, failure // base, *digits, word > 0]
     answer = Answer(*fields)
     if answer.failed:
-        texts = {r: text for r, text in enumerate(axis.gather_object(None)) if text} if ask else {}
-        who = _ranks([*texts] or [answer.who]) if ask or answer.failed == 1 else "several ranks"
+        texts = (
+            {r: text for r, text in enumerate(axis.gather_object(None)) if text}
+            if ask
+            else {}
+        )
+        who = (
+            _ranks([*texts] or [answer.who])
+            if ask or answer.failed == 1
+            else "several ranks"
+        )
         raise RankError(
             f"{who} of {axis} failed, and the step with it on every rank; nothing was updated. "
-            + ("; ".join(f"rank {r}: {text}" for r, text in texts.items()) or "Its output says why")
+            + (
+                "; ".join(f"rank {r}: {text}" for r, text in texts.items())
+                or "Its output says why"
+            )
         )
     if ranks * square != word**2:
         notes = {name: (each.number, each.lines) for name, each in compared.items()}
@@ -202,8 +225,12 @@ def _difference(notes: Sequence[Mapping[str, Any]]) -> str:
             break
     parts = []
     for (_, lines), ranks in groups.items():
-        own = [x for x in lines[:-1] if any(x not in others for _, others in groups)] or lines[-1:]
-        parts.append(f"{_ranks(ranks)} with {', '.join(own[:4])}{', ...' * (len(own) > 4)}")
+        own = [
+            x for x in lines[:-1] if any(x not in others for _, others in groups)
+        ] or lines[-1:]
+        parts.append(
+            f"{_ranks(ranks)} with {', '.join(own[:4])}{', ...' * (len(own) > 4)}"
+        )
     return f"{name}, and nothing was updated: {' against '.join(parts)}"
 
 

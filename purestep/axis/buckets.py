@@ -43,7 +43,9 @@ class _Bucket:
     @cached_property
     def memory(self) -> Tensor:
         """The rows of all leaves, made when the first is there; backends take no empty ones."""
-        return torch.empty(self.rows, max(self.width, 1), dtype=self.dtype, device=self.device)
+        return torch.empty(
+            self.rows, max(self.width, 1), dtype=self.dtype, device=self.device
+        )
 
 
 class Buckets:
@@ -80,8 +82,13 @@ class Buckets:
             rows = 1 if law == "all_gather" else ranks
             kind = dtypes[at], leaf.device, beside, place and place.axis, rows
             bucket = latest.get(kind)
-            most = min(axis.bucket_bytes, math.inf if self._buckets[1:] else first_bytes)
-            if bucket is None or (bucket.width + width) * ranks * dtypes[at].itemsize > most:
+            most = min(
+                axis.bucket_bytes, math.inf if self._buckets[1:] else first_bytes
+            )
+            if (
+                bucket is None
+                or (bucket.width + width) * ranks * dtypes[at].itemsize > most
+            ):
                 latest[kind] = bucket = _Bucket(*kind)
                 self._buckets.append(bucket)
             self._of[at], bucket.offsets[at] = bucket, bucket.width
@@ -132,7 +139,9 @@ class Buckets:
         start = bucket.offsets[index]
         if place is None:
             view = bucket.memory[0, start : start + total.numel()].view(total.shape)
-            self.sums[index] = view.copy_(total.to_dense() if total.is_sparse else total)
+            self.sums[index] = view.copy_(
+                total.to_dense() if total.is_sparse else total
+            )
             return view
         rows = bucket.memory[:, start : start + width_of(place)]
         rows.copy_(rows_of(total, place, bucket.rows))
@@ -157,7 +166,9 @@ class Buckets:
             bucket.wait = bucket.over.launch(bucket.memory[0])
         self._left += 1
         if self._left > 2:
-            self._receive(self._buckets[self._left - 3])  # The rows of all ranks are freed.
+            self._receive(
+                self._buckets[self._left - 3]
+            )  # The rows of all ranks are freed.
 
     def _receive(self, bucket: _Bucket) -> None:
         if bucket.apart and bucket.wait:
@@ -186,13 +197,17 @@ class Buckets:
         return [self.sums.get(at, here) for at, here in enumerate(sums)]
 
 
-def at_once(law: str, tensors: Sequence[Tensor], places: Sequence[Place]) -> list[Tensor]:
+def at_once(
+    law: str, tensors: Sequence[Tensor], places: Sequence[Place]
+) -> list[Tensor]:
     """The wholes of all pieces, or this rank's pieces of the sums, in few collectives."""
     if not tensors:
         return []
     leaves, dtypes = dict(enumerate(tensors)), [x.dtype for x in tensors]
     apart = dict(enumerate(places))
-    return Buckets(places[0].axis, leaves, dtypes, apart, {}, law, math.inf).finish(tensors)
+    return Buckets(places[0].axis, leaves, dtypes, apart, {}, law, math.inf).finish(
+        tensors
+    )
 
 
 def laid_out_like(leaf: Tensor, total: Tensor) -> Tensor:

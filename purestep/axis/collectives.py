@@ -81,7 +81,9 @@ def _summable(x: Tree) -> Tree:
     """The tree, with its integers in int64."""
     if {leaf.dtype for leaf in tree.leaves_of(x)} <= SUMMED:
         return x
-    return tree.map(lambda x: x if x.is_floating_point() or x.is_complex() else x.long(), x)
+    return tree.map(
+        lambda x: x if x.is_floating_point() or x.is_complex() else x.long(), x
+    )
 
 
 def pmean(x: Tree, axis: Axis) -> Tree:

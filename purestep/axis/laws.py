@@ -42,7 +42,9 @@ def _invariant(x: Tensor, dim: int | None, size: int) -> tuple[Tensor, None]:
 LAWS = {
     "psum": Law("pvary", lambda x, dim, size: (_summed(x, dim, size), None)),
     "pvary": Law("psum", lambda x, dim, size: (x.view_as(x), dim)),
-    "all_gather": Law("psum_scatter", lambda x, dim, size: (_stacked(x, dim, size), None)),
+    "all_gather": Law(
+        "psum_scatter", lambda x, dim, size: (_stacked(x, dim, size), None)
+    ),
     "psum_scatter": Law("all_gather", lambda x, dim, size: (_summed(x, dim, size), 0)),
     "invariant": Law("invariant", _invariant),
 }
@@ -63,9 +65,13 @@ class _Collective(Function):
     """
 
     @staticmethod
-    def forward(x: Tensor, token: Tensor | None, law: str, where: Where | None) -> Tensor:
+    def forward(
+        x: Tensor, token: Tensor | None, law: str, where: Where | None
+    ) -> Tensor:
         if where is None:
-            raise RuntimeError(f"{law} over an axis that is not mapped: call it inside axis.map")
+            raise RuntimeError(
+                f"{law} over an axis that is not mapped: call it inside axis.map"
+            )
         return where.meet(law, x)
 
     @staticmethod
@@ -77,7 +83,12 @@ class _Collective(Function):
     @staticmethod
     def backward(ctx: Any, cotangent: Tensor) -> Any:
         (token,) = ctx.saved_tensors
-        return collective(cotangent, token, LAWS[ctx.law].transpose, ctx.where), None, None, None
+        return (
+            collective(cotangent, token, LAWS[ctx.law].transpose, ctx.where),
+            None,
+            None,
+            None,
+        )
 
     @staticmethod
     def jvp(ctx: Any, tangent: Tensor, *_: None) -> Any:
@@ -85,7 +96,9 @@ class _Collective(Function):
         return collective(tangent, token, ctx.law, ctx.where)
 
     @staticmethod
-    def vmap(info: Any, in_dims: Any, x: Tensor, token: Any, law: str, where: Where | None) -> Any:
+    def vmap(
+        info: Any, in_dims: Any, x: Tensor, token: Any, law: str, where: Where | None
+    ) -> Any:
         dim, token_dim, _, _ = in_dims
         if token_dim is not None:
             return LAWS[law].across(x, dim, info.batch_size)
@@ -93,13 +106,17 @@ class _Collective(Function):
         return result, result.ndim - 1
 
 
-def apply_collective(x: Tensor, token: Tensor | None, law: str, where: Where | None) -> Tensor:
+def apply_collective(
+    x: Tensor, token: Tensor | None, law: str, where: Where | None
+) -> Tensor:
     """The law on one tensor, as autograd and functorch see it."""
     apply: Callable[..., Tensor] = _Collective.apply
     return apply(x, token, law, where)
 
 
-def collective(x: Tensor, token: Tensor | None, law: str, where: Where | None = None) -> Tensor:
+def collective(
+    x: Tensor, token: Tensor | None, law: str, where: Where | None = None
+) -> Tensor:
     """The law on one tensor, as a compiler sees it too."""
     if torch.compiler.is_dynamo_compiling():
         # Marks ``apply_collective`` for the compiler on import, which takes time.

@@ -68,7 +68,9 @@ class OneProgram(AbstractContextManager["OneProgram"]):
         """None: sums stay where they are."""
         return None
 
-    def agree(self, here: Count, params: Tree, opt_state: Tree, microbatches: int) -> Count:
+    def agree(
+        self, here: Count, params: Tree, opt_state: Tree, microbatches: int
+    ) -> Count:
         """The sum of all ranks' counts."""
         if self.axis.own_programs and not microbatches:
             raise ValueError(
@@ -97,7 +99,9 @@ class OneProgram(AbstractContextManager["OneProgram"]):
             check_count(total.counted)
             return total
         leaves = tree.leaves_of(sums.grads)
-        for at, place in sharded(places, self.axis).items() if self.gather == "step" else ():
+        for at, place in (
+            sharded(places, self.axis).items() if self.gather == "step" else ()
+        ):
             leaves[at] = by_law("psum_scatter", leaves[at], place)
         for at, over in enumerate(sum_axes(places, self.axis)):
             leaves[at] = leaves[at] if over is None else over.apply("psum", leaves[at])

@@ -55,7 +55,11 @@ class MeshAxis(Ranks):
     """
 
     def __init__(
-        self, mesh: DeviceMesh, dims: str | Sequence[str], *, bucket_bytes: int = BUCKET_BYTES
+        self,
+        mesh: DeviceMesh,
+        dims: str | Sequence[str],
+        *,
+        bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
         super().__init__(bucket_bytes)
         self.dims = (dims,) if isinstance(dims, str) else tuple(dims)
@@ -67,7 +71,9 @@ class MeshAxis(Ranks):
                 f'mesh, in its order: {names}; init_device_mesh takes mesh_dim_names=("dp",)'
             )
         if mesh.get_coordinate() is None:
-            raise ValueError(f"this process is not in the mesh {mesh}: make the axis on its ranks")
+            raise ValueError(
+                f"this process is not in the mesh {mesh}: make the axis on its ranks"
+            )
         part = mesh[self.dims]
         flat = part if len(self.dims) == 1 else torch_private.flattened(part)
         self._whole = mesh
@@ -77,7 +83,9 @@ class MeshAxis(Ranks):
         self._members = frozenset(dist.get_process_group_ranks(self._group))
         self.size, self._rank = flat.size(), flat.get_local_rank()
         self.device = current_device(mesh.device_type)
-        self._where = Group(self._group.group_name, flat.size(), ", ".join(map(repr, self.dims)))
+        self._where = Group(
+            self._group.group_name, flat.size(), ", ".join(map(repr, self.dims))
+        )
 
     @property
     def where(self) -> Group:
@@ -105,7 +113,11 @@ class MeshAxis(Ranks):
         return self._members
 
     def __eq__(self, other: object) -> bool:
-        return self._where == other._where if isinstance(other, MeshAxis) else NotImplemented
+        return (
+            self._where == other._where
+            if isinstance(other, MeshAxis)
+            else NotImplemented
+        )
 
     def __hash__(self) -> int:
         return hash(self._where)
@@ -177,7 +189,11 @@ class Group(NamedTuple):
             return x.view_as(x)
         with lost_ranks_explained(self):
             met = torch_private.wait(self.begin(law, x.reshape(-1)))
-        shapes = {"psum": x.shape, "all_gather": (self.size, *x.shape), "psum_scatter": x.shape[1:]}
+        shapes = {
+            "psum": x.shape,
+            "all_gather": (self.size, *x.shape),
+            "psum_scatter": x.shape[1:],
+        }
         return met.view(shapes[law])
 
     def __str__(self) -> str:

@@ -11,4 +11,6 @@ from torch import Tensor
 
 from purestep.axis import laws
 
-apply_collective: Callable[..., Tensor] = torch.compiler.allow_in_graph(laws.apply_collective)
+apply_collective: Callable[..., Tensor] = torch.compiler.allow_in_graph(
+    laws.apply_collective
+)

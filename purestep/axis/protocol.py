@@ -48,7 +48,9 @@ class Session(Protocol):
 
     def __enter__(self) -> Session: ...
 
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any, /) -> None: ...
+    def __exit__(
+        self, kind: Any, error: BaseException | None, trace: Any, /
+    ) -> None: ...
 
     def buckets(self, params: Tree, dtype: torch.dtype | None) -> Ready | None:
         """What takes each leaf's final sum, once, so that it travels while others are computed.
@@ -56,7 +58,9 @@ class Session(Protocol):
         None where sums stay where they are. ``dtype`` is that of the sums.
         """
 
-    def agree(self, here: Count, params: Tree, opt_state: Tree, microbatches: int) -> Count:
+    def agree(
+        self, here: Count, params: Tree, opt_state: Tree, microbatches: int
+    ) -> Count:
         """N of all ranks, before any backward pass; or an error that names the ranks that differ.
 
         ``here`` counts this rank's tokens, ``microbatches`` is how many microbatches it holds.

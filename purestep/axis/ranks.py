@@ -93,10 +93,16 @@ class Ranks(ABC):
             return x
         if not self.on_host and any(leaf.is_cpu for leaf in leaves):
             # A group of a device's backend has no collectives for the host.
-            total = self.apply_tree(law, tree.map(lambda leaf: tree.brought(leaf, self.device), x))
+            total = self.apply_tree(
+                law, tree.map(lambda leaf: tree.brought(leaf, self.device), x)
+            )
             return tree.map(lambda here, leaf: here.to(leaf.device), total, x)
-        buckets = Buckets(self, dict(enumerate(leaves)), [leaf.dtype for leaf in leaves])
-        return tree.unflatten(structure, [*map(laid_out_like, leaves, buckets.finish(leaves))])
+        buckets = Buckets(
+            self, dict(enumerate(leaves)), [leaf.dtype for leaf in leaves]
+        )
+        return tree.unflatten(
+            structure, [*map(laid_out_like, leaves, buckets.finish(leaves))]
+        )
 
     @abstractmethod
     def launch(self, x: Tensor, law: str = "psum") -> Wait:
@@ -110,7 +116,9 @@ class Ranks(ABC):
         """All ranks' values, in order of rank, to explain an error."""
         raise NotImplementedError(f"{self} has no gather_object")
 
-    def session(self, gather: Gather, settings: Mapping[str, str]) -> OneProgram | OwnPrograms:
+    def session(
+        self, gather: Gather, settings: Mapping[str, str]
+    ) -> OneProgram | OwnPrograms:
         """A session of messages and buckets; while a compiler traces, of ``psum``."""
         if torch.compiler.is_dynamo_compiling():
             return OneProgram(self, gather)

@@ -61,7 +61,9 @@ def sum_axes(places: Spread, axis: Axis) -> list[Axis | None]:
 
 def by_law(law: str, x: Tensor, place: Place) -> Tensor:
     """The whole of all pieces, or this rank's piece of the sum, under any transform."""
-    sent, received = (1, place.axis.size) if law == "all_gather" else (place.axis.size, 1)
+    sent, received = (
+        (1, place.axis.size) if law == "all_gather" else (place.axis.size, 1)
+    )
     rows = rows_of(x, place, sent)
     met = torch.empty(0, dtype=rows.dtype, device=rows.device)  # the same on all ranks
     if rows.numel():
@@ -93,4 +95,6 @@ def width_of(place: Place) -> int:
 def filled_up(x: Tensor, dim: int, length: int) -> Tensor:
     """The tensor with zeros behind it, so that it is that long."""
     missing = length - x.shape[dim]
-    return functional.pad(x, (0, 0) * (x.ndim - 1 - dim) + (0, missing)) if missing else x
+    return (
+        functional.pad(x, (0, 0) * (x.ndim - 1 - dim) + (0, missing)) if missing else x
+    )

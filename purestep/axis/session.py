@@ -23,7 +23,9 @@ if TYPE_CHECKING:
     from purestep.axis.ranks import Ranks
 
 
-GATHERS = "the number of microbatches, each of which gathers params (add some of weight zero)"
+GATHERS = (
+    "the number of microbatches, each of which gathers params (add some of weight zero)"
+)
 FAILED = -1
 """In the place of a fingerprint, which is not negative."""
 EARLY = "the buckets that have left before a collective inside the loss (add 0 * w.sum() to it)"
@@ -37,9 +39,15 @@ class OwnPrograms:
     ``agree`` and ``sum`` raises alone.
     """
 
-    def __init__(self, axis: Ranks, gather: Gather, settings: Mapping[str, str]) -> None:
+    def __init__(
+        self, axis: Ranks, gather: Gather, settings: Mapping[str, str]
+    ) -> None:
         self._axis, self._gather, self.rank = axis, gather, axis.rank
-        self._settings = {"gather": gather, **settings, "bucket_bytes": str(axis.bucket_bytes)}
+        self._settings = {
+            "gather": gather,
+            **settings,
+            "bucket_bytes": str(axis.bucket_bytes),
+        }
         self._next: Literal["agree", "sum"] | None = "agree"
         self._buckets = Buckets(axis, {}, ())
         self._first: Callable[[], agreement.Answer] = lambda: agreement.Answer(*[0] * 6)
@@ -52,7 +60,9 @@ class OwnPrograms:
             with suppress(BaseException):  # The first error is the one that is raised.
                 self._fail(error)
 
-    def agree(self, here: Count, params: Tree, opt_state: Tree, microbatches: int) -> Count:
+    def agree(
+        self, here: Count, params: Tree, opt_state: Tree, microbatches: int
+    ) -> Count:
         """The sum of all ranks' counts, where all are about to do the same."""
         axis = self._axis
         if axis.shares_backward_thread:
@@ -63,7 +73,9 @@ class OwnPrograms:
         if self._gather == "loss":
             trees[GATHERS] = {"microbatches": str(microbatches)}
         compared = {name: agreement.described(name, x) for name, x in trees.items()}
-        self._gathers = self._gather != "step" and bool(sharded(compared["params"].places, axis))
+        self._gathers = self._gather != "step" and bool(
+            sharded(compared["params"].places, axis)
+        )
         number = agreement.digest(*(each.number for each in compared.values()))
         self._number = number
         self._holds = microbatches > 0
@@ -112,7 +124,9 @@ class OwnPrograms:
             return int(axis.where.meet("all_gather", mine).max())
         if not axis.meets_on_host:
             self._first()
-        mine = torch.tensor([microbatches, self._number % 2**62], device=self._rounds_device)
+        mine = torch.tensor(
+            [microbatches, self._number % 2**62], device=self._rounds_device
+        )
         numbers = axis.where.meet("all_gather", mine).view(axis.size, 2).tolist()
         if any(number != numbers[0][1] for _, number in numbers):
             self._first()  # which says who has failed, or differs
@@ -129,11 +143,16 @@ class OwnPrograms:
         if tree.any_requires_grad(grads):
             raise _recorded(axis)
         aux = agreement.described("LossTerms.aux", sums.aux)
-        number, compared = 0 if tree.is_empty(sums.aux) else aux.number, {"LossTerms.aux": aux}
+        number, compared = (
+            0 if tree.is_empty(sums.aux) else aux.number,
+            {"LossTerms.aux": aux},
+        )
         self._buckets.fill(grads)
         early = self._buckets.early
         compared[EARLY] = agreement.described(EARLY, str(early))
-        sent = self._meet(agreement.message(axis, holds, number + early, sums.counted, sums.loss))
+        sent = self._meet(
+            agreement.message(axis, holds, number + early, sums.counted, sums.loss)
+        )
         floating = sums.counted.num_tokens.is_floating_point() or not holds
         holders = self._first().holders
         if axis.on_host or holders < axis.size:
@@ -172,10 +191,19 @@ class OwnPrograms:
             return  # The others wait for its loss, or read nothing, until its process ends.
         begins = self._next == "agree"
         self._meet(agreement.message(axis, failed=True))
-        if begins and self._gather == "microbatch" and axis.meets_on_host and not axis.on_host:
-            axis.where.meet("all_gather", torch.tensor([0, FAILED]))  # where others are next
+        if (
+            begins
+            and self._gather == "microbatch"
+            and axis.meets_on_host
+            and not axis.on_host
+        ):
+            axis.where.meet(
+                "all_gather", torch.tensor([0, FAILED])
+            )  # where others are next
         if axis.on_host:
-            axis.gather_object(format_exception_only(error)[0].strip())  # without its notes
+            axis.gather_object(
+                format_exception_only(error)[0].strip()
+            )  # without its notes
 
 
 def _check_backward_threads(axis: Ranks, params: Tree) -> None:

@@ -67,7 +67,10 @@ class VmapAxis:
                 with bound_as([self], [token]):
                     output = fn(*tree.unflatten(structure, leaves))
                     dims = _spread(out_dims, output, "out_dims")
-                    outputs, shape[:] = tree.leaves_of(output), (tree.flatten(output)[1], dims)
+                    outputs, shape[:] = (
+                        tree.leaves_of(output),
+                        (tree.flatten(output)[1], dims),
+                    )
                     return [
                         leaf if dim is not None else self.apply("invariant", leaf)
                         for leaf, dim in zip(outputs, dims, strict=True)
@@ -78,7 +81,9 @@ class VmapAxis:
             results = run(torch.arange(self.size), *leaves)
             output_structure, dims = shape
             for at, dim in enumerate(dims):
-                results[at] = results[at][0] if dim is None else results[at].movedim(0, dim)
+                results[at] = (
+                    results[at][0] if dim is None else results[at].movedim(0, dim)
+                )
             return tree.unflatten(output_structure, results)
 
         return mapped
@@ -138,7 +143,9 @@ def bound_as(axes: Sequence[VmapAxis], tokens: Sequence[Tensor]) -> Iterator[Non
 def _spread(dims: Any, args: Tree, name: str) -> list[int | None]:
     """The dimension of every leaf of ``args``, from a tree of dimensions that may be a prefix."""
     try:
-        found = optree.broadcast_prefix(dims, args, none_is_leaf=True, namespace=tree.NAMESPACE)
+        found = optree.broadcast_prefix(
+            dims, args, none_is_leaf=True, namespace=tree.NAMESPACE
+        )
     except ValueError:
         wanted = tree.describe(tree.flatten(args)[1])
         raise ValueError(f"{name}={dims} does not fit a tree like {wanted}") from None

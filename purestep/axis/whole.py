@@ -41,7 +41,9 @@ def whole(params: Params, axis: Axis, gather: Gather) -> Params:
     if gather == "step":
         return filled(params, leaves, inside)
     # Not a set: torch 2.11's compiler hashes no axes.
-    return bare(tree.unflatten(structure, leaves), [place.axis for place in inside.values()])
+    return bare(
+        tree.unflatten(structure, leaves), [place.axis for place in inside.values()]
+    )
 
 
 def filled(tree_: Tree, leaves: Sequence[Tensor], places: Mapping[int, Place]) -> Tree:
@@ -55,7 +57,10 @@ def filled(tree_: Tree, leaves: Sequence[Tensor], places: Mapping[int, Place]) -
         gather: Callable[..., Sequence[Tensor]] = _Gather.apply
         wholes = gather(each, *pieces)
     else:
-        wholes = [by_law("all_gather", x, place) for x, place in zip(pieces, each, strict=True)]
+        wholes = [
+            by_law("all_gather", x, place)
+            for x, place in zip(pieces, each, strict=True)
+        ]
     for at, one in zip(places, wholes, strict=True):
         leaves[at] = one
     return bare(tree.unflatten(tree.flatten(tree_)[1], leaves))
@@ -74,7 +79,9 @@ def bare(tree_: Tree, but: Collection[Axis] = ()) -> Tree:
         return is_shard(node) and node.axis not in but
 
     nodes, structure = tree.flatten(tree_, is_leaf=is_leaf)
-    return tree.unflatten(structure, [node.piece if is_leaf(node) else node for node in nodes])
+    return tree.unflatten(
+        structure, [node.piece if is_leaf(node) else node for node in nodes]
+    )
 
 
 class _Gather(Function):
@@ -96,7 +103,9 @@ class _Gather(Function):
 
 def scattered(wholes: Sequence[Tensor], places: Sequence[Place]) -> list[Tensor]:
     """This rank's pieces of the sums over ranks: together, or one by one under a transform."""
-    _, finish = scatter(wholes, [each.dtype for each in wholes], dict(enumerate(places)))
+    _, finish = scatter(
+        wholes, [each.dtype for each in wholes], dict(enumerate(places))
+    )
     return finish([*wholes])
 
 

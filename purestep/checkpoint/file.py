@@ -26,11 +26,16 @@ UNFINISHED = ".unfinished"
 
 def write(path: File, tensors: Mapping[str, Tensor]) -> None:
     """Puts a file of these tensors in the place of the one that was there."""
-    tensors = {name: tensor.cpu().contiguous() for name, tensor in sorted(tensors.items())}
+    tensors = {
+        name: tensor.cpu().contiguous() for name, tensor in sorted(tensors.items())
+    }
     place, checksum = Path(os.path.realpath(path)), 0
     for name, tensor in tensors.items():
         checksum = _sum(name, tensor, checksum)
-    with naming(path), TemporaryDirectory(UNFINISHED, f"{place.name}.", place.parent) as folder:
+    with (
+        naming(path),
+        TemporaryDirectory(UNFINISHED, f"{place.name}.", place.parent) as folder,
+    ):
         new, blank = Path(folder, "new"), Path(folder, "blank")
         specs = {name: _spec(tensor) for name, tensor in tensors.items()}
         serialize_file(specs, new, {"format": "pt", "crc32": f"{checksum:08x}"})
@@ -90,7 +95,9 @@ def _spec(tensor: Tensor) -> TensorSpec:
     """What safetensors takes; its ``save_file`` needs numpy."""
     # Without "_x2" it refuses two numbers of four bits in a byte, which it writes and cannot read.
     dtype, at = str(tensor.dtype)[6:].removesuffix("_x2"), tensor.data_ptr()
-    return TensorSpec(dtype=dtype, shape=tensor.shape, data_ptr=at, data_len=tensor.nbytes)
+    return TensorSpec(
+        dtype=dtype, shape=tensor.shape, data_ptr=at, data_len=tensor.nbytes
+    )
 
 
 def _sum(name: str, tensor: Tensor, checksum: int) -> int:

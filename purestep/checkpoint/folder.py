@@ -66,7 +66,9 @@ def agreed(
     notes = gather_objects(group, note)
     for rank, other in enumerate(notes):
         if isinstance(other, str):
-            raise error or RankError(f"rank {rank} failed, and all ranks with it: {other}")
+            raise error or RankError(
+                f"rank {rank} failed, and all ranks with it: {other}"
+            )
     if len({*notes}) > 1:
         raise difference(group, mine)
     return result
@@ -85,7 +87,9 @@ def difference(group: Group, mine: set[str]) -> ValueError:
     first: list[Any] = [mine]
     dist.broadcast_object_list(first, group=group, group_src=0)
     differences = gather_objects(group, min(mine ^ first[0], default=None))
-    rank, what = next((rank, what) for rank, what in enumerate(differences) if what is not None)
+    rank, what = next(
+        (rank, what) for rank, what in enumerate(differences) if what is not None
+    )
     return ValueError(
         f"rank {rank} differs from rank 0 in {what}: give all ranks one path, on a disk that they "
         "share, and trees of one structure"
@@ -95,8 +99,12 @@ def difference(group: Group, mine: set[str]) -> ValueError:
 def write(path: File, slots: Mapping[str, Slot], group: Group) -> None:
     """Writes what all ranks hold, each its pieces, and gives the folder its name; alone, a file."""
     if group is None:
-        return file.write(path, {name: state.local(slot) for name, slot in slots.items()})
-    from torch.distributed.checkpoint.api import CheckpointException  # takes a second to import
+        return file.write(
+            path, {name: state.local(slot) for name, slot in slots.items()}
+        )
+    from torch.distributed.checkpoint.api import (
+        CheckpointException,
+    )  # takes a second to import
     from torch.distributed.checkpoint.state_dict_saver import save
 
     place, first = os.path.realpath(path), is_first(group)
@@ -104,9 +112,15 @@ def write(path: File, slots: Mapping[str, Slot], group: Group) -> None:
     with naming(path):
         try:
             # What a program that was killed has left goes before any rank makes the folder.
-            agreed(group, lambda: shutil.rmtree(folder, ignore_errors=True) if first else None)
+            agreed(
+                group,
+                lambda: shutil.rmtree(folder, ignore_errors=True) if first else None,
+            )
             save(to_dtensor(dict(slots)), checkpoint_id=folder, process_group=group)
-            agreed(group, lambda: _seal([*folder.glob(own), *[folder / ".metadata"] * first]))
+            agreed(
+                group,
+                lambda: _seal([*folder.glob(own), *[folder / ".metadata"] * first]),
+            )
             agreed(group, lambda: folder.rename(place) if first else None)
         except CheckpointException as failed:  # which is no Exception
             rank, (error, _) = min(failed.failures.items())
@@ -128,13 +142,17 @@ def read(path: File, slots: Mapping[str, Slot]) -> tuple[dict[str, Slot], str]:
     _check(folder / ".metadata")
     metadata: Any = reader.read_metadata()
     entries = metadata.state_dict_metadata.items()
-    found = {name: f"{e.properties.dtype} of shape {tuple(e.size)}" for name, e in entries}
+    found = {
+        name: f"{e.properties.dtype} of shape {tuple(e.size)}" for name, e in entries
+    }
     state.check_fit(found, slots, os.fspath(path))
     fresh = {name: state.empty_like(slot) for name, slot in slots.items()}
     planner.set_up_planner(to_dtensor(fresh), metadata)
     reader.set_up_storage_reader(metadata, is_coordinator=True)
     plan = planner.create_local_plan()
-    for name in {metadata.storage_data[item.storage_index].relative_path for item in plan.items}:
+    for name in {
+        metadata.storage_data[item.storage_index].relative_path for item in plan.items
+    }:
         _check(folder / name)
     reader.read_data(plan, planner).wait()
     return fresh, str(metadata.storage_meta.save_id)

@@ -52,7 +52,10 @@ def slots_of(path: File, tree: Tree, group: Group) -> dict[str, Slot]:
     """What this rank saves; refused where ranks differ."""
 
     def kinds(slots: Mapping[str, Slot]) -> set[str]:
-        return {os.fspath(path), *(f"{name}, {state.kind(slot)}" for name, slot in slots.items())}
+        return {
+            os.fspath(path),
+            *(f"{name}, {state.kind(slot)}" for name, slot in slots.items()),
+        }
 
     return agreed(group, lambda: state.slots(tree), kinds)
 
@@ -80,7 +83,9 @@ def load(path: File, like: Tree) -> Tree:
 
     read = folder.read if os.path.isdir(path) else file.read
     fresh, _ = agreed(
-        world(like), lambda: read(path, state.slots(like)), lambda it: {f"{path}, {it[1]}"}
+        world(like),
+        lambda: read(path, state.slots(like)),
+        lambda it: {f"{path}, {it[1]}"},
     )
     return trees.unflatten(trees.flatten(like)[1], [*map(state.local, fresh.values())])
 
@@ -146,7 +151,9 @@ def begin(folder: File, step: int, keep: int) -> Path:
     """Where a step is saved, in a folder that is there; refused where it holds a later one."""
     for name, number, least in [("step", step, 0), ("keep", keep, 1)]:
         if not isinstance(number, int) or isinstance(number, bool) or number < least:
-            raise ValueError(f"{name}={number!r} must be a whole number, {least} or more")
+            raise ValueError(
+                f"{name}={number!r} must be a whole number, {least} or more"
+            )
     with naming(folder):
         Path(folder).mkdir(exist_ok=True)
     last = latest(folder)
@@ -172,7 +179,11 @@ def tidy(path: Path, keep: int, group: Group) -> None:
 
 def _found(folder: File, end: str = "") -> list[Path]:
     """The checkpoints in a folder, or what has the name of one and this end."""
-    return [path for path in Path(folder).glob("*") if re.fullmatch(f"[0-9]{{8,}}{end}", path.name)]
+    return [
+        path
+        for path in Path(folder).glob("*")
+        if re.fullmatch(f"[0-9]{{8,}}{end}", path.name)
+    ]
 
 
 def _step(path: Path) -> int:
@@ -234,14 +245,19 @@ class Background(AbstractContextManager["Background"]):
             self._groups[:] = self._groups or [dist.new_group(backend="gloo")]
             group = self._groups[0]
         slots = slots_of(path, tree, group)
-        copies = {name: state.put(s, self._copy(name, state.local(s))) for name, s in slots.items()}
+        copies = {
+            name: state.put(s, self._copy(name, state.local(s)))
+            for name, s in slots.items()
+        }
 
         def act(_: Background) -> None:
             folder.write(path, copies, group)
             if keep is not None:
                 tidy(Path(path), keep, group)
 
-        thread = ThreadPoolExecutor(1, "checkpoint")  # which Python waits for where it ends
+        thread = ThreadPoolExecutor(
+            1, "checkpoint"
+        )  # which Python waits for where it ends
         self._saving = thread.submit(act, self)  # which is kept until then
         thread.shutdown(wait=False)
 

@@ -66,7 +66,10 @@ def split_addmm(graph: Graph) -> None:
     """``c + a @ b`` in two steps, where ``addmm`` would copy c first."""
     for node in graph.find_nodes(op="call_function", target=_aten.addmm.default):
         summand, a, b = node.args
-        wide = _value(a).dtype in (torch.float32, torch.float64)  # One more rounding is small.
+        wide = _value(a).dtype in (
+            torch.float32,
+            torch.float64,
+        )  # One more rounding is small.
         if node.kwargs or not wide or _value(a).device.type != "cpu":
             continue
         with graph.inserting_before(node):
@@ -81,7 +84,9 @@ def onednn_is_faster(cpu_name: str) -> bool:
     >>> onednn_is_faster("AMD EPYC"), onednn_is_faster("Intel Xeon")
     (True, False)
     """
-    available = torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()
+    available = (
+        torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()
+    )
     return available and "intel" not in cpu_name.lower()
 
 
@@ -119,8 +124,12 @@ def use_onednn(graph: Graph) -> None:
             inner = _value(a).stride(1)
             if not (isinstance(inner, int) and inner == 1):
                 # Columns cost more to read than this copy, which is often fused.
-                a = _call(graph, _aten.clone.default, a, memory_format=torch.contiguous_format)
-            node.replace_all_uses_with(_call(graph, torch.ops.purestep.product.default, a, b))
+                a = _call(
+                    graph, _aten.clone.default, a, memory_format=torch.contiguous_format
+                )
+            node.replace_all_uses_with(
+                _call(graph, torch.ops.purestep.product.default, a, b)
+            )
         graph.erase_node(node)
 
 
@@ -138,13 +147,19 @@ def compute_once(graph: Graph) -> None:
     A value is costly if a pointwise operation in COSTLY made it. It is kept if at least MANY times
     as many elements are computed from it.
     """
-    reach: dict[Node, float] = {}  # The most elements that are computed from a node in one loop.
+    reach: dict[
+        Node, float
+    ] = {}  # The most elements that are computed from a node in one loop.
     for node in reversed(graph.nodes):
         if _is_pointwise(node) or _is_view(node):
-            reach[node] = max(_size(node), *(reach.get(user, 0) for user in node.users), 0)
+            reach[node] = max(
+                _size(node), *(reach.get(user, 0) for user in node.users), 0
+            )
     costly: set[Node] = set()
     for node in [node for node in graph.nodes if node in reach]:
-        if node.target.overloadpacket in COSTLY or not costly.isdisjoint(node.all_input_nodes):
+        if node.target.overloadpacket in COSTLY or not costly.isdisjoint(
+            node.all_input_nodes
+        ):
             costly.add(node)
             few = _is_pointwise(node) and _size(node) < math.inf
             enough = MANY * _size(node)
@@ -156,10 +171,14 @@ def _keep(graph: Graph, node: Node) -> None:
     """Reads a node by a view of a copy: the compiler computes what a view is of beforehand."""
     users = [*node.users]
     with graph.inserting_after(node):
-        copy = _call(graph, _aten.clone.default, node, memory_format=torch.contiguous_format)
+        copy = _call(
+            graph, _aten.clone.default, node, memory_format=torch.contiguous_format
+        )
     value = _value(copy)
     with graph.inserting_after(copy):
-        kept = _call(graph, _aten.as_strided.default, copy, [*value.shape], [*value.stride()])
+        kept = _call(
+            graph, _aten.as_strided.default, copy, [*value.shape], [*value.stride()]
+        )
     for user in users:
         user.replace_input_with(node, kept)
 

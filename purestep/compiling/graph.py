@@ -84,7 +84,9 @@ def without_surroundings(guards: Sequence[Any]) -> list[bool]:
     return [keep and guard.guard_type not in kinds for keep, guard in kept]
 
 
-def compiled(function: Callable[..., Any], compile_: bool | Compiler = True) -> Callable[..., Any]:
+def compiled(
+    function: Callable[..., Any], compile_: bool | Compiler = True
+) -> Callable[..., Any]:
     """The function as one graph, compiled by ``compile_``; as it is where that is False.
 
     True is ``compile``. Where there is no such graph, a warning says why, and the function runs
@@ -100,7 +102,9 @@ def compiled(function: Callable[..., Any], compile_: bool | Compiler = True) -> 
     return with_fallback(one_graph(function, compile_), function)
 
 
-def with_fallback(graph: Callable[..., Any], plain: Callable[..., Any]) -> Callable[..., Any]:
+def with_fallback(
+    graph: Callable[..., Any], plain: Callable[..., Any]
+) -> Callable[..., Any]:
     """``graph``, and ``plain`` from the call on at which ``NoGraph`` says that there is none."""
     broken = False
 
@@ -133,7 +137,9 @@ class NoGraph(Exception):  # noqa: N818
     """The compiler cannot make one graph of a function."""
 
 
-def one_graph(function: Callable[..., Any], compile_: bool | Compiler) -> Callable[..., Any]:
+def one_graph(
+    function: Callable[..., Any], compile_: bool | Compiler
+) -> Callable[..., Any]:
     """The function as one graph; ``NoGraph`` where there is none, before anything is computed.
 
     It is called where no transform is active.
@@ -154,7 +160,9 @@ def one_graph(function: Callable[..., Any], compile_: bool | Compiler) -> Callab
         return function(*args)
 
     if isinstance(compile_, bool):
-        made = compile(traced, fullgraph=True, options={"guard_filter_fn": without_surroundings})
+        made = compile(
+            traced, fullgraph=True, options={"guard_filter_fn": without_surroundings}
+        )
     else:
         made = compile_(_alone(traced), fullgraph=True)
 
@@ -179,15 +187,23 @@ class flat_linear(TorchFunctionMode):  # noqa: N801
     """
 
     def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Any,
+        types: Any,
+        args: Any = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         function = _linear_of_rows if func is functional.linear else func
         return function(*args, **(kwargs or {}))
 
 
-def _linear_of_rows(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def _linear_of_rows(
+    input: Tensor, weight: Tensor, bias: Tensor | None = None
+) -> Tensor:
     flat = bias is not None and input.ndim > 2
-    made: Tensor = functional.linear(input.flatten(0, -2) if flat else input, weight, bias)
+    made: Tensor = functional.linear(
+        input.flatten(0, -2) if flat else input, weight, bias
+    )
     return made.unflatten(0, input.shape[:-1]) if flat else made
 
 

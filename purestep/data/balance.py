@@ -56,7 +56,9 @@ def balancing(costs: Sequence[float], ranks: int) -> list[list[int]]:
         raise ValueError(f"balance: {ranks=} must be at least 1")
     for i, cost in enumerate(costs):
         if not 0 <= cost < math.inf:
-            raise ValueError(f"balance: examples[{i}] costs {cost}: it must be finite and >= 0")
+            raise ValueError(
+                f"balance: examples[{i}] costs {cost}: it must be finite and >= 0"
+            )
     loads = [(0.0, rank) for rank in range(ranks)]
     parts: list[list[int]] = [[] for _ in range(ranks)]
     for i in sorted(range(len(costs)), key=lambda i: -costs[i]):

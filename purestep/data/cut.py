@@ -41,11 +41,15 @@ def merge(microbatches: Sequence[Microbatch]) -> Tree:
     """
     if not microbatches:
         raise ValueError("merge: no microbatches, so no batch to put together")
-    parts = {f"microbatches[{i}]": tree.plain(part) for i, part in enumerate(microbatches)}
+    parts = {
+        f"microbatches[{i}]": tree.plain(part) for i, part in enumerate(microbatches)
+    }
     check_alike(parts)
     lengths = [common_length(part, name) for name, part in parts.items()]
     if len({*lengths}) != 1:
-        raise ValueError(f"merge: microbatches of one batch have one length, these have {lengths}")
+        raise ValueError(
+            f"merge: microbatches of one batch have one length, these have {lengths}"
+        )
     return tree.map(lambda *leaves: torch.cat(leaves), *parts.values())
 
 
@@ -65,7 +69,9 @@ def check_alike(examples: dict[str, Tree], whole: Collection[str] = ()) -> None:
                 f"{name} differs in structure from {first_name}: {tree.describe(own)} against "
                 f"{tree.describe(structure)}; give all of them the same fields"
             )
-        for i, (leaf, other, flag) in enumerate(zip(leaves, wanted, flags, strict=True)):
+        for i, (leaf, other, flag) in enumerate(
+            zip(leaves, wanted, flags, strict=True)
+        ):
             if _row_kind(leaf, flag) != _row_kind(other, flag):
                 path = tree.paths(example, "")[i]
                 raise ValueError(
@@ -90,12 +96,16 @@ def whole_leaves(example: Tree, named: Collection[str] = ()) -> list[bool]:
     >>> whole_leaves(example, ["image"])
     [True, True, False]
     """
-    flags = [isinstance(leaf, Tensor) and leaf.ndim == 0 for leaf in tree.leaves_of(example)]
+    flags = [
+        isinstance(leaf, Tensor) and leaf.ndim == 0 for leaf in tree.leaves_of(example)
+    ]
     paths = tree.paths(example, "") if named else []
     for name in named:
         found = [is_called(path, name) for path in paths]
         if not any(found):
-            raise ValueError(f"whole={[*named]} names {name!r}: an example has only {paths[:8]}")
+            raise ValueError(
+                f"whole={[*named]} names {name!r}: an example has only {paths[:8]}"
+            )
         flags = [a or b for a, b in zip(flags, found, strict=True)]
     return flags
 
@@ -109,10 +119,16 @@ def common_length(example: Tree, name: str, whole: Sequence[bool] | None = None)
     """The first dimension that all leaves share, except those that ``whole`` flags."""
     leaves = tree.leaves_of(example)
     along = leaves if whole is None else [*compress(leaves, map(not_, whole))]
-    lengths = {leaf.shape[0] if isinstance(leaf, Tensor) and leaf.ndim else -1 for leaf in along}
+    lengths = {
+        leaf.shape[0] if isinstance(leaf, Tensor) and leaf.ndim else -1
+        for leaf in along
+    }
     if len(lengths) != 1 or -1 in lengths:
         paths = tree.paths(example, name)
-        found = [f"{path} {tree.kind(leaf)}" for path, leaf in zip(paths, leaves, strict=True)]
+        found = [
+            f"{path} {tree.kind(leaf)}"
+            for path, leaf in zip(paths, leaves, strict=True)
+        ]
         raise ValueError(
             f"the leaves of {name} need one common first dimension, but are {found[:8]}, "
             f"{len(found)} in all: make tensors of them, or name in whole= what has no length"

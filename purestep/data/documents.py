@@ -43,7 +43,9 @@ def pack_documents(
     examples = [tree.plain(example) for example in examples]
     for i, example in enumerate(examples):
         if not isinstance(example, Mapping) or {"positions", "segments"} & {*example}:
-            found = [*example] if isinstance(example, Mapping) else type(example).__name__
+            found = (
+                [*example] if isinstance(example, Mapping) else type(example).__name__
+            )
             raise ValueError(
                 f"pack_documents: examples[{i}] is {found}: documents are mappings, without "
                 "'positions' and 'segments', which it adds: rename them"
@@ -63,7 +65,10 @@ def pack_documents(
         own.append(padded(joined, length, pad, path))
 
     def marked(mark: Callable[[int, int], Tensor]) -> Tensor:
-        marks = [torch.cat([mark(n, lengths[i]) for n, i in enumerate(row, 1)]) for row in kept]
+        marks = [
+            torch.cat([mark(n, lengths[i]) for n, i in enumerate(row, 1)])
+            for row in kept
+        ]
         return padded(marks, row_tokens, 0, "").to(own[0].device)
 
     documents: dict[str, Tree] = {
@@ -130,7 +135,9 @@ def segment_mask(
             f"{dtype=} must be the floating point dtype of the scores, or None for a mask of bools"
         )
     if window is not None and window < 1:
-        raise ValueError(f"{window=} must be at least 1, a position's own, or None for no window")
+        raise ValueError(
+            f"{window=} must be at least 1, a position's own, or None for no window"
+        )
     length = segments.shape[-1]
     place = torch.arange(length, device=segments.device)
     back = place[:, None] - place

@@ -4,7 +4,12 @@ from collections.abc import Iterable, Iterator
 from itertools import islice
 from typing import Any, Literal, get_args
 
-from torch.utils.data import DataLoader, RandomSampler, SubsetRandomSampler, WeightedRandomSampler
+from torch.utils.data import (
+    DataLoader,
+    RandomSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
 
 from purestep.types import Microbatch
 
@@ -62,14 +67,23 @@ class group(Iterator[list[Microbatch]]):  # noqa: N801
     """
 
     def __init__(
-        self, batches: Iterable[Microbatch], k: int, last: Last = "keep", *, start: int = 0
+        self,
+        batches: Iterable[Microbatch],
+        k: int,
+        last: Last = "keep",
+        *,
+        start: int = 0,
     ) -> None:
         if k < 1:
             raise ValueError(f"group: {k=} microbatches make no group")
         if start < 0:
-            raise ValueError(f"group: {start=} is no position; take that of an earlier group")
+            raise ValueError(
+                f"group: {start=} is no position; take that of an earlier group"
+            )
         if last not in get_args(Last):
-            raise ValueError(f"group: {last=} must be one of {str(get_args(Last))[1:-1]}")
+            raise ValueError(
+                f"group: {last=} must be one of {str(get_args(Last))[1:-1]}"
+            )
         if start and _shuffles_by_the_global_generator(batches):
             raise ValueError(
                 f"group: {start=} of a DataLoader that shuffles by torch's global generator: its "
@@ -101,4 +115,6 @@ def _shuffles_by_the_global_generator(batches: Any) -> bool:
         return False
     samplers = [batches.sampler, getattr(batches.batch_sampler, "sampler", None)]
     shuffles = RandomSampler | SubsetRandomSampler | WeightedRandomSampler
-    return any(isinstance(each, shuffles) and each.generator is None for each in samplers)
+    return any(
+        isinstance(each, shuffles) and each.generator is None for each in samplers
+    )

@@ -23,8 +23,12 @@ Example: TypeAlias = Tree
 Pad: TypeAlias = Mapping[str, float] | float
 
 PAD: Mapping[str, float] = {
-    **dict.fromkeys(["tokens", "input_ids", "attention_mask", "position_ids", "key"], 0),
-    **dict.fromkeys(["token_type_ids", "decoder_input_ids", "decoder_attention_mask"], 0),
+    **dict.fromkeys(
+        ["tokens", "input_ids", "attention_mask", "position_ids", "key"], 0
+    ),
+    **dict.fromkeys(
+        ["token_type_ids", "decoder_input_ids", "decoder_attention_mask"], 0
+    ),
     "labels": IGNORE_INDEX,
 }
 
@@ -74,12 +78,19 @@ def pack(
     lengths = lengths_of(examples, whole)
     parts = packing(lengths, max_tokens=max_tokens, multiple_of=multiple_of)
     return [
-        stack([examples[i] for i in part], _round_up(lengths[part[0]], multiple_of), pad, whole)
+        stack(
+            [examples[i] for i in part],
+            _round_up(lengths[part[0]], multiple_of),
+            pad,
+            whole,
+        )
         for part in parts
     ]
 
 
-def packing(lengths: Sequence[int], *, max_tokens: int, multiple_of: int = 1) -> list[list[int]]:
+def packing(
+    lengths: Sequence[int], *, max_tokens: int, multiple_of: int = 1
+) -> list[list[int]]:
     """The numbers of the examples in each microbatch of ``pack``, from their lengths alone.
 
     >>> packing([3, 1, 2, 0, 1], max_tokens=4)
@@ -98,13 +109,19 @@ def packing(lengths: Sequence[int], *, max_tokens: int, multiple_of: int = 1) ->
         )
     fewest = len(_starts(costs, max_tokens))
     budgets = range(costs[0] if costs else 1, max_tokens + 1)
-    least = bisect_left(budgets, True, key=lambda budget: len(_starts(costs, budget)) <= fewest)
-    return [order[a:b] for a, b in pairwise([*_starts(costs, budgets[least]), len(order)])]
+    least = bisect_left(
+        budgets, True, key=lambda budget: len(_starts(costs, budget)) <= fewest
+    )
+    return [
+        order[a:b] for a, b in pairwise([*_starts(costs, budgets[least]), len(order)])
+    ]
 
 
 def longest_first(lengths: Sequence[int]) -> list[int]:
     """The numbers of the examples that hold any token."""
-    return sorted((i for i, length in enumerate(lengths) if length), key=lambda i: -lengths[i])
+    return sorted(
+        (i for i, length in enumerate(lengths) if length), key=lambda i: -lengths[i]
+    )
 
 
 def _starts(costs: Sequence[int], budget: int) -> list[int]:
@@ -149,13 +166,17 @@ def stack(
             [3, 0, 0]])
     """
     examples = [tree.plain(example) for example in examples]
-    check_alike({f"examples[{i}]": example for i, example in enumerate(examples)}, whole)
+    check_alike(
+        {f"examples[{i}]": example for i, example in enumerate(examples)}, whole
+    )
     structure = tree.flatten(examples[0])[1]
     columns = [tree.leaves_like(structure, example) for example in examples]
     paths, flags = tree.paths(examples[0], "example"), whole_leaves(examples[0], whole)
     rows = [
         torch.stack(column) if is_whole else padded(column, length, pad, path)
-        for path, is_whole, column in zip(paths, flags, zip(*columns, strict=True), strict=True)
+        for path, is_whole, column in zip(
+            paths, flags, zip(*columns, strict=True), strict=True
+        )
     ]
     return tree.unflatten(structure, rows)
 
@@ -164,7 +185,10 @@ def padded(leaves: Sequence[Tensor], length: int, pad: Pad, path: str) -> Tensor
     """The leaves of one path as rows of one length."""
     filling = _filling(pad, path, leaves[0].dtype)
     trailing = [0, 0] * (leaves[0].ndim - 1)
-    rows = [functional.pad(x, [*trailing, 0, length - len(x)], value=filling) for x in leaves]
+    rows = [
+        functional.pad(x, [*trailing, 0, length - len(x)], value=filling)
+        for x in leaves
+    ]
     return torch.stack(rows)
 
 

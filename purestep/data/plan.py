@@ -43,10 +43,17 @@ def plan(
     >>> plan(global_tokens=524_288, local_tokens=16_384, axis_size=8).accumulation_steps
     4
     """
-    of_examples = ("global_batch_size", global_batch_size), ("local_batch_size", local_batch_size)
+    of_examples = (
+        ("global_batch_size", global_batch_size),
+        ("local_batch_size", local_batch_size),
+    )
     of_tokens = ("global_tokens", global_tokens), ("local_tokens", local_tokens)
-    sizes = {name: size for name, size in (*of_examples, *of_tokens) if size is not None}
-    if [*sizes] not in ([name for name, _ in pair] for pair in (of_examples, of_tokens)):
+    sizes = {
+        name: size for name, size in (*of_examples, *of_tokens) if size is not None
+    }
+    if [*sizes] not in (
+        [name for name, _ in pair] for pair in (of_examples, of_tokens)
+    ):
         raise ValueError(
             "plan takes global_batch_size and local_batch_size, or global_tokens and local_tokens; "
             f"it was given {sorted(sizes) or 'neither'}"
@@ -60,8 +67,12 @@ def plan(
     if rest:
         near = [size for size in (steps * together, (steps + 1) * together) if size]
         ways = [f"{whole}={' or '.join(map(str, near))}"]
-        if total % axis_size == 0 and total <= 10**12:  # beyond, its divisors take too long to find
-            closest = sorted(divisors(total // axis_size), key=lambda d: abs(d - local))[:2]
+        if (
+            total % axis_size == 0 and total <= 10**12
+        ):  # beyond, its divisors take too long to find
+            closest = sorted(
+                divisors(total // axis_size), key=lambda d: abs(d - local)
+            )[:2]
             ways.append(f"{part}={' or '.join(map(str, sorted(closest)))}")
         raise ValueError(
             f"plan: {whole}={total} is no multiple of {part} * axis_size = {local} * {axis_size} "

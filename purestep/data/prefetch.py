@@ -62,7 +62,9 @@ class prefetch(Iterator["PrefetchedGroup"]):  # noqa: N801
         weight_fn: WeightFn = label_weights,
     ) -> None:
         if depth < 1:
-            raise ValueError(f"prefetch: {depth=} leaves no room on the device; take 2 to overlap")
+            raise ValueError(
+                f"prefetch: {depth=} leaves no room on the device; take 2 to overlap"
+            )
         self.position: int | None = getattr(groups, "position", None)
         self._copies = _Copies(groups, device, depth, weight_fn)
         self._close = weakref.finalize(self, self._copies.close)
@@ -92,7 +94,9 @@ class PrefetchedGroup(WeighedGroup):
     left = False
     _streamed = False
 
-    def __init__(self, copies: _Copies, on_host: list[Microbatch], weights: list[Tensor]) -> None:
+    def __init__(
+        self, copies: _Copies, on_host: list[Microbatch], weights: list[Tensor]
+    ) -> None:
         self._copies, self._on_host, self._weights = copies, on_host, weights
 
     def weights(self, weight_fn: WeightFn) -> Sequence[Tensor]:
@@ -105,7 +109,9 @@ class PrefetchedGroup(WeighedGroup):
         return len(self._on_host)
 
     def __getitem__(self, index: Any) -> Any:
-        return self._copies.copy(self._on_host[index])  # one microbatch, or a list of some
+        return self._copies.copy(
+            self._on_host[index]
+        )  # one microbatch, or a list of some
 
     def __iter__(self) -> Iterator[Microbatch]:
         streamed, self._streamed = self._streamed, True
@@ -122,17 +128,23 @@ class _Copies:
     a microbatch, since it then lets go of the one before. It adds one for each copy that it drops.
     """
 
-    def __init__(self, groups: _Groups, device: Any, depth: int, weight_fn: WeightFn) -> None:
+    def __init__(
+        self, groups: _Groups, device: Any, depth: int, weight_fn: WeightFn
+    ) -> None:
         # With its index: the thread does not share the consumer's current device.
         self.device = torch.empty(0, device=device).device
-        self.stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
+        self.stream = (
+            torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
+        )
         self.depth, self.room, self.weight_fn = depth, depth - 1, weight_fn
         self.ahead: deque[Any] = deque()
         self.current: PrefetchedGroup | None = None
         self.closed = self.finished = False
         self.error: BaseException | None = None
         self.changed = threading.Condition()
-        self.thread = threading.Thread(None, self._run, "prefetch", (groups,), daemon=True)
+        self.thread = threading.Thread(
+            None, self._run, "prefetch", (groups,), daemon=True
+        )
 
     # The thread's side.
 
@@ -166,7 +178,9 @@ class _Copies:
         self._put(group)
         for microbatch in on_host:
             with self.changed:
-                self.changed.wait_for(lambda: self.closed or group.left or self.room > 0)
+                self.changed.wait_for(
+                    lambda: self.closed or group.left or self.room > 0
+                )
                 if self.closed or group.left:
                     return
                 self.room -= 1
@@ -181,12 +195,16 @@ class _Copies:
     def _pinned(self, microbatch: Microbatch) -> Microbatch:
         if self.stream is None:
             return microbatch
-        return _map_tensors(lambda x: x.pin_memory() if x.device.type == "cpu" else x, microbatch)
+        return _map_tensors(
+            lambda x: x.pin_memory() if x.device.type == "cpu" else x, microbatch
+        )
 
     def _copied_aside(self, microbatch: Microbatch) -> tuple[Microbatch, Any]:
         """The copy, made on a stream beside the consumer's, and the event of its arrival."""
         with torch.cuda.stream(self.stream) if self.stream else nullcontext():
-            return self.copy(microbatch), self.stream.record_event() if self.stream else None
+            return self.copy(
+                microbatch
+            ), self.stream.record_event() if self.stream else None
 
     def copy(self, microbatch: Microbatch) -> Microbatch:
         """The microbatch on the device."""
@@ -211,7 +229,9 @@ class _Copies:
             error, self.error = self.error, None
         if isinstance(error, StopIteration):
             # Raised by an iterator, it would be the end of the data.
-            raise RuntimeError("prefetch: weight_fn, or a group, raised StopIteration") from error
+            raise RuntimeError(
+                "prefetch: weight_fn, or a group, raised StopIteration"
+            ) from error
         raise error
 
     def take(self, group: PrefetchedGroup) -> Microbatch:
@@ -225,7 +245,9 @@ class _Copies:
                     "use each group before the next"
                 )
             if item is None:
-                assert self.error is not None, "the thread ended in the middle of a group"
+                assert self.error is not None, (
+                    "the thread ended in the middle of a group"
+                )
                 raise self.error
         microbatch, event = item
         if event is not None:
@@ -252,5 +274,9 @@ class _Copies:
             self.thread.join(seconds)
 
 
-def _map_tensors(func: Callable[[Tensor], Tensor], microbatch: Microbatch) -> Microbatch:
-    return tree.map(lambda leaf: func(leaf) if isinstance(leaf, Tensor) else leaf, microbatch)
+def _map_tensors(
+    func: Callable[[Tensor], Tensor], microbatch: Microbatch
+) -> Microbatch:
+    return tree.map(
+        lambda leaf: func(leaf) if isinstance(leaf, Tensor) else leaf, microbatch
+    )

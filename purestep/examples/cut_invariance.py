@@ -36,7 +36,9 @@ OPTIMIZER = ps.optim.adamw(RATE)
 CUTS: dict[str, Cut] = {
     "one large microbatch": lambda group: ps.pack(group, max_tokens=HUGE),
     "in order of arrival, fours": lambda group: [
-        packed for four in ps.group(group, 4) for packed in ps.pack(four, max_tokens=HUGE)
+        packed
+        for four in ps.group(group, 4)
+        for packed in ps.pack(four, max_tokens=HUGE)
     ],
     "by length, 256 tokens at most": lambda group: ps.pack(group, max_tokens=256),
     "one by one": lambda group: [ps.pack([each], max_tokens=HUGE)[0] for each in group],
@@ -75,7 +77,9 @@ def train(
     params, apply = ps.from_module(model)
 
     def loss_fn(params: Params, batch: Batch) -> Tensor:
-        output = apply(params, input_ids=batch["tokens"], use_cache=False, key=batch["key"])
+        output = apply(
+            params, input_ids=batch["tokens"], use_cache=False, key=batch["key"]
+        )
         return ps.losses.cross_entropy(output.logits, batch["labels"])
 
     update_step = ps.make_update_step(loss_fn, optimizer, axis=axis)
@@ -87,10 +91,14 @@ def train(
     return path
 
 
-def pure(cut: Cut, ranks: int, data: list[list[Batch]], dtype: torch.dtype) -> list[Params]:
+def pure(
+    cut: Cut, ranks: int, data: list[list[Batch]], dtype: torch.dtype
+) -> list[Params]:
     """The parameters after each update of purestep's, over so many ranks, which are threads."""
     axis, model = ps.testing.ThreadAxis(ranks), gpt2(dtype)
-    first: list[Params] = axis.map(lambda _: train(axis, model, cut, data))([*range(ranks)])[0]
+    first: list[Params] = axis.map(lambda _: train(axis, model, cut, data))(
+        [*range(ranks)]
+    )[0]
     return first
 
 
@@ -104,7 +112,9 @@ def usual(cut: Cut, data: list[list[Batch]], dtype: torch.dtype) -> list[Params]
         microbatches = cut(group)
         for batch in microbatches:
             logits = model(input_ids=batch["tokens"], use_cache=False).logits
-            loss = functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
+            loss = functional.cross_entropy(
+                logits.flatten(0, 1), batch["labels"].flatten()
+            )
             (loss / len(microbatches)).backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -135,7 +145,10 @@ def plane(runs: Sequence[list[Params]], chosen: int) -> list[tuple[Tensor, Tenso
 
 
 def draw(
-    path: Path, usual: list[list[Params]], pure: list[list[Params]], far: dict[str, list[float]]
+    path: Path,
+    usual: list[list[Params]],
+    pure: list[list[Params]],
+    far: dict[str, list[float]],
 ) -> None:
     """The ways on the left, the distances on the right."""
     figure, (left, right) = picture.panels(
@@ -150,8 +163,16 @@ def draw(
     picture.say(left, "start", (0, 0), picture.GREY, xytext=(4, -11))
     cuts = f"{len(CUTS)} cuts"
     for place, words, color in [
-        (0.0, f"the usual loop, {cuts}:\n{len(usual)} runs, {len(usual)} curves", picture.ORANGE),
-        (0.42, f"purestep, {cuts} on 1 rank and on 2:\n{len(pure)} runs, one curve", picture.BLUE),
+        (
+            0.0,
+            f"the usual loop, {cuts}:\n{len(usual)} runs, {len(usual)} curves",
+            picture.ORANGE,
+        ),
+        (
+            0.42,
+            f"purestep, {cuts} on 1 rank and on 2:\n{len(pure)} runs, one curve",
+            picture.BLUE,
+        ),
     ]:
         where = {"transform": left.transAxes, "va": "top"}
         left.text(place, -0.03, words, color=color, fontsize=11, **where)
@@ -163,7 +184,9 @@ def draw(
     for name, values in far.items():
         color = picture.ORANGE if "usual" in name else picture.BLUE
         right.semilogy(range(1, len(values) + 1), values, color=color, linewidth=1.8)
-        picture.say(right, name, (len(values), values[-1]), color, xytext=(0, 9), ha="right")
+        picture.say(
+            right, name, (len(values), values[-1]), color, xytext=(0, 9), ha="right"
+        )
     right.set_ylim(1e-17, 3)
     right.set_xlim(0)
     right.set_xlabel("update")
@@ -183,9 +206,13 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, list[float]]:
         "purestep, float32": worst(rounded),
         "the usual loop, float64": worst(loops),
     }
-    print(f"{len(exact)} runs of purestep, {len(loops)} of the usual loop, {options.steps} updates")
+    print(
+        f"{len(exact)} runs of purestep, {len(loops)} of the usual loop, {options.steps} updates"
+    )
     for name, values in far.items():
-        print(f"largest distance from the first run, {name}: {values[-1]:.1e} of its norm")
+        print(
+            f"largest distance from the first run, {name}: {values[-1]:.1e} of its norm"
+        )
     draw(options.picture, loops, exact, far)
     return far
 

@@ -79,7 +79,9 @@ def private_update_step(
         row = tree.map(lambda leaf: leaf[None], example)
         sums = ps.accumulate(loss_fn, params, [row], weight_fn=weight_fn)
         factor = (clip / tree.global_norm(sums.grads)).clamp(max=1)
-        present = sums.counted.num_tokens > 0  # a row of padding adds zero, whatever is in it
+        present = (
+            sums.counted.num_tokens > 0
+        )  # a row of padding adds zero, whatever is in it
         return tree.map(lambda grad: torch.where(present, grad * factor, 0), sums.grads)
 
     total = ps.accumulate(loss_fn, params, [], weight_fn=weight_fn).grads  # zeros
@@ -87,13 +89,19 @@ def private_update_step(
         leaves, structure = tree.flatten(microbatch)
         for start in range(0, len(leaves[0]), chunk_size):
             chunk = [leaf[start : start + chunk_size] for leaf in leaves]
-            each = torch.vmap(clipped, randomness="different")(tree.unflatten(structure, chunk))
+            each = torch.vmap(clipped, randomness="different")(
+                tree.unflatten(structure, chunk)
+            )
             total = tree.map(lambda so_far, grads: so_far + grads.sum(0), total, each)
 
     sums, structure = tree.flatten(ps.psum(total, axis))
     keys = ps.random.split(key, len(sums))
-    drawn = [ps.random.normal(k, g.shape, g.dtype) for k, g in zip(keys, sums, strict=True)]
-    noisy = [(g + noise * clip * z) / batch_size for g, z in zip(sums, drawn, strict=True)]
+    drawn = [
+        ps.random.normal(k, g.shape, g.dtype) for k, g in zip(keys, sums, strict=True)
+    ]
+    noisy = [
+        (g + noise * clip * z) / batch_size for g, z in zip(sums, drawn, strict=True)
+    ]
     return optimizer.update(tree.unflatten(structure, noisy), opt_state, params)
 
 
@@ -122,11 +130,20 @@ def train(data: Batch, noise: float, steps: int, seed: int, rows: int = 300) -> 
     params = init(torch.Generator().manual_seed(1000 + seed))
     group, opt_state = ps.split(data, k=examples // rows), OPTIMIZER.init(params)
     update_step = partial(
-        private_update_step, loss_fn=loss_fn, optimizer=OPTIMIZER, clip=CLIP, chunk_size=300
+        private_update_step,
+        loss_fn=loss_fn,
+        optimizer=OPTIMIZER,
+        clip=CLIP,
+        chunk_size=300,
     )
     for step in range(steps):
         params, opt_state = update_step(
-            params, opt_state, group, ps.random.fold_in(key, step), noise=noise, batch_size=examples
+            params,
+            opt_state,
+            group,
+            ps.random.fold_in(key, step),
+            noise=noise,
+            batch_size=examples,
         )
     return params
 
@@ -134,7 +151,9 @@ def train(data: Batch, noise: float, steps: int, seed: int, rows: int = 300) -> 
 def accuracy(params: Params) -> float:
     """On people outside of the training data."""
     test = people(4000, seed=SEEDS)
-    return float((mlp.apply(params, test["x"]).argmax(-1) == test["labels"]).double().mean())
+    return float(
+        (mlp.apply(params, test["x"]).argmax(-1) == test["labels"]).double().mean()
+    )
 
 
 def mean_accuracy(examples: int, noise: float, steps: int) -> float:
@@ -159,7 +178,9 @@ def epsilon(noise: float, steps: int) -> float:
 def draw(path: Path, steps: int, found: dict[int, list[float]]) -> None:
     """Accuracy over the noise on the left, over ε on the right."""
     figure, (left, right) = picture.panels(
-        "The noise that an accuracy bears", "What it costs to be hidden among others", sharey=True
+        "The noise that an accuracy bears",
+        "What it costs to be hidden among others",
+        sharey=True,
     )
     promises = [epsilon(noise, steps) for noise in NOISES[1:]]
     for (examples, accuracies), color in zip(
@@ -172,7 +193,9 @@ def draw(path: Path, steps: int, found: dict[int, list[float]]) -> None:
         at = min(range(len(noisy)), key=lambda i: abs(noisy[i] - 0.5))
         words = f"N = {examples:,}"
         picture.say(right, words, (promises[at], noisy[at]), color, xytext=(9, -5))
-    left.annotate("without noise", (NOISES[-1], 0.92), ha="right", va="bottom", color=picture.GREY)
+    left.annotate(
+        "without noise", (NOISES[-1], 0.92), ha="right", va="bottom", color=picture.GREY
+    )
     for axes in (left, right):
         axes.axhline(1 / CLASSES, color="0.8", linewidth=1, zorder=0)
     left.annotate("chance", (NOISES[1], 0.1), va="bottom", color=picture.GREY)
@@ -194,10 +217,16 @@ def main(arguments: Sequence[str] | None = None) -> dict[int, list[float]]:
         examples: [mean_accuracy(examples, noise, options.steps) for noise in NOISES]
         for examples in SIZES
     }
-    print("examples | accuracy with noise of " + ", ".join(f"{noise:g}" for noise in NOISES))
+    print(
+        "examples | accuracy with noise of "
+        + ", ".join(f"{noise:g}" for noise in NOISES)
+    )
     for examples, accuracies in found.items():
         print(f"{examples:8} | " + ", ".join(f"{each:.3f}" for each in accuracies))
-    print("       ε | " + ", ".join(f"{epsilon(noise, options.steps):.2g}" for noise in NOISES))
+    print(
+        "       ε | "
+        + ", ".join(f"{epsilon(noise, options.steps):.2g}" for noise in NOISES)
+    )
     print(f"one microbatch or 12, with noise: {apart(options.steps):.0e} of ‖θ‖ apart")
     draw(options.picture, options.steps, found)
     return found

@@ -65,7 +65,11 @@ def docstrings(of: Path | None = None) -> list[bytes]:
     """The docstrings longer than a line in a folder; None: in the standard library."""
     stdlib = Path(sysconfig.get_paths()["stdlib"])
     parts = ("[!_]*.py", "asyncio/*.py", "email/*.py", "json/*.py", "logging/*.py")
-    files = of.rglob("*.py") if of else (file for part in parts for file in stdlib.glob(part))
+    files = (
+        of.rglob("*.py")
+        if of
+        else (file for part in parts for file in stdlib.glob(part))
+    )
     return [text.encode() for text in docstrings_of(files)]
 
 
@@ -77,7 +81,11 @@ def docstrings_of(files: Iterable[Path]) -> list[str]:
         nodes: list[ast.AST] = [ast.parse(file.read_bytes())]
         for node in nodes:
             # Most of a file is expressions, and there is nothing to be found in them.
-            nodes += [part for part in ast.iter_child_nodes(node) if not isinstance(part, ast.expr)]
+            nodes += [
+                part
+                for part in ast.iter_child_nodes(node)
+                if not isinstance(part, ast.expr)
+            ]
         found |= {ast.get_docstring(node) for node in nodes if isinstance(node, kinds)}
     return sorted(text for text in found if text and len(text) > 40)
 
@@ -102,7 +110,9 @@ def shuffled(corpus: list[bytes], generator: torch.Generator) -> Iterator[Exampl
 
 def loss_fn(params: Any, batch: Batch) -> Tensor:
     """The loss of each byte."""
-    return ps.losses.cross_entropy(gpt.apply(CONFIG, params, batch["tokens"]), batch["labels"])
+    return ps.losses.cross_entropy(
+        gpt.apply(CONFIG, params, batch["tokens"]), batch["labels"]
+    )
 
 
 def mean_of_means_weights(batch: Batch) -> Tensor:
@@ -130,10 +140,17 @@ def distance(params: Any, reference: Any) -> float:
 
 
 def draw(
-    path: Path, dtype: str, distances: dict[str, list[float]], losses: dict[str, list[float]]
+    path: Path,
+    dtype: str,
+    distances: dict[str, list[float]],
+    losses: dict[str, list[float]],
 ) -> None:
     """Distance from the large batch on the left, losses on the right."""
-    colors = {"one large batch": "0.6", "mean of means": picture.ORANGE, "purestep": picture.BLUE}
+    colors = {
+        "one large batch": "0.6",
+        "mean of means": picture.ORANGE,
+        "purestep": picture.BLUE,
+    }
     figure, (left, right) = picture.panels(
         "‖θ − θ(one large batch)‖ / ‖θ(one large batch)‖", "Loss per byte"
     )
@@ -145,11 +162,15 @@ def draw(
     rounding = torch.finfo(getattr(torch, dtype)).eps
     left.axhspan(1e-17, rounding, color="0.92")
     words = f"less than {dtype} resolves"
-    picture.say(left, words, (steps[-1], rounding), picture.GREY, xytext=(-4, -8), ha="right")
+    picture.say(
+        left, words, (steps[-1], rounding), picture.GREY, xytext=(-4, -8), ha="right"
+    )
     left.set_ylim(1e-17, 3)
     for name, color in colors.items():
         width = 6 if name == "one large batch" else 1.8
-        right.plot(steps, losses[name], color=color, linewidth=width, label=name, alpha=0.9)
+        right.plot(
+            steps, losses[name], color=color, linewidth=width, label=name, alpha=0.9
+        )
     right.legend(frameon=False)
     for axes in (left, right):
         axes.set_xlabel("step")
@@ -181,7 +202,9 @@ def compare(options: argparse.Namespace) -> None:
     axis = ps.testing.ThreadAxis(options.ranks)
 
     def over_ranks(weight_fn: WeightFn) -> Any:
-        step = axis.map(ps.make_update_step(loss_fn, optimizer, weight_fn=weight_fn, axis=axis))
+        step = axis.map(
+            ps.make_update_step(loss_fn, optimizer, weight_fn=weight_fn, axis=axis)
+        )
 
         def on_rank_0(params: Any, opt_state: Any, shares: list[list[Batch]]) -> Any:
             return step([params] * axis.size, [opt_state] * axis.size, shares)[0]
@@ -216,7 +239,9 @@ def compare(options: argparse.Namespace) -> None:
 
     print(f"loss {losses['purestep'][0]:.3f} -> {losses['purestep'][-1]:.3f}")
     for name, values in distances.items():
-        print(f"distance from one large batch after {len(values)} steps, {name}: {values[-1]:.1e}")
+        print(
+            f"distance from one large batch after {len(values)} steps, {name}: {values[-1]:.1e}"
+        )
     print(sample(states["purestep"][0]))
     draw(options.picture, options.dtype, distances, losses)
 
@@ -224,8 +249,15 @@ def compare(options: argparse.Namespace) -> None:
 class Shares(Iterator[list[Batch]]):
     """One rank's share of each group, in microbatches; the position is that of the groups."""
 
-    def __init__(self, groups: ps.group, rank: int, ranks: int, max_tokens: int) -> None:
-        self._groups, self._rank, self._ranks, self._max_tokens = groups, rank, ranks, max_tokens
+    def __init__(
+        self, groups: ps.group, rank: int, ranks: int, max_tokens: int
+    ) -> None:
+        self._groups, self._rank, self._ranks, self._max_tokens = (
+            groups,
+            rank,
+            ranks,
+            max_tokens,
+        )
 
     @property
     def position(self) -> int:
@@ -281,7 +313,9 @@ def train(options: argparse.Namespace, axis: ps.MeshAxis) -> None:
     settings = settings_of(options, corpus)
 
     optimizer, params = begin(options, generator)
-    update_step = ps.make_update_step(loss_fn, optimizer, axis=axis, gather=options.shard or "step")
+    update_step = ps.make_update_step(
+        loss_fn, optimizer, axis=axis, gather=options.shard or "step"
+    )
     begun = (params, optimizer.init(params), torch.tensor(0), torch.tensor(0))
     if options.shard:
         begun = (*ps.shard(begun[:2], axis), *begun[2:])
@@ -295,12 +329,16 @@ def train(options: argparse.Namespace, axis: ps.MeshAxis) -> None:
         print(f"each of them keeps {kept:.1f} MiB of state")
     losses: list[float] = []
 
-    groups = ps.group(shuffled(corpus, generator), options.examples, start=int(position))
+    groups = ps.group(
+        shuffled(corpus, generator), options.examples, start=int(position)
+    )
     numbers = range(first + 1, options.steps + 1)
     shares = Shares(groups, axis.rank, axis.size, options.max_tokens)
     with (
         closing(ps.prefetch(shares, "cpu")) as stream,
-        tqdm(numbers, initial=first, total=options.steps, unit="step", disable=not speaks) as bar,
+        tqdm(
+            numbers, initial=first, total=options.steps, unit="step", disable=not speaks
+        ) as bar,
     ):
         for step, microbatches in zip(bar, stream, strict=False):
             params, opt_state, metrics = update_step(params, opt_state, microbatches)
@@ -309,9 +347,16 @@ def train(options: argparse.Namespace, axis: ps.MeshAxis) -> None:
             due = step % options.save_every == 0 or step == options.steps
             if options.checkpoint and due:
                 # Where this step's examples end, however many more have been prefetched.
-                state = (params, opt_state, torch.tensor(step), torch.tensor(stream.position))
+                state = (
+                    params,
+                    opt_state,
+                    torch.tensor(step),
+                    torch.tensor(stream.position),
+                )
                 if speaks or options.shard:
-                    ps.checkpoint.save_step(options.checkpoint, step, (written(settings), state))
+                    ps.checkpoint.save_step(
+                        options.checkpoint, step, (written(settings), state)
+                    )
 
     params = ps.unshard(params)
     if speaks:
@@ -324,7 +369,9 @@ def train(options: argparse.Namespace, axis: ps.MeshAxis) -> None:
 def folder_of_python(text: str) -> Path:
     """An argument that is a folder with docstrings in it."""
     if not docstrings(Path(text)):
-        raise argparse.ArgumentTypeError(f"{text} holds no Python file with a docstring")
+        raise argparse.ArgumentTypeError(
+            f"{text} holds no Python file with a docstring"
+        )
     return Path(text)
 
 
@@ -334,12 +381,20 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     number = partial(parser.add_argument, type=picture.positive)
     number("--examples", default=16, help="docstrings in one update")
     number("--max-tokens", default=256, help="per microbatch of a rank")
-    number("--ranks", default=2, help="simulated data-parallel ranks; not under torchrun")
+    number(
+        "--ranks", default=2, help="simulated data-parallel ranks; not under torchrun"
+    )
     number("--save-every", default=20, help="steps between two saves")
     parser.add_argument("--dtype", choices=["float64", "float32"], default="float64")
-    parser.add_argument("--docstrings-of", type=folder_of_python, help="instead of Python's own")
-    parser.add_argument("--checkpoint", type=Path, help="folder to save to and to go on from")
-    parser.add_argument("--shard", choices=["step", "microbatch"], help="gather pieces so often")
+    parser.add_argument(
+        "--docstrings-of", type=folder_of_python, help="instead of Python's own"
+    )
+    parser.add_argument(
+        "--checkpoint", type=Path, help="folder to save to and to go on from"
+    )
+    parser.add_argument(
+        "--shard", choices=["step", "microbatch"], help="gather pieces so often"
+    )
     options = parser.parse_args(arguments)
     if options.max_tokens < CONFIG.context:
         parser.error(
@@ -362,7 +417,9 @@ def main() -> None:
             compare(options)
     except KeyboardInterrupt:
         saved = options.checkpoint and ps.checkpoint.latest(options.checkpoint)
-        goes_on = f"; the same command goes on from {options.checkpoint}" if saved else ""
+        goes_on = (
+            f"; the same command goes on from {options.checkpoint}" if saved else ""
+        )
         elastic.end(130, f"interrupted{goes_on}")
 
 

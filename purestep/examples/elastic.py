@@ -32,7 +32,9 @@ def processes() -> Iterator[ps.MeshAxis]:
     # The store outlives processes: without a prefix, it still says where dead ones listened.
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     store = PrefixStore(f"attempt_{attempt}", store)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=TIMEOUT)
+    dist.init_process_group(
+        "gloo", store=store, rank=rank, world_size=size, timeout=TIMEOUT
+    )
     yield ps.MeshAxis(init_device_mesh("cpu", (size,), mesh_dim_names=("dp",)), "dp")
     # Not in a finally: after an error, the others would be waited for in vain.
     _leave_together()

@@ -41,7 +41,11 @@ class Found(NamedTuple):
 def spirals() -> list[Batch]:
     """Points on two spirals that wind around each other, in two microbatches."""
     generator = torch.Generator().manual_seed(0)
-    turn = torch.rand(2 * POINTS, generator=generator, dtype=torch.float64).sqrt() * 3 * math.pi
+    turn = (
+        torch.rand(2 * POINTS, generator=generator, dtype=torch.float64).sqrt()
+        * 3
+        * math.pi
+    )
     label = torch.arange(2 * POINTS) % 2
     angle = turn + math.pi * label
     x = torch.stack([turn * angle.cos(), turn * angle.sin()], -1) / 5
@@ -138,8 +142,12 @@ def main(arguments: Sequence[str] | None = None) -> Found:
     stable = int((apart.amax(1) < 1e-9).sum())
     loss = found.together[best, -1]
     print(f"best of {RUNS} learning rates: {found.rates[best]:.1e}, loss {loss:.1e}")
-    print(f"seconds: {found.seconds_together:.1f} together, {found.seconds_alone:.1f} one by one")
-    print(f"losses within 1e-9 of each other: {stable} runs; the others amplify rounding")
+    print(
+        f"seconds: {found.seconds_together:.1f} together, {found.seconds_alone:.1f} one by one"
+    )
+    print(
+        f"losses within 1e-9 of each other: {stable} runs; the others amplify rounding"
+    )
     draw(options.picture, found)
     return found
 

@@ -28,7 +28,9 @@ def init(
     """Normal, narrower where residual branches end; the embedding is the output layer too."""
 
     def normal(*shape: int, std: float = 0.02) -> Tensor:
-        return (std * torch.randn(shape, generator=generator, dtype=torch.float64)).to(dtype)
+        return (std * torch.randn(shape, generator=generator, dtype=torch.float64)).to(
+            dtype
+        )
 
     width, branch = config.width, 0.02 / (2 * config.layers) ** 0.5
     return {
@@ -48,9 +50,14 @@ def init(
     }
 
 
-def apply(config: Config, params: dict[str, Any], tokens: Tensor, *, remat: bool = False) -> Tensor:
+def apply(
+    config: Config, params: dict[str, Any], tokens: Tensor, *, remat: bool = False
+) -> Tensor:
     """Logits for the token after each of ``tokens``, ``(batch, time)``; ``remat`` saves memory."""
-    x = functional.embedding(tokens, params["embedding"]) + params["position"][: tokens.shape[1]]
+    x = (
+        functional.embedding(tokens, params["embedding"])
+        + params["position"][: tokens.shape[1]]
+    )
     layer = ps.remat(block) if remat else block
     for layer_params in params["layers"]:
         x = layer(config, layer_params, x)
@@ -62,11 +69,17 @@ def block(config: Config, params: dict[str, Any], x: Tensor) -> Tensor:
     """Attention and a network of two layers, each added to what it was given."""
     qkv = _norm(x, params["norms"][0]) @ params["qkv"]
     query, key, value = rearrange(
-        qkv, "batch time (three head d) -> three batch head time d", three=3, head=config.heads
+        qkv,
+        "batch time (three head d) -> three batch head time d",
+        three=3,
+        head=config.heads,
     )
     mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
     x = x + rearrange(mixed, "batch head time d -> batch time (head d)") @ params["out"]
-    made: Tensor = x + functional.gelu(_norm(x, params["norms"][1]) @ params["up"]) @ params["down"]
+    made: Tensor = (
+        x
+        + functional.gelu(_norm(x, params["norms"][1]) @ params["up"]) @ params["down"]
+    )
     return made
 
 

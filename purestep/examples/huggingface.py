@@ -45,7 +45,9 @@ def torch_docstrings() -> list[str]:
     """Those of the parts that people call most."""
     folder = Path(torch.__file__).parent
     parts = ("nn", "optim", "distributions")
-    return docstrings_of(file for part in parts for file in (folder / part).rglob("*.py"))
+    return docstrings_of(
+        file for part in parts for file in (folder / part).rglob("*.py")
+    )
 
 
 def tokenizer_of(texts: Sequence[str]) -> PreTrainedTokenizerFast:
@@ -73,7 +75,9 @@ def small_llama(vocabulary: int) -> LlamaForCausalLM:
     return LlamaForCausalLM(config)
 
 
-def examples_of(texts: Sequence[str], tokenizer: PreTrainedTokenizerFast) -> list[Batch]:
+def examples_of(
+    texts: Sequence[str], tokenizer: PreTrainedTokenizerFast
+) -> list[Batch]:
     """Each text as the model takes it, and what each token is to predict."""
     examples = []
     for ids in tokenizer(list(texts))["input_ids"]:
@@ -87,7 +91,9 @@ def packed(examples: Sequence[Batch], generator: torch.Generator) -> Iterator[Ba
     while True:
         order = torch.randperm(len(examples), generator=generator).tolist()
         for documents in ps.group(order, DOCUMENTS):
-            yield ps.pack_documents([examples[i] for i in documents], row_tokens=CONTEXT)
+            yield ps.pack_documents(
+                [examples[i] for i in documents], row_tokens=CONTEXT
+            )
 
 
 def loss_of(apply: Any) -> Callable[[Params, Batch], Tensor]:
@@ -95,7 +101,10 @@ def loss_of(apply: Any) -> Callable[[Params, Batch], Tensor]:
 
     def loss_fn(params: Params, batch: Batch) -> Tensor:
         output = apply(
-            params, input_ids=batch["input_ids"], position_ids=batch["positions"], use_cache=False
+            params,
+            input_ids=batch["input_ids"],
+            position_ids=batch["positions"],
+            use_cache=False,
         )
         return ps.losses.cross_entropy(output.logits, batch["labels"])
 
@@ -116,7 +125,9 @@ def train(
     )
     optimizer = ps.optim.chain(ps.optim.clip_by_global_norm(1.0), ps.optim.adamw(rate))
     opt_state = optimizer.init(params)
-    size, state = (sum(leaf.numel() for leaf in tree.leaves_of(t)) for t in (params, opt_state))
+    size, state = (
+        sum(leaf.numel() for leaf in tree.leaves_of(t)) for t in (params, opt_state)
+    )
     print(f"{size:,} parameters train, the optimizer keeps {state:,} numbers")
     update_step = ps.make_update_step(loss_of(apply), optimizer, donate=True)
     eval_step = ps.make_eval_step(loss_of(apply.eval))
@@ -136,11 +147,15 @@ def train(
         if step % max(1, steps // 8) == 0 or step == steps:
             evaluate(step)
     for name, values in losses.items():
-        print(f"loss per token of {name} held out: {values[0][1]:.3f} -> {values[-1][1]:.3f}")
+        print(
+            f"loss per token of {name} held out: {values[0][1]:.3f} -> {values[-1][1]:.3f}"
+        )
     return params, losses
 
 
-def check_loaded(loaded: Any, params: Params, apply: Any, example: Batch, folder: Path) -> None:
+def check_loaded(
+    loaded: Any, params: Params, apply: Any, example: Batch, folder: Path
+) -> None:
     """What was loaded gives the logits of what was trained, to the bit."""
     ids = example["input_ids"][None]
     with torch.no_grad():
@@ -148,10 +163,14 @@ def check_loaded(loaded: Any, params: Params, apply: Any, example: Batch, folder
     assert torch.equal(trained, found), (
         f"{folder}: the logits differ by {(trained - found).abs().max()}"
     )
-    print(f"{folder} loads as {type(loaded).__name__}, with the same {found.numel():,} logits")
+    print(
+        f"{folder} loads as {type(loaded).__name__}, with the same {found.numel():,} logits"
+    )
 
 
-def changes(params: Params, apply: Any, documents: Sequence[Batch]) -> dict[str, list[float]]:
+def changes(
+    params: Params, apply: Any, documents: Sequence[Batch]
+) -> dict[str, list[float]]:
     """By how much the loss per token of two documents changes when they share a row."""
     loss_fn = loss_of(apply.eval)
 
@@ -173,7 +192,10 @@ def changes(params: Params, apply: Any, documents: Sequence[Batch]) -> dict[str,
 
 
 def draw(
-    path: Path, scratch: Mapping[str, Any], lora: Mapping[str, Any], rows: Mapping[str, Any]
+    path: Path,
+    scratch: Mapping[str, Any],
+    lora: Mapping[str, Any],
+    rows: Mapping[str, Any],
 ) -> None:
     """What was learned on the left, what packing changes on the right."""
     figure, (left, right) = picture.panels(
@@ -182,14 +204,24 @@ def draw(
     begin = scratch[PYTHON][-1][0]
     for name, color in {PYTHON: picture.BLUE, TORCH: picture.ORANGE}.items():
         points = [*scratch[name], *[(begin + step, loss) for step, loss in lora[name]]]
-        left.plot(*zip(*points, strict=True), color=color, linewidth=1.8, marker="o", markersize=3)
+        left.plot(
+            *zip(*points, strict=True),
+            color=color,
+            linewidth=1.8,
+            marker="o",
+            markersize=3,
+        )
         picture.say(left, name, points[-1], color)
     left.axvline(begin, color="0.8", zorder=0)
     for words, side, shift in [
         ("a Llama learns Python's", "right", -5),
         ("a LoRA learns torch's", "left", 5),
     ]:
-        where = {"xytext": (shift, 0), "xycoords": ("data", "axes fraction"), "va": "top"}
+        where = {
+            "xytext": (shift, 0),
+            "xycoords": ("data", "axes fraction"),
+            "va": "top",
+        }
         picture.say(left, words, (begin, 1), picture.GREY, ha=side, **where)
     left.set_xlabel("update")
 
@@ -197,11 +229,15 @@ def draw(
         ("joined", "one after the other, no borders", picture.GREY),
         ("packed", "ps.pack_documents", picture.GREEN),
     ]:
-        right.semilogy(rows["tokens"], [max(x, 1e-10) for x in rows[name]], ".", color=color)
+        right.semilogy(
+            rows["tokens"], [max(x, 1e-10) for x in rows[name]], ".", color=color
+        )
         where = {"xytext": (0, 8), "xycoords": ("axes fraction", "data"), "ha": "right"}
         picture.say(right, words, (1, max(rows[name])), color, **where)
     powers = range(-8, 1, 2)
-    right.set_yticks([1e-10, *[10.0**n for n in powers]], ["0", *[f"$10^{{{n}}}$" for n in powers]])
+    right.set_yticks(
+        [1e-10, *[10.0**n for n in powers]], ["0", *[f"$10^{{{n}}}$" for n in powers]]
+    )
     right.set_xlabel("tokens of two documents")
     picture.save(figure, path)
 
@@ -211,8 +247,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = picture.parser(__doc__, "huggingface", 300)
     parser.add_argument("--lora-steps", type=picture.positive, default=100)
     parser.add_argument("--held-out", type=int, default=60, help="docstrings of each")
-    parser.add_argument("--docstrings-of", type=folder_of_python, help="instead of Python's own")
-    parser.add_argument("--out", type=Path, default=Path("huggingface"), help="folder of models")
+    parser.add_argument(
+        "--docstrings-of", type=folder_of_python, help="instead of Python's own"
+    )
+    parser.add_argument(
+        "--out", type=Path, default=Path("huggingface"), help="folder of models"
+    )
     options = parser.parse_args(arguments)
     llama, adapters = options.out / "llama", options.out / "lora"
     llama.mkdir(parents=True, exist_ok=True)
@@ -235,7 +275,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     model = small_llama(len(tokenizer))
     params, apply = ps.from_module(model)
-    params, scratch = train(params, apply, examples[PYTHON], held_out, options.steps, 5e-3)
+    params, scratch = train(
+        params, apply, examples[PYTHON], held_out, options.steps, 5e-3
+    )
     ps.to_module(params, model)
     model.save_pretrained(llama)
     tokenizer.save_pretrained(llama)
@@ -244,13 +286,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
     loaded = AutoModelForCausalLM.from_pretrained(llama)
     check_loaded(loaded, params, apply, held_out[PYTHON][0], llama)
 
-    adapted = get_peft_model(loaded, LoraConfig(r=8, lora_alpha=16, target_modules="all-linear"))
+    adapted = get_peft_model(
+        loaded, LoraConfig(r=8, lora_alpha=16, target_modules="all-linear")
+    )
     params, apply = ps.from_module(adapted)
-    params, lora = train(params, apply, examples[TORCH], held_out, options.lora_steps, 1e-2)
+    params, lora = train(
+        params, apply, examples[TORCH], held_out, options.lora_steps, 1e-2
+    )
     ps.to_module(params, adapted)
     adapted.save_pretrained(adapters)
 
-    loaded = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(llama), adapters)
+    loaded = PeftModel.from_pretrained(
+        AutoModelForCausalLM.from_pretrained(llama), adapters
+    )
     check_loaded(loaded, params, apply, held_out[TORCH][0], adapters)
 
     reader = AutoTokenizer.from_pretrained(llama)

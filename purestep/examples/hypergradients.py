@@ -50,9 +50,13 @@ def train(rates: Rates, run: Any) -> Tensor:
         loss_fn, optimizer, weight_fn=lambda m: torch.ones_like(m["y"])
     )
     opt_state, losses = optimizer.init(params), []
-    *trained_on, last = ({"x": x, "y": y} for x, y in zip(batches["x"], batches["y"], strict=True))
+    *trained_on, last = (
+        {"x": x, "y": y} for x, y in zip(batches["x"], batches["y"], strict=True)
+    )
     for batch in trained_on:
-        params, opt_state, metrics = update_step(params, opt_state, ps.split(batch, k=2))
+        params, opt_state, metrics = update_step(
+            params, opt_state, ps.split(batch, k=2)
+        )
         losses.append(metrics.loss)
     return torch.stack([*losses, loss_fn(params, last).mean()])
 
@@ -61,15 +65,21 @@ def runs(number: int, generator: torch.Generator) -> Any:
     """Initial parameters, and rows of a function that is made of waves, for so many runs."""
     each = []
     for _ in range(number):
-        x = torch.randn(UPDATES + 1, 2 * ROWS, WIDTHS[0], generator=generator, dtype=torch.float64)
+        x = torch.randn(
+            UPDATES + 1, 2 * ROWS, WIDTHS[0], generator=generator, dtype=torch.float64
+        )
         y = torch.sin(2 * x[..., 0]) * x[..., 1] + torch.cos(x[..., 2])
-        each.append({"params": mlp.init(WIDTHS, generator), "batches": {"x": x, "y": y}})
+        each.append(
+            {"params": mlp.init(WIDTHS, generator), "batches": {"x": x, "y": y}}
+        )
     return tree.map(lambda *leaves: torch.stack(leaves), *each)
 
 
 def losses_of(log_rates: Rates, some: Any) -> Tensor:
     """Those of each run: before each update, and after the last on rows that are new."""
-    losses: Tensor = torch.vmap(lambda run: train(tree.map(torch.exp, log_rates), run))(some)
+    losses: Tensor = torch.vmap(lambda run: train(tree.map(torch.exp, log_rates), run))(
+        some
+    )
     return losses
 
 
@@ -96,7 +106,9 @@ def learn(log_rates: Rates, steps: int, generator: torch.Generator) -> list[Rate
     )
     path, opt_state = [log_rates], optimizer.init(log_rates)
     for _ in tqdm(range(steps), unit="outer update"):
-        log_rates, opt_state, _ = update_step(log_rates, opt_state, [runs(RUNS, generator)])
+        log_rates, opt_state, _ = update_step(
+            log_rates, opt_state, [runs(RUNS, generator)]
+        )
         path.append(log_rates)
     return path
 
@@ -104,13 +116,20 @@ def learn(log_rates: Rates, steps: int, generator: torch.Generator) -> list[Rate
 def draw(path: Path, rates: list[Rates], single: Tensor, learned: Tensor) -> None:
     """The rates on the left, on the right what they are good for."""
     figure, (left, right) = picture.panels(
-        "Learning rates, learned through training", f"{len(single)} runs on data never seen before"
+        "Learning rates, learned through training",
+        f"{len(single)} runs on data never seen before",
     )
     for i, name in enumerate(LAYERS):
         values = [float(each[name].exp()) for each in rates]
         color = (picture.BLUE, picture.GREEN, picture.ORANGE, picture.GREY)[i]
         left.semilogy(values, color=color, linewidth=1.8)
-        picture.say(left, name, (len(values) - 1, values[-1]), color, xytext=(6, (5, -5, 5, -5)[i]))
+        picture.say(
+            left,
+            name,
+            (len(values) - 1, values[-1]),
+            color,
+            xytext=(6, (5, -5, 5, -5)[i]),
+        )
     left.set_xlabel("outer update")
     left.set_ylabel("learning rate")
     for losses, words, color in [
@@ -135,7 +154,9 @@ def main(arguments: Sequence[str] | None = None) -> tuple[Tensor, Tensor]:
     unseen = runs(64, generator)
     before, after = losses_of(single, unseen), losses_of(rates[-1], unseen)
     for name in LAYERS:
-        print(f"{name}: learning rate {single[name].exp():.4f} -> {rates[-1][name].exp():.4f}")
+        print(
+            f"{name}: learning rate {single[name].exp():.4f} -> {rates[-1][name].exp():.4f}"
+        )
     gain = before[:, -1] - after[:, -1]
     error = gain.std() / len(gain) ** 0.5
     print(

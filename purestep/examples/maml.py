@@ -44,7 +44,9 @@ def sinusoids(number: int, generator: torch.Generator) -> Batch:
     """Of amplitudes from 0.1 to 5 and any phase: points to learn from, and as many to predict."""
 
     def uniform(low: float, high: float, *shape: int) -> Tensor:
-        return low + (high - low) * torch.rand(shape, generator=generator, dtype=torch.float64)
+        return low + (high - low) * torch.rand(
+            shape, generator=generator, dtype=torch.float64
+        )
 
     amplitude, phase = uniform(0.1, 5, number, 1), uniform(0, 2 * math.pi, number, 1)
     x, ask = uniform(-5, 5, number, SHOTS), uniform(-5, 5, number, SHOTS)
@@ -54,7 +56,9 @@ def sinusoids(number: int, generator: torch.Generator) -> Batch:
     }  # fmt: skip
 
 
-def adapted(params: Params, task: Batch, updates: int, rate: float | Tensor = RATE) -> list[Params]:
+def adapted(
+    params: Params, task: Batch, updates: int, rate: float | Tensor = RATE
+) -> list[Params]:
     """The parameters before the first update on the points of one task, and after each."""
     optimizer = ps.optim.sgd(rate)
     update_step = ps.make_update_step(
@@ -62,17 +66,23 @@ def adapted(params: Params, task: Batch, updates: int, rate: float | Tensor = RA
     )
     opt_state, path = optimizer.init(params), [params]
     for _ in range(updates):
-        params, opt_state, _ = update_step(params, opt_state, [{"x": task["x"], "y": task["y"]}])
+        params, opt_state, _ = update_step(
+            params, opt_state, [{"x": task["x"], "y": task["y"]}]
+        )
         path.append(params)
     return path
 
 
-def errors(params: Params, tasks: Batch, updates: int, rate: float | Tensor = RATE) -> Tensor:
+def errors(
+    params: Params, tasks: Batch, updates: int, rate: float | Tensor = RATE
+) -> Tensor:
     """The squared errors of each task's points to be found, (tasks, updates + 1, points)."""
 
     def of_task(task: Batch) -> Tensor:
         asked = {"x": task["ask"], "y": task["answer"]}
-        return torch.stack([loss_fn(at, asked) for at in adapted(params, task, updates, rate)])
+        return torch.stack(
+            [loss_fn(at, asked) for at in adapted(params, task, updates, rate)]
+        )
 
     found: Tensor = torch.vmap(of_task)(tasks)
     return found
@@ -82,7 +92,9 @@ def learn(updates: int, steps: int) -> Params:
     """Parameters that are good after so many updates of a task; 0: after ordinary training."""
     generator = torch.Generator().manual_seed(0)
     params = mlp.init((1, WIDTH, WIDTH, 1), generator, gain=math.sqrt(2))
-    rate = ps.optim.warmup_cosine_decay_schedule(0.0, 1e-2, steps // 40 + 1, steps + 1, 5e-4)
+    rate = ps.optim.warmup_cosine_decay_schedule(
+        0.0, 1e-2, steps // 40 + 1, steps + 1, 5e-4
+    )
     optimizer = ps.optim.adamw(rate, weight_decay=0.0)
     update_step = ps.make_update_step(
         lambda params, tasks: errors(params, tasks, updates)[:, -1],
@@ -91,19 +103,26 @@ def learn(updates: int, steps: int) -> Params:
     )
     opt_state = optimizer.init(params)
     for _ in tqdm(range(steps), unit="outer update"):
-        params, opt_state, _ = update_step(params, opt_state, [sinusoids(TASKS, generator)])
+        params, opt_state, _ = update_step(
+            params, opt_state, [sinusoids(TASKS, generator)]
+        )
     return params
 
 
 def best_rate(params: Params, tasks: Batch) -> Tensor:
     """The rate with which these parameters have the least error in the end, of 24."""
     rates = torch.logspace(-4, -0.5, 24, dtype=torch.float64)
-    ends = torch.vmap(lambda rate: errors(params, tasks, MOST, rate)[:, -1].mean())(rates)
+    ends = torch.vmap(lambda rate: errors(params, tasks, MOST, rate)[:, -1].mean())(
+        rates
+    )
     return rates[ends.nan_to_num(nan=torch.inf).argmin()]
 
 
 def draw(
-    path: Path, curves: dict[str, tuple[Params, float | Tensor]], task: Batch, found: list[Tensor]
+    path: Path,
+    curves: dict[str, tuple[Params, float | Tensor]],
+    task: Batch,
+    found: list[Tensor],
 ) -> None:
     """One sinusoid on the left, the errors of many on the right."""
     figure, (left, right) = picture.panels(
@@ -111,17 +130,32 @@ def draw(
         f"{len(found[0])} such sinusoids: mean squared error",
     )
     x = torch.linspace(-5, 5, 200, dtype=torch.float64)
-    left.plot(x, task["amplitude"] * torch.sin(x - task["phase"]), color="0.8", linewidth=5)
+    left.plot(
+        x, task["amplitude"] * torch.sin(x - task["phase"]), color="0.8", linewidth=5
+    )
     for (name, (params, rate)), (color, away), errors_of in zip(
         curves.items(), [(picture.ORANGE, -13), (picture.BLUE, 13)], found, strict=True
     ):
-        left.plot(x, apply(adapted(params, task, UPDATES, rate)[-1], x), color=color, linewidth=1.8)
+        left.plot(
+            x,
+            apply(adapted(params, task, UPDATES, rate)[-1], x),
+            color=color,
+            linewidth=1.8,
+        )
         means = errors_of.mean((0, 2))
         right.plot(means, "o-", color=color, linewidth=1.8, markersize=4)
         at = (MOST, float(means[MOST]))
         picture.say(right, name, at, color, xytext=(0, away), ha="right")
-    left.plot(task["x"], task["y"], "o", color="black", label=f"the {SHOTS} points that are given")
-    left.legend(frameon=False, loc="lower left", bbox_to_anchor=(0, -0.2), handletextpad=0)
+    left.plot(
+        task["x"],
+        task["y"],
+        "o",
+        color="black",
+        label=f"the {SHOTS} points that are given",
+    )
+    left.legend(
+        frameon=False, loc="lower left", bbox_to_anchor=(0, -0.2), handletextpad=0
+    )
     right.set_ylim(0)
     right.set_xticks(range(0, MOST + 1, 2))
     right.set_xlabel("update")

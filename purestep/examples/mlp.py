@@ -11,12 +11,17 @@ Params: TypeAlias = list[dict[str, Tensor]]
 
 
 def init(
-    widths: Sequence[int], generator: torch.Generator, gain: float = 1.0, dtype: Any = torch.float64
+    widths: Sequence[int],
+    generator: torch.Generator,
+    gain: float = 1.0,
+    dtype: Any = torch.float64,
 ) -> Params:
     """Weights by which outputs are ``gain`` times as large as inputs; biases of zero."""
     return [
         {
-            "weight": gain * torch.randn(n, m, generator=generator, dtype=dtype) / n**0.5,
+            "weight": gain
+            * torch.randn(n, m, generator=generator, dtype=dtype)
+            / n**0.5,
             "bias": torch.zeros(m, dtype=dtype),
         }
         for n, m in pairwise(widths)

@@ -75,10 +75,14 @@ def measured_update_step(
     """
     total = ps.psum(ps.count(microbatches, weight_fn), axis)
     num_tokens, num_microbatches = total
-    grads = ps.accumulate(loss_fn, params, [], weight_fn=weight_fn, total=total).grads  # zeros
+    grads = ps.accumulate(
+        loss_fn, params, [], weight_fn=weight_fn, total=total
+    ).grads  # zeros
     squares = torch.zeros_like(num_tokens, dtype=torch.float64)
     for microbatch in microbatches:
-        here = ps.accumulate(loss_fn, params, [microbatch], weight_fn=weight_fn, total=total)
+        here = ps.accumulate(
+            loss_fn, params, [microbatch], weight_fn=weight_fn, total=total
+        )
         grads = tree.map(torch.add, grads, here.grads)
         # here.grads is nₖ gₖ / N; a microbatch without tokens adds zero.
         norm = num_tokens * tree.global_norm(here.grads).double()
@@ -117,14 +121,20 @@ def measure(steps: int) -> list[tuple[float, float, float]]:
         for step in range(window):
             if step == window // 2:
                 expected = direct(params, data)
-            rows = torch.randint(EXAMPLES, (sum(SIZES),), generator=generator).split(SIZES)
+            rows = torch.randint(EXAMPLES, (sum(SIZES),), generator=generator).split(
+                SIZES
+            )
             group = [{name: leaf[each] for name, leaf in data.items()} for each in rows]
             params, opt_state, estimate = measured_update_step(
                 params, opt_state, group, loss_fn=loss_fn, optimizer=OPTIMIZER
             )
             estimates.append(estimate)
-        mean = NoiseScale(*(torch.stack(each).mean() for each in zip(*estimates, strict=True)))
-        found.append(((number + 0.5) * window, float(mean.scale), float(expected.scale)))
+        mean = NoiseScale(
+            *(torch.stack(each).mean() for each in zip(*estimates, strict=True))
+        )
+        found.append(
+            ((number + 0.5) * window, float(mean.scale), float(expected.scale))
+        )
     return found
 
 

@@ -15,7 +15,9 @@ BLUE, ORANGE, GREEN, GREY = "#0072b2", "#d55e00", "#009e73", "0.45"
 
 def parser(words: str | None, name: str, steps: int) -> argparse.ArgumentParser:
     """A command line with ``--steps`` and ``--picture``."""
-    made = argparse.ArgumentParser(description=words, formatter_class=argparse.RawTextHelpFormatter)
+    made = argparse.ArgumentParser(
+        description=words, formatter_class=argparse.RawTextHelpFormatter
+    )
     made.add_argument("--steps", type=positive, default=steps)
     made.add_argument("--picture", type=_writable, default=f"{name}.png")
     return made
@@ -40,7 +42,9 @@ def _writable(text: str) -> Path:
 
 def panels(*titles: str, **how: Any) -> tuple[Figure, list[Any]]:
     """A figure with one panel under each title."""
-    from matplotlib.figure import Figure  # It takes a while to load, and ranks draw nothing.
+    from matplotlib.figure import (
+        Figure,
+    )  # It takes a while to load, and ranks draw nothing.
 
     figure = Figure(figsize=(11, 4.2), dpi=110, layout="constrained")
     axes = figure.subplots(1, len(titles), squeeze=False, **how)[0].tolist()
@@ -52,7 +56,13 @@ def panels(*titles: str, **how: Any) -> tuple[Figure, list[Any]]:
 
 def say(axes: Any, words: str, at: tuple[float, float], color: str, **how: Any) -> None:
     """Words beside a point of the panel."""
-    where: dict[str, Any] = {"xytext": (6, 0), "ha": "left", "va": "center", "fontsize": 11, **how}
+    where: dict[str, Any] = {
+        "xytext": (6, 0),
+        "ha": "left",
+        "va": "center",
+        "fontsize": 11,
+        **how,
+    }
     axes.annotate(words, at, textcoords="offset points", color=color, **where)
 
 

@@ -68,7 +68,9 @@ def linear_cross_entropy(
             f"bias needs one value for each class, so shape ({classes},)"
         )
     if soft_cap is not None and not soft_cap > 0:
-        raise ValueError(f"soft_cap={soft_cap}: it divides logits, so take one above 0, or None")
+        raise ValueError(
+            f"soft_cap={soft_cap}: it divides logits, so take one above 0, or None"
+        )
     labels = as_labels(labels)
     known = at_hand(labels)
     if known is not None:
@@ -123,8 +125,12 @@ def linear_kl_divergence(
     >>> linear_kl_divergence(student, torch.ones(2, 8), teacher, torch.tensor([[0.0], [1.0]]))
     tensor([0.1109, 0.1109, 0.1109])
     """
-    _check(hidden, weight, teacher_hidden.shape[:-1], "teacher_hidden without its features")
-    _check(teacher_hidden, teacher_weight, hidden.shape[:-1], "hidden without its features")
+    _check(
+        hidden, weight, teacher_hidden.shape[:-1], "teacher_hidden without its features"
+    )
+    _check(
+        teacher_hidden, teacher_weight, hidden.shape[:-1], "hidden without its features"
+    )
     if len(weight) != len(teacher_weight):
         raise ValueError(
             f"weight of shape {tuple(weight.shape)} against teacher_weight of shape "
@@ -136,13 +142,17 @@ def linear_kl_divergence(
     )
     # What flows back from each chunk is added up in these dtypes.
     flat, teacher_flat = (
-        rearrange(each, "... features -> (...) features").to(accumulation_dtype(each.dtype))
+        rearrange(each, "... features -> (...) features").to(
+            accumulation_dtype(each.dtype)
+        )
         for each in (hidden, teacher_hidden)
     )
     head, teacher = Head(weight), Head(teacher_weight)
     size = chunk_size(flat, head, chunk)
     pairs = zip(pieces(head, size), pieces(teacher, size), strict=True)
-    made = [remat(_divergence)(flat, teacher_flat, *pair, temperature) for pair in pairs]
+    made = [
+        remat(_divergence)(flat, teacher_flat, *pair, temperature) for pair in pairs
+    ]
     most, exponentials, teacher_most, teacher_exponentials, gaps = (
         torch.stack(each) for each in zip(*made, strict=True)
     )
@@ -153,7 +163,11 @@ def linear_kl_divergence(
 
 
 def _divergence(
-    hidden: Tensor, teacher_hidden: Tensor, head: Head, teacher_head: Head, temperature: float
+    hidden: Tensor,
+    teacher_hidden: Tensor,
+    head: Head,
+    teacher_head: Head,
+    temperature: float,
 ) -> tuple[Tensor, ...]:
     """The greatest logits and the exponentials above, of both; Σ exp x′ · (x′ − x)."""
     x = logits_of(hidden, head) / temperature
@@ -183,7 +197,9 @@ def _check(hidden: Tensor, weight: Tensor, tokens: torch.Size, whose: str) -> No
             f"weight of shape {tuple(weight.shape)} against hidden of shape {tuple(hidden.shape)}: "
             f"weight needs shape (classes, {hidden.shape[-1]}), as torch.nn.Linear has it"
         )
-    if weight.dtype != hidden.dtype and not torch.is_autocast_enabled(hidden.device.type):
+    if weight.dtype != hidden.dtype and not torch.is_autocast_enabled(
+        hidden.device.type
+    ):
         raise ValueError(
             f"hidden is {hidden.dtype} and weight is {weight.dtype}: their product needs one "
             "dtype, as in hidden.to(weight.dtype), or autocast"

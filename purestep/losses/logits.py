@@ -45,7 +45,9 @@ def cross_entropy(
     logits = logits.to(accumulation_dtype(logits.dtype))
     labels = as_labels(labels)
     rows, targets = logits, labels
-    if labels.ndim != 1:  # A reshape is a node of the graph, which a small network feels.
+    if (
+        labels.ndim != 1
+    ):  # A reshape is a node of the graph, which a small network feels.
         rows, targets = logits.reshape(-1, logits.shape[-1]), labels.reshape(-1)
     how: Any = {"ignore_index": ignore_index, "label_smoothing": label_smoothing}
     losses = functional.cross_entropy(rows, targets, reduction="none", **how)
@@ -66,7 +68,9 @@ def as_labels(labels: Tensor) -> Tensor:
     return labels.to(torch.int64)  # In uint8, ignore_index would wrap around to 156.
 
 
-def kl_divergence(logits: Tensor, teacher_logits: Tensor, *, temperature: float = 1.0) -> Tensor:
+def kl_divergence(
+    logits: Tensor, teacher_logits: Tensor, *, temperature: float = 1.0
+) -> Tensor:
     """Returns each token's KL(teacher ‖ student), for distillation, in float32 or wider.
 
         ℓ = T² Σ q (log q − log p)        p = softmax(x / T),  q = softmax(x′ / T)
@@ -84,7 +88,9 @@ def kl_divergence(logits: Tensor, teacher_logits: Tensor, *, temperature: float 
     tensor([0.0000, 1.3826])
     """
     if logits.ndim == 0:
-        raise ValueError("logits of shape () have no classes, which are their last dimension")
+        raise ValueError(
+            "logits of shape () have no classes, which are their last dimension"
+        )
     check_temperature(temperature)
     both = paired(logits=logits, teacher_logits=teacher_logits)
     log_p, log_q = ((x / temperature).log_softmax(-1) for x in both)
@@ -96,4 +102,6 @@ def kl_divergence(logits: Tensor, teacher_logits: Tensor, *, temperature: float 
 def check_temperature(temperature: float) -> None:
     """Refuses one that is not positive."""
     if not 0 < temperature < math.inf:
-        raise ValueError(f"temperature={temperature}: it divides logits, so take one above 0")
+        raise ValueError(
+            f"temperature={temperature}: it divides logits, so take one above 0"
+        )

@@ -41,4 +41,6 @@ def policy_gradient(
             "0.2 or (0.2, 0.28)"
         )
     ratio = (log_probs - old_log_probs).exp()
-    return -torch.minimum(ratio * advantages, ratio.clamp(1 - low, 1 + high) * advantages)
+    return -torch.minimum(
+        ratio * advantages, ratio.clamp(1 - low, 1 + high) * advantages
+    )

@@ -40,7 +40,9 @@ class Statistics(NamedTuple):
     total: Tensor
 
 
-def statistics(hidden: Tensor, labels: Tensor, head: Head, chunk: int | None) -> Statistics:
+def statistics(
+    hidden: Tensor, labels: Tensor, head: Head, chunk: int | None
+) -> Statistics:
     """Of hidden states (tokens, features). A label that is no class has a logit of 0.
 
     >>> hidden, head = torch.zeros(1, 2), Head(torch.ones(4, 2))
@@ -50,7 +52,9 @@ def statistics(hidden: Tensor, labels: Tensor, head: Head, chunk: int | None) ->
     size = chunk_size(hidden, head, chunk)
     if not tree.eager():
         return by_chunks(hidden, labels, head, size)
-    return Statistics(*_apply(labels, head.soft_cap, size, hidden, head.weight, head.bias))
+    return Statistics(
+        *_apply(labels, head.soft_cap, size, hidden, head.weight, head.bias)
+    )
 
 
 def chunk_size(hidden: Tensor, head: Head, chunk: int | None) -> int:
@@ -60,10 +64,14 @@ def chunk_size(hidden: Tensor, head: Head, chunk: int | None) -> int:
     1024
     """
     if chunk is not None and chunk < 1:
-        raise ValueError(f"chunk={chunk}: it counts classes, so take 1 or more, or None")
+        raise ValueError(
+            f"chunk={chunk}: it counts classes, so take 1 or more, or None"
+        )
     if torch.compiler.is_dynamo_compiling():
         return len(head.weight)
-    return chunk or max(LEAST, AT_ONCE.get(hidden.device.type, 2**26) // max(len(hidden), 1))
+    return chunk or max(
+        LEAST, AT_ONCE.get(hidden.device.type, 2**26) // max(len(hidden), 1)
+    )
 
 
 def pieces(head: Head, size: int) -> list[Head]:
@@ -92,7 +100,9 @@ def by_chunks(hidden: Tensor, labels: Tensor, head: Head, size: int) -> Statisti
         remat(_chunk)(hidden, labels - number * size, piece)
         for number, piece in enumerate(pieces(head, size))
     ]
-    most, exponentials, picked, total = (torch.stack(each) for each in zip(*made, strict=True))
+    most, exponentials, picked, total = (
+        torch.stack(each) for each in zip(*made, strict=True)
+    )
     return Statistics(joined(most, exponentials)[0], picked.sum(0), total.sum(0))
 
 
@@ -144,7 +154,12 @@ class _Statistics(Function):
 
     @staticmethod
     def forward(
-        ctx: Any, labels: Tensor, soft_cap: float | None, size: int, hidden: Tensor, *params: Any
+        ctx: Any,
+        labels: Tensor,
+        soft_cap: float | None,
+        size: int,
+        hidden: Tensor,
+        *params: Any,
     ) -> tuple[Tensor, ...]:
         weight, bias = params
         made = by_chunks(hidden, labels, Head(weight, bias, soft_cap), size)
@@ -157,7 +172,9 @@ class _Statistics(Function):
         labels, z, *operands = ctx.saved_tensors
         needed = ctx.needs_input_grad[3:]
         if not torch.is_grad_enabled():
-            grads = _gradients(ctx.soft_cap, ctx.size, labels, z, operands, needed, cotangents)
+            grads = _gradients(
+                ctx.soft_cap, ctx.size, labels, z, operands, needed, cotangents
+            )
             return None, None, None, *grads
         # A second derivative is asked for.
         hidden, weight, bias = operands

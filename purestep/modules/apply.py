@@ -87,7 +87,9 @@ def from_module(
     elif isinstance(trainable, str):
         choose = lambda name, p: fnmatchcase(name, trainable)  # noqa: E731
     elif not callable(trainable):
-        raise TypeError(f"{trainable=} must be a pattern of names, or a function of name and p")
+        raise TypeError(
+            f"{trainable=} must be a pattern of names, or a function of name and p"
+        )
     named = dict(module.named_parameters(remove_duplicate=False))
     chosen = {id(p) for name, p in named.items() if choose(name, p)}
     trained = {name: p for name, p in module.named_parameters() if id(p) in chosen}
@@ -96,11 +98,16 @@ def from_module(
             f"{trainable=} leaves nothing to train of {type(module).__name__}, whose parameters "
             f"are {refused.listed(named)}: choose some by name, or let some require grad"
         )
-    return {name: p.detach().clone() for name, p in trained.items()}, Apply(module, trained)
+    return {name: p.detach().clone() for name, p in trained.items()}, Apply(
+        module, trained
+    )
 
 
 def to_module(
-    params: Mapping[str, Tensor], module: Module, *, buffers: Mapping[str, Tensor] | None = None
+    params: Mapping[str, Tensor],
+    module: Module,
+    *,
+    buffers: Mapping[str, Tensor] | None = None,
 ) -> None:
     """Writes params, and buffers, into the module's tensors of the same names.
 
@@ -117,7 +124,10 @@ def to_module(
     known = dict(module.named_buffers(remove_duplicate=False))
     carried, written = buffers or {}, refused.written_in_training(module)
     refused.check_names("buffers", carried, known, written, watch.BUFFERS)
-    values = {**params, **{name: _whole(each, known[name]) for name, each in carried.items()}}
+    values = {
+        **params,
+        **{name: _whole(each, known[name]) for name, each in carried.items()},
+    }
     places = own | known
     for name, value in values.items():
         if tree.kind(value) != tree.kind(places[name]):
@@ -139,7 +149,9 @@ class Apply:
     def __init__(self, module: Module, trained: Mapping[str, Parameter]) -> None:
         never_compiled_alone(Apply.__call__)
         buffers = dict(module.named_buffers())
-        held: dict[int, tuple[str, Tensor]] = {id(p): (name, p) for name, p in trained.items()}
+        held: dict[int, tuple[str, Tensor]] = {
+            id(p): (name, p) for name, p in trained.items()
+        }
         named = dict(module.named_parameters())
         for name, each in [*buffers.items(), *named.items(), *plan.held_by(module)]:
             # spectral_norm puts an alias of weight_orig in place of a weight that it computes.
@@ -149,14 +161,18 @@ class Apply:
         refused.check_params(trained, tensors)
         self._trained, self._names = trained, [*trained]
         # Aliases: a module may assign to their .data.
-        self._constants = {n: each.detach() for n, each in tensors.items() if n not in trained}
+        self._constants = {
+            n: each.detach() for n, each in tensors.items() if n not in trained
+        }
         self._buffers = {name: self._constants[name] for name in buffers}
         self._written = refused.written_in_training(module)
         self._mappings = outside.find_mappings(module)
         self._parts = [*module.modules()] if self._mappings else []
         self._plan = plan.plan_of(module, [*tensors.values()], self._mappings)
         self._models = huggingface.models_of(module)
-        self._second = any(getattr(each, "batch_first", None) is False for each in module.modules())
+        self._second = any(
+            getattr(each, "batch_first", None) is False for each in module.modules()
+        )
         self._hooks_backward = hooks_backward(module.modules())
         # Kinds of calls that were looked at. A compiler's, None, is not.
         self._evaluates, self._known = False, set[Any]({None})
@@ -174,22 +190,41 @@ class Apply:
     ) -> Any:
         """The module's output; with ``buffers``, ``(output, buffers)``; with ``key``, its noise."""
         names, carried = self._names, buffers or {}
-        refused.check_names("params", params, names, names, "pass those of from_module, no others")
-        refused.check_names("buffers", carried, self._buffers, self._written, watch.BUFFERS)
-        carried = {n: _whole(each, self._buffers[n]).clone() for n, each in carried.items()}
+        refused.check_names(
+            "params", params, names, names, "pass those of from_module, no others"
+        )
+        refused.check_names(
+            "buffers", carried, self._buffers, self._written, watch.BUFFERS
+        )
+        carried = {
+            n: _whole(each, self._buffers[n]).clone() for n, each in carried.items()
+        }
         values = [params[name] for name in names]
         looked_at: AbstractContextManager[object] = nullcontext()
         kind: Any = None
         traced = torch.compiler.is_dynamo_compiling()
         if traced:
             if self._hooks_backward:
-                raise ValueError("a compiler leaves hooks on a module's backward pass out")
+                raise ValueError(
+                    "a compiler leaves hooks on a module's backward pass out"
+                )
             for owner, name in self._models.inspected:
                 inspect.signature(getattr(owner, name))  # Now the compiler knows it.
         else:
             values = [*map(_as_parameter, values)]
-            flags = [each for each in (*args, *kwargs.values()) if isinstance(each, bool | str)]
-            kind = (torch.is_grad_enabled(), type(key), *carried, len(args), *kwargs, *flags)
+            flags = [
+                each
+                for each in (*args, *kwargs.values())
+                if isinstance(each, bool | str)
+            ]
+            kind = (
+                torch.is_grad_enabled(),
+                type(key),
+                *carried,
+                len(args),
+                *kwargs,
+                *flags,
+            )
             if kind not in self._known and len(self._known) > MAX_KINDS:
                 kind = None  # Each prompt, say, would be another kind.
             if kind not in self._known:
@@ -202,14 +237,18 @@ class Apply:
         noise = nullcontext() if key is None else keyed.Keyed(key, second=self._second)
         names_of_parts: AbstractContextManager[object] = nullcontext()
         if self._mappings and kind is not None:
-            names_of_parts = outside.rekeyed(self._mappings, self._parts, [*module.modules()])
+            names_of_parts = outside.rekeyed(
+                self._mappings, self._parts, [*module.modules()]
+            )
         with looked_at, noise, names_of_parts:
             output = module(*args, **kwargs)
         if traced and key is not None:
             check_no_rand_in_trace()
         huggingface.check_call(self._models, args, kwargs, output)
         if kind not in self._known:
-            watch.check_assigned(module, {n: held[n] for n in self._buffers if n not in carried})
+            watch.check_assigned(
+                module, {n: held[n] for n in self._buffers if n not in carried}
+            )
             self._known.add(kind)
         if buffers is None:
             return output
@@ -224,7 +263,11 @@ def _as_parameter(p: Tensor) -> Tensor:
     does not.
     """
     plain = type(p) in (Tensor, Parameter) and p.is_leaf
-    return p.as_subclass(Parameter) if plain and tree.accumulation_dtype(p.dtype) is p.dtype else p
+    return (
+        p.as_subclass(Parameter)
+        if plain and tree.accumulation_dtype(p.dtype) is p.dtype
+        else p
+    )
 
 
 def _whole(value: Tensor, like: Tensor) -> Tensor:

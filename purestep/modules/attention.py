@@ -33,7 +33,14 @@ def attention(
     """
     if dropout_p == 0:
         return functional.scaled_dot_product_attention(
-            query, key, value, attn_mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa
+            query,
+            key,
+            value,
+            attn_mask,
+            0.0,
+            is_causal,
+            scale=scale,
+            enable_gqa=enable_gqa,
         )
     if enable_gqa:
         times = query.shape[-3] // key.shape[-3]
@@ -45,7 +52,9 @@ def attention(
         attn_mask = torch.ones_like(scores[:1], dtype=torch.bool).tril()
     if attn_mask is not None:
         closed = attn_mask.dtype == torch.bool
-        scores = scores.masked_fill(~attn_mask, -math.inf) if closed else scores + attn_mask
+        scores = (
+            scores.masked_fill(~attn_mask, -math.inf) if closed else scores + attn_mask
+        )
     # A query that may attend to nothing gets zeros, as torch gives it.
     empty = (scores == -math.inf).all(-1, keepdim=True)
     weights = scores.masked_fill(empty, 0).softmax(-1).masked_fill(empty, 0)
@@ -54,7 +63,9 @@ def attention(
 
 def multi_head(drop: Drop, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """``multi_head_attention_forward``: torch's own code, in which what drops weights is ours."""
-    heads = (dict(zip(func.__code__.co_varnames, args, strict=False)) | kwargs)["num_heads"]
+    heads = (dict(zip(func.__code__.co_varnames, args, strict=False)) | kwargs)[
+        "num_heads"
+    ]
     ours: dict[str, Any] = {
         "has_torch_function": lambda *_: False,
         # One matrix for each head of each example.
@@ -62,5 +73,7 @@ def multi_head(drop: Drop, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         "scaled_dot_product_attention": lambda *args: attention(drop, *args),
     }
     assert {*ours} <= {*func.__code__.co_names}, "of another torch: leave key= out"
-    body = FunctionType(func.__code__, {**func.__globals__, **ours}, None, func.__defaults__)
+    body = FunctionType(
+        func.__code__, {**func.__globals__, **ours}, None, func.__defaults__
+    )
     return body(*args, **kwargs)

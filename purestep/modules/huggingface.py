@@ -37,7 +37,9 @@ def models_of(module: Module) -> Models:
     )
 
 
-def check_call(models: Models, args: Sequence[Any], kwargs: Mapping[str, Any], output: Any) -> None:
+def check_call(
+    models: Models, args: Sequence[Any], kwargs: Mapping[str, Any], output: Any
+) -> None:
     """Refuses masks of bools that a model adds to its scores, and caches that join documents.
 
     What a module passes to the models within it is not looked at.
@@ -47,7 +49,11 @@ def check_call(models: Models, args: Sequence[Any], kwargs: Mapping[str, Any], o
         # One for each kind of layer, where there are several.
         for mask in masks.values() if isinstance(masks, dict) else [masks]:
             # Of a mask of two dimensions, which says what is padding, the model makes another.
-            added = name.endswith("attention_mask") and isinstance(mask, Tensor) and mask.ndim > 2
+            added = (
+                name.endswith("attention_mask")
+                and isinstance(mask, Tensor)
+                and mask.ndim > 2
+            )
             if added and mask.dtype == torch.bool:
                 raise ValueError(
                     f"{name} is {tree.kind(mask)}, which eager attention would add to its scores, "

@@ -48,13 +48,19 @@ class Keyed(TorchFunctionMode):
         self._tokens, self._shape = own.shape, own.shape[: own.ndim - (own is not keys)]
 
     def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Any,
+        types: Any,
+        args: Any = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
         if not torch.compiler.is_dynamo_compiling():
             self._follow()
         elif args and isinstance(args[0], FunctionType | MethodType | torch.nn.Module):
-            raise ValueError("a compiler draws without keys within a checkpoint: leave one of both")
+            raise ValueError(
+                "a compiler draws without keys within a checkpoint: leave one of both"
+            )
         if func in _DROPOUTS:
             return self._dropout(func, *args, **kwargs)
         if func is torch.rand or func is Tensor.bernoulli_:
@@ -69,12 +75,20 @@ class Keyed(TorchFunctionMode):
         """Lets a checkpoint that has begun draw the same when it computes again."""
         last, frame = self._frame, checkpoint_frame()
         self._frame = frame
-        if frame is not None and getattr(frame.recompute_fn, "func", None) is not _within:
+        if (
+            frame is not None
+            and getattr(frame.recompute_fn, "func", None) is not _within
+        ):
             # It may have begun before the last one, which has drawn.
-            if getattr(last, "forward_completed", None) and last.recompute_fn.args[1] < self._count:
+            if (
+                getattr(last, "forward_completed", None)
+                and last.recompute_fn.args[1] < self._count
+            ):
                 raise ValueError("with key=, pass tensors to checkpoints by position")
             # Its function is called without this mode.
-            frame.recompute_fn = partial(_within, self._keys, self._count, frame.recompute_fn)
+            frame.recompute_fn = partial(
+                _within, self._keys, self._count, frame.recompute_fn
+            )
 
     def _next(self) -> Keys:
         """The keys of the next place."""
@@ -87,7 +101,9 @@ class Keyed(TorchFunctionMode):
         if x.shape[: len(rows)] != rows and x.shape[:1] == (self._tokens.numel(),):
             pairs = x.unflatten(0, self._tokens)
         other = pairs.shape[: len(rows)] != rows
-        if other or (self._second and rows[:1] != (1,) and {*rows[:1]} & {*pairs.shape[1:]}):
+        if other or (
+            self._second and rows[:1] != (1,) and {*rows[:1]} & {*pairs.shape[1:]}
+        ):
             raise ValueError(
                 f"dropout in the module drops {tree.kind(x)}, whose first dimension "
                 f"{'is' if other else 'may be'} not that of the {tuple(rows)} examples of key=: "
@@ -105,34 +121,58 @@ class Keyed(TorchFunctionMode):
         writes = func is not torch.rand
         first, *others = args or [kwargs.get("size", ())]
         shape = first.shape if writes else args if isinstance(first, int) else first
-        p, rows = [*others, kwargs.get("p", 0.5)][0] if writes else 0.5, len(self._shape)
+        p, rows = (
+            [*others, kwargs.get("p", 0.5)][0] if writes else 0.5,
+            len(self._shape),
+        )
         alone = shape and (*shape[:rows],) == self._shape and {*shape[rows:]} <= {1}
-        if not alone or isinstance(self._keys, TokenKeys) or not isinstance(p, float | int):
-            raise ValueError(f"{func.__name__} draws random numbers that no key reaches: {NOISE}")
+        if (
+            not alone
+            or isinstance(self._keys, TokenKeys)
+            or not isinstance(p, float | int)
+        ):
+            raise ValueError(
+                f"{func.__name__} draws random numbers that no key reaches: {NOISE}"
+            )
         keys: Any = self._next()
         if writes:
             made: Tensor = first.copy_(random.bernoulli(keys, p, shape[rows:]))
             return made
         dtype = kwargs.get("dtype") or torch.get_default_dtype()
-        return random.uniform(keys, shape[rows:], dtype).to(kwargs.get("device") or keys.device)
+        return random.uniform(keys, shape[rows:], dtype).to(
+            kwargs.get("device") or keys.device
+        )
 
     def _dropout(
-        self, func: Any, input: Tensor, p: float = 0.5, training: Any = None, inplace: bool = False
+        self,
+        func: Any,
+        input: Tensor,
+        p: float = 0.5,
+        training: Any = None,
+        inplace: bool = False,
     ) -> Tensor:
         if p == 0 or not (func not in _ALPHA if training is None else training):
             return input
         shaped = input
         if func in _CHANNELS:
             if isinstance(self._keys, TokenKeys):
-                raise ValueError(f"{func.__name__} drops channels: pass keys of examples")
+                raise ValueError(
+                    f"{func.__name__} drops channels: pass keys of examples"
+                )
             shaped = input.new_empty(input.shape[: len(self._shape) + 1])
         dropped = self._dropped(shaped, p)
         dropped = dropped.view(*dropped.shape, *[1] * (input.ndim - dropped.ndim))
-        made = _alpha(input, dropped, p) if func in _ALPHA else random.scaled(input, dropped, p)
+        made = (
+            _alpha(input, dropped, p)
+            if func in _ALPHA
+            else random.scaled(input, dropped, p)
+        )
         return input.copy_(made) if inplace else made
 
 
-def _within(keys: Keys, count: int, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _within(
+    keys: Keys, count: int, run: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
     with Keyed(keys, count):
         return run(*args, **kwargs)
 

@@ -33,7 +33,9 @@ def find_mappings(module: Module) -> list[Any]:
     [True]
     """
     mappings: dict[int, Any] = {}
-    level: list[Any] = [hook for part in module.modules() for hook in forward_hooks(part)]
+    level: list[Any] = [
+        hook for part in module.modules() for hook in forward_hooks(part)
+    ]
     seen: dict[int, Any] = {}
     for _ in range(_DEPTH):
         level = [thing for thing in level if seen.setdefault(id(thing), thing) is thing]
@@ -57,7 +59,9 @@ def _reachable(thing: Any) -> Iterable[Any]:
         return [thing.func, *thing.args, *thing.keywords.values()]
     if isinstance(thing, FunctionType):
         names = thing.__globals__
-        globals_read = [names[name] for name in thing.__code__.co_names if name in names]
+        globals_read = [
+            names[name] for name in thing.__code__.co_names if name in names
+        ]
         return [*(thing.__closure__ or ()), *(thing.__defaults__ or ()), *globals_read]
     if isinstance(thing, CellType):
         try:
@@ -82,7 +86,9 @@ def rekeyed(
             _rename(mapping, new_parts, parts)
 
 
-def _rename(mapping: Any, old_keys: Sequence[Module], new_keys: Sequence[Module]) -> None:
+def _rename(
+    mapping: Any, old_keys: Sequence[Module], new_keys: Sequence[Module]
+) -> None:
     for old, new in zip(old_keys, new_keys, strict=True):
         if old not in mapping:
             continue

@@ -70,7 +70,9 @@ def build(plan: Plan, tensors: Sequence[Tensor], evaluates: bool) -> Any:
     return values[plan.root]
 
 
-def plan_of(module: Module, tensors: Sequence[Tensor], shared: Sequence[Any] = ()) -> Plan:
+def plan_of(
+    module: Module, tensors: Sequence[Tensor], shared: Sequence[Any] = ()
+) -> Plan:
     """A plan in which these tensors of the module are open, and ``shared`` things stay as they are.
 
     >>> module = torch.nn.Linear(2, 2, bias=False)
@@ -81,7 +83,10 @@ def plan_of(module: Module, tensors: Sequence[Tensor], shared: Sequence[Any] = (
     """
     anew = _made_anew(module, tensors, {id(thing) for thing in shared})
     objects = [each for each in anew.values() if _is_object(each)]
-    containers = [*map(vars, objects), *[t for t in anew.values() if type(t) in _CONTAINERS]]
+    containers = [
+        *map(vars, objects),
+        *[t for t in anew.values() if type(t) in _CONTAINERS],
+    ]
     first = [*tensors, *containers, *objects]
     at = {id(each): position for position, each in enumerate(first)}
     copies = [each.copy() for each in containers]
@@ -115,7 +120,9 @@ def plan_of(module: Module, tensors: Sequence[Tensor], shared: Sequence[Any] = (
                 copies[index][key] = None
                 plan.places.append((index, key, position_of(part)))
     for index, thing in enumerate(objects):
-        for name, method in getmembers_static(type(thing), lambda each: type(each) is _CACHED):
+        for name, method in getmembers_static(
+            type(thing), lambda each: type(each) is _CACHED
+        ):
             # Its cache would keep the object of each call.
             bound = made(partial(_bind, method.__wrapped__), [at[id(thing)]])
             plan.places.append((index, name, bound))
@@ -134,10 +141,14 @@ def held_by(module: Module) -> Iterator[tuple[str, Any]]:
     seen = set[int]()
     todo: list[tuple[str, Any]] = [*module.named_modules()]
     for path, thing in todo:
-        if id(thing) not in seen and isinstance(thing, (*_CONTAINERS, tuple, Tensor, Module)):
+        if id(thing) not in seen and isinstance(
+            thing, (*_CONTAINERS, tuple, Tensor, Module)
+        ):
             seen.add(id(thing))
             name = "{}.{}" if isinstance(thing, Module) else "{}[{}]"
-            todo += [(name.format(path, key).strip("."), part) for key, part in _parts(thing)]
+            todo += [
+                (name.format(path, key).strip("."), part) for key, part in _parts(thing)
+            ]
             yield path, thing
 
 
@@ -176,7 +187,9 @@ def _parts_by_id(module: Module, tensors: Sequence[Tensor]) -> dict[int, Any]:
 def _bind(function: Any, owner: Any) -> Any:
     """Makes a function a method of ``owner``."""
     if torch.compiler.is_dynamo_compiling():
-        return partial(function, owner)  # torch 2.11's compiler knows no ``__get__`` of functions.
+        return partial(
+            function, owner
+        )  # torch 2.11's compiler knows no ``__get__`` of functions.
     return function.__get__(owner)
 
 
@@ -185,7 +198,10 @@ _ATOMS = (str, bytes, int, float, complex, type, ModuleType, Tensor)
 _CACHED = type(cache(len))
 _MADE: dict[type, tuple[Callable[[Any], Any], Callable[..., Any]]] = {
     MethodType: (attrgetter("__func__", "__self__"), _bind),
-    partial: (attrgetter("func", "args", "keywords"), lambda f, args, kw: partial(f, *args, **kw)),
+    partial: (
+        attrgetter("func", "args", "keywords"),
+        lambda f, args, kw: partial(f, *args, **kw),
+    ),
     ref: (lambda to: (to(),), ref),
     set: (tuple, lambda *members: set(members)),
     frozenset: (tuple, lambda *members: frozenset(members)),

@@ -5,7 +5,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import BatchNorm1d, BatchNorm2d, BatchNorm3d, Module, Parameter, SyncBatchNorm
+from torch.nn import (
+    BatchNorm1d,
+    BatchNorm2d,
+    BatchNorm3d,
+    Module,
+    Parameter,
+    SyncBatchNorm,
+)
 from torch.nn.parameter import is_lazy
 
 from purestep import tree
@@ -20,7 +27,9 @@ _WRAPPERS = {
     "ScriptModule": "pass the module that it was made of",
 }
 _BATCH_NORMS = (BatchNorm1d, BatchNorm2d, BatchNorm3d, SyncBatchNorm)
-_OF_THE_CUT = "without them updates depend on the cut: keep them, or take GroupNorm or LayerNorm"
+_OF_THE_CUT = (
+    "without them updates depend on the cut: keep them, or take GroupNorm or LayerNorm"
+)
 
 
 def check_module(module: Module) -> None:
@@ -29,13 +38,21 @@ def check_module(module: Module) -> None:
         raise TypeError(f"from_module takes an nn.Module, got {type(module).__name__}")
     for name, each in module.named_modules():
         path = f"{type(module).__name__}.{name}".removesuffix(".")
-        for wrapper in {base.__name__ for base in type(each).__mro__} & _WRAPPERS.keys():
-            raise TypeError(f"{path} is a {wrapper}, no plain module: {_WRAPPERS[wrapper]}")
+        for wrapper in {
+            base.__name__ for base in type(each).__mro__
+        } & _WRAPPERS.keys():
+            raise TypeError(
+                f"{path} is a {wrapper}, no plain module: {_WRAPPERS[wrapper]}"
+            )
         slots = [base for base in type(each).__mro__ if getattr(base, "__slots__", ())]
         if slots and [*each.parameters()]:
-            raise TypeError(f"{path} has __slots__, which copies lack: remove it from the class")
+            raise TypeError(
+                f"{path} has __slots__, which copies lack: remove it from the class"
+            )
         if getattr(each, "scale_grad_by_freq", False):
-            raise ValueError(f"{path}.scale_grad_by_freq makes updates depend on the cut: unset it")
+            raise ValueError(
+                f"{path}.scale_grad_by_freq makes updates depend on the cut: unset it"
+            )
     for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
         if is_lazy(tensor) or tensor.is_meta:
             raise ValueError(
@@ -43,12 +60,18 @@ def check_module(module: Module) -> None:
             )
 
 
-def check_params(params: Mapping[str, Parameter], tensors: Mapping[str, Tensor]) -> None:
+def check_params(
+    params: Mapping[str, Parameter], tensors: Mapping[str, Tensor]
+) -> None:
     """Refuses params without a gradient, with hooks, or in the memory of other tensors."""
     first: dict[int, str] = {}
     for name, tensor in tensors.items():  # Those that train stand first.
         address = tensor.data_ptr() if tensor.layout is torch.strided else 0
-        other = first.setdefault(address, name) if name in params else first.get(address, name)
+        other = (
+            first.setdefault(address, name)
+            if name in params
+            else first.get(address, name)
+        )
         if address and other != name:
             raise ValueError(
                 f"{other}, which trains, shares memory with {name}, which would not follow it: let "
@@ -80,7 +103,9 @@ def written_in_training(module: Module) -> list[str]:
         if isinstance(each, _BATCH_NORMS) and each.running_mean is None:
             names += [f"statistics of {path} ({_OF_THE_CUT})"]
         elif each.training and getattr(each, "track_running_stats", False):
-            names += [f"{path}.{name}".removeprefix(".") for name, _ in each.named_buffers()]
+            names += [
+                f"{path}.{name}".removeprefix(".") for name, _ in each.named_buffers()
+            ]
     return names
 
 
@@ -90,7 +115,9 @@ def check_names(
     """Refuses a mapping that lacks a name, or has one too many."""
     if not isinstance(given, Mapping):
         kind = type(given).__name__
-        raise TypeError(f"{what} is a {kind}, no mapping by name: call apply(params, ...)")
+        raise TypeError(
+            f"{what} is a {kind}, no mapping by name: call apply(params, ...)"
+        )
     missing = [name for name in needed if name not in given]
     unknown = [name for name in given if name not in known]
     if unknown or missing:

@@ -45,7 +45,10 @@ def place(tensor: Any) -> torch.UntypedStorage | None:
 
 @contextmanager
 def watched(
-    kept: Mapping[str, Tensor], own: Mapping[str, Tensor], inputs: Sequence[Any], keyed: bool
+    kept: Mapping[str, Tensor],
+    own: Mapping[str, Tensor],
+    inputs: Sequence[Any],
+    keyed: bool,
 ) -> Iterator[None]:
     """Refuses to write to what is kept, to compute with others of the module, to draw without keys.
 
@@ -61,7 +64,9 @@ def watched(
     places = {name: place(each) for name, each in kept.items()}
     writes = {at: name for name, at in places.items() if at}
     known = {None, *writes, *map(place, inputs)}
-    reads = {place(each): name for name, each in own.items() if place(each) not in known}
+    reads = {
+        place(each): name for name, each in own.items() if place(each) not in known
+    }
 
     def look(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         given = torch_private.arguments_of(operation, args, dict(kwargs))
@@ -74,15 +79,23 @@ def watched(
                     raise ValueError(_ELSEWHERE.format(reads[at]))
                 if written and at in writes:
                     raise ValueError(_WRITES.format(writes[at]))
-        if keyed and trains is not False and torch_private.may_draw(operation, args, dict(kwargs)):
+        if (
+            keyed
+            and trains is not False
+            and torch_private.may_draw(operation, args, dict(kwargs))
+        ):
             name = str(operation).split(".")[1]
-            raise ValueError(f"{name} draws random numbers that no key reaches: {NOISE}")
+            raise ValueError(
+                f"{name} draws random numbers that no key reaches: {NOISE}"
+            )
 
     before = keyed and _generators()
     with torch_private.watching(look):
         yield
     for name, each in kept.items():
-        if place(each) is not places[name]:  # Something has been assigned to its ``.data``.
+        if (
+            place(each) is not places[name]
+        ):  # Something has been assigned to its ``.data``.
             raise ValueError(_WRITES.format(name))
     if keyed and _generators() != before:
         raise ValueError(_NUMBERS)

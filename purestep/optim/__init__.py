@@ -4,7 +4,15 @@ import torch
 
 from purestep.optim.base import Optimizer, Transform, chain
 from purestep.optim.partition import Mask, partition
-from purestep.optim.recipes import AdamWState, DescentState, LionState, adamw, descend, lion, sgd
+from purestep.optim.recipes import (
+    AdamWState,
+    DescentState,
+    LionState,
+    adamw,
+    descend,
+    lion,
+    sgd,
+)
 from purestep.optim.schedules import (
     LearningRate,
     Schedule,
@@ -39,9 +47,30 @@ torch.serialization.add_safe_globals(
 )
 
 __all__ = ["Optimizer", "Transform", "chain"]
-__all__ += ["clip_by_global_norm", "momentum", "MomentumState", "scale_by_adam", "AdamState"]
-__all__ += ["add_decayed_weights", "Mask", "descend", "DescentState", "sgd", "adamw", "AdamWState"]
+__all__ += [
+    "clip_by_global_norm",
+    "momentum",
+    "MomentumState",
+    "scale_by_adam",
+    "AdamState",
+]
+__all__ += [
+    "add_decayed_weights",
+    "Mask",
+    "descend",
+    "DescentState",
+    "sgd",
+    "adamw",
+    "AdamWState",
+]
 __all__ += ["lion", "LionState", "from_torch", "TorchState", "partition"]
-__all__ += ["master_weights", "MasterState", "ema", "EmaState", "LearningRate", "Schedule"]
+__all__ += [
+    "master_weights",
+    "MasterState",
+    "ema",
+    "EmaState",
+    "LearningRate",
+    "Schedule",
+]
 __all__ += ["linear_schedule", "cosine_decay_schedule", "warmup_cosine_decay_schedule"]
 __all__ += ["join_schedules"]

@@ -11,7 +11,16 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from types import FunctionType
-from typing import Any, Generic, NamedTuple, NoReturn, Protocol, TypeAlias, TypeVar, cast
+from typing import (
+    Any,
+    Generic,
+    NamedTuple,
+    NoReturn,
+    Protocol,
+    TypeAlias,
+    TypeVar,
+    cast,
+)
 
 import torch
 from torch import Tensor
@@ -23,7 +32,9 @@ from purestep.types import OptState, Params, StateT, Tree
 Update: TypeAlias = Callable[[Tree, OptState, Params], tuple[Tree, OptState]]
 """``update(grads, state, params)`` gives updates or params, and the new state."""
 
-UpdateInPlace: TypeAlias = Callable[[Tree, OptState, Params, Tensor | None], tuple[Tree, OptState]]
+UpdateInPlace: TypeAlias = Callable[
+    [Tree, OptState, Params, Tensor | None], tuple[Tree, OptState]
+]
 """``update_(grads, state, params, applied)`` is the same in place; see ``Optimizer``."""
 
 
@@ -95,7 +106,9 @@ def chain(*transforms: *tuple[*tuple[Transform, ...], Part]) -> Part:
         raise ValueError("chain() needs at least one transform")
     for position, part in enumerate(transforms):
         if not isinstance(part, Transform | Optimizer):
-            check_optimizer(f"chain: part {position} must be a Transform or an Optimizer", part)
+            check_optimizer(
+                f"chain: part {position} must be a Transform or an Optimizer", part
+            )
         if isinstance(part, Optimizer) and position < len(transforms) - 1:
             raise TypeError(
                 f"chain: part {position} of {len(transforms)} is an Optimizer, which turns "
@@ -106,7 +119,9 @@ def chain(*transforms: *tuple[*tuple[Transform, ...], Part]) -> Part:
     def init(params: Params) -> OptState:
         return tuple(part.init(params) for part in parts)
 
-    def in_turn(updates: Any, grads: Tree, state: Any, params: Params, *applied: Any) -> Any:
+    def in_turn(
+        updates: Any, grads: Tree, state: Any, params: Params, *applied: Any
+    ) -> Any:
         if not isinstance(state, tuple) or len(state) != len(parts):
             refuse(init, grads, state, params)
         states = []
@@ -129,7 +144,11 @@ def in_place(part: Transform | Optimizer) -> UpdateInPlace:
 
 
 def over(
-    part: Transform | Optimizer, grads: Tree, state: OptState, params: Params, applied: Any
+    part: Transform | Optimizer,
+    grads: Tree,
+    state: OptState,
+    params: Params,
+    applied: Any,
 ) -> tuple[Tree, OptState]:
     """What ``update`` gives, written over what it replaces; fresh tensors where it is recorded."""
     if applied is not None:
@@ -170,7 +189,9 @@ def _check_tensors(name: str, of: Tree, way_out: str) -> None:
     for position, leaf in enumerate(tree.leaves_of(of)):
         if not isinstance(leaf, Tensor):
             path = tree.paths(of, name)[position]
-            raise TypeError(f"{path} is of type {type(leaf).__name__}, no tensor: {way_out}")
+            raise TypeError(
+                f"{path} is of type {type(leaf).__name__}, no tensor: {way_out}"
+            )
 
 
 def check_optimizer(wanted: str, value: object) -> None:
@@ -195,7 +216,9 @@ def _way_out(kind: type) -> str:
 def refuse(init: Init, grads: Tree, state: OptState, params: Params) -> NoReturn:
     """Says which of them is not like the others."""
     if params is None:
-        raise ValueError("this update reads the params: call update(grads, state, params)")
+        raise ValueError(
+            "this update reads the params: call update(grads, state, params)"
+        )
     raise ValueError(
         foreign(init, state, params)
         or f"grads are not like params: {tree.difference(grads, params, 'grads')}"
@@ -222,5 +245,7 @@ def explain(init: Init, state: OptState, params: Params, error: Exception) -> No
         mismatch = foreign(init, state, params)
     if mismatch:
         raise ValueError(mismatch) from error
-    way_out = "init and update return trees of tensors, such as torch.tensor(0) for a counter"
+    way_out = (
+        "init and update return trees of tensors, such as torch.tensor(0) for a counter"
+    )
     _check_tensors("opt_state", state, way_out)

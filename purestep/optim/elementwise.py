@@ -23,7 +23,9 @@ Columns: TypeAlias = Sequence[list[Tensor]]
 Formula: TypeAlias = Callable[..., Any]
 """``(grads, params, *slots) -> (updates or params, *slots)``, of leaves or of columns."""
 
-Fused: TypeAlias = Callable[[Tensor, Sequence[Any], Tensor | None, Columns], list[Tensor]]
+Fused: TypeAlias = Callable[
+    [Tensor, Sequence[Any], Tensor | None, Columns], list[Tensor]
+]
 """``(step, hyperparams, applied, columns) -> params``: one kernel, which writes to the columns."""
 
 WIDE = {torch.float32, torch.float64}
@@ -85,7 +87,11 @@ def elementwise(
     def init(params: Params) -> OptState:
         check_params(params)
         slots = [tree.zeros_like(params) for name in fields if name != "step"]
-        return state_type(zero_step(params), *slots) if num_counters else state_type(*slots)
+        return (
+            state_type(zero_step(params), *slots)
+            if num_counters
+            else state_type(*slots)
+        )
 
     def update(grads: Tree, state: OptState, params: Params) -> tuple[Tree, OptState]:
         columns, structures, dtypes = flatten_inputs(grads, state, params)
@@ -114,7 +120,11 @@ def elementwise(
             applied = None
         columns, structures, dtypes = flatten_inputs(grads, state, params)
         step: Any = state[0] if num_counters else None
-        rates = hyperparams if is_constant else [rate_at(rate, step) for rate in hyperparams]
+        rates = (
+            hyperparams
+            if is_constant
+            else [rate_at(rate, step) for rate in hyperparams]
+        )
         # A rate may require grad, or a number of a transform before this one.
         if tree.any_requires_grad([*rates, *columns[0]]):
             return over(cls(init, update), grads, state, params, applied)
@@ -126,11 +136,15 @@ def elementwise(
                 values = fused(step, rates, applied, group)
             else:
                 formula = rule(FOREACH, step, *rates)
-                values = write_by_formula(formula, group, applied, is_transform=is_transform)
+                values = write_by_formula(
+                    formula, group, applied, is_transform=is_transform
+                )
             if is_transform:
                 for position, value in zip(positions, values, strict=True):
                     updates[position] = value
-        return (tree.unflatten(structures[0], updates) if is_transform else params), state
+        return (
+            tree.unflatten(structures[0], updates) if is_transform else params
+        ), state
 
     def flatten_inputs(grads: Tree, state: Any, params: Params) -> Inputs:
         like_params = grads if params is None and not reads_params else params
@@ -171,7 +185,9 @@ def split_by_kind(
     columns: list[list[Tensor]], dtypes: set[torch.dtype]
 ) -> list[tuple[Sequence[int], Kind, Columns]]:
     """Groups rows by kind, widens gradients, and returns the positions of each group's rows."""
-    devices = {*map(attrgetter("device"), columns[0])}  # at each step: attrgetter is the fastest
+    devices = {
+        *map(attrgetter("device"), columns[0])
+    }  # at each step: attrgetter is the fastest
     is_uniform = len(dtypes) == len(devices) == 1 and dtypes <= WIDE
     if is_uniform and all(map(Tensor.is_contiguous, chain(*columns))):
         kind = Kind((*dtypes,) * len(columns), devices.pop().type, is_contiguous=True)
@@ -184,7 +200,9 @@ def split_by_kind(
     for positions in groups.values():
         group = [[column[position] for position in positions] for column in columns]
         # An expanded gradient, as of x.sum(), has one memory for all elements.
-        group[0] = [grad.clone() if 0 in grad.stride() else grad for grad in widen_grads(group)]
+        group[0] = [
+            grad.clone() if 0 in grad.stride() else grad for grad in widen_grads(group)
+        ]
         first_row = [column[0] for column in group]
         is_contiguous = all(map(Tensor.is_contiguous, first_row))
         group_dtypes = tuple(leaf.dtype for leaf in first_row)
@@ -198,7 +216,10 @@ def round_state(
 ) -> list[Tensor]:
     """Rounds what the formula returns to the dtypes of params and state."""
     first = results[0] if is_transform else results[0].to(row[1].dtype)
-    return [first, *(new.to(old.dtype) for new, old in zip(results[1:], row[2:], strict=True))]
+    return [
+        first,
+        *(new.to(old.dtype) for new, old in zip(results[1:], row[2:], strict=True)),
+    ]
 
 
 def write_by_formula(
@@ -212,7 +233,11 @@ def write_by_formula(
     for grads, params, *slots in split_by_size(columns):
         old = slots if is_transform else [params, *slots]
         writable = old if applied is None else clone_wide(old)
-        returned = formula(grads, params, *writable) if is_transform else formula(grads, *writable)
+        returned = (
+            formula(grads, params, *writable)
+            if is_transform
+            else formula(grads, *writable)
+        )
         new = returned[1:] if is_transform else returned
         if applied is None:
             for old_column, new_column in zip(old, new, strict=True):
@@ -229,7 +254,8 @@ def clone_wide(columns: Columns) -> list[list[Tensor]]:
     wide = [column for column in columns if column[0].dtype in WIDE]
     clones = iter(foreach.clone([*chain(*wide)]))
     return [
-        [next(clones) for _ in column] if column[0].dtype in WIDE else column for column in columns
+        [next(clones) for _ in column] if column[0].dtype in WIDE else column
+        for column in columns
     ]
 
 

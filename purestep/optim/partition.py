@@ -34,10 +34,14 @@ class Share(NamedTuple):
 
     def of(self, leaves: Sequence[Any]) -> Tree:
         """The tree of its leaves, among all of them."""
-        return tree.unflatten(self.structure, [leaves[position] for position in self.where])
+        return tree.unflatten(
+            self.structure, [leaves[position] for position in self.where]
+        )
 
 
-def partition(label_fn: Callable[[Params], Tree] | Tree, optimizers: Mapping[str, Part]) -> Part:
+def partition(
+    label_fn: Callable[[Params], Tree] | Tree, optimizers: Mapping[str, Part]
+) -> Part:
     """Gives each parameter to the optimizer that its label names; or each gradient to a Transform.
 
     Each optimizer sees only its params, so its norms are those of their gradients. An empty tuple
@@ -69,7 +73,9 @@ def partition(label_fn: Callable[[Params], Tree] | Tree, optimizers: Mapping[str
         check_optimizer(f"partition: {label!r} must be an Optimizer", part)
     remembered: list[tuple[Any, list[Share]]] = []
 
-    def shares_of(params: Params, leaves: list[Any], structure: tree.Structure) -> list[Share]:
+    def shares_of(
+        params: Params, leaves: list[Any], structure: tree.Structure
+    ) -> list[Share]:
         if not tree.eager():
             return labelled(params, leaves, structure)
         asked = structure, [(leaf.shape, leaf.dtype) for leaf in leaves]
@@ -80,8 +86,12 @@ def partition(label_fn: Callable[[Params], Tree] | Tree, optimizers: Mapping[str
         remembered[:] = [(asked, shares), *remembered[: MOST - 1]]
         return shares
 
-    def labelled(params: Params, leaves: list[Any], structure: tree.Structure) -> list[Share]:
-        each = tree.broadcast_prefix(label_fn(params) if callable(label_fn) else label_fn, params)
+    def labelled(
+        params: Params, leaves: list[Any], structure: tree.Structure
+    ) -> list[Share]:
+        each = tree.broadcast_prefix(
+            label_fn(params) if callable(label_fn) else label_fn, params
+        )
         for position, label in enumerate(each):
             if label not in optimizers:
                 raise ValueError(
@@ -106,15 +116,25 @@ def partition(label_fn: Callable[[Params], Tree] | Tree, optimizers: Mapping[str
         check_params(params)
         leaves, structure = tree.flatten(params)
         shares = shares_of(params, leaves, structure)
-        return joined(shares, [optimizers[share.label].init(share.of(leaves)) for share in shares])
+        return joined(
+            shares, [optimizers[share.label].init(share.of(leaves)) for share in shares]
+        )
 
     def states_of(shares: list[Share], state: OptState) -> list[OptState] | None:
         if kind is Transform:
-            return [*state] if isinstance(state, tuple) and len(state) == len(shares) else None
-        fits = isinstance(state, dict) and state.keys() == {share.label for share in shares}
+            return (
+                [*state]
+                if isinstance(state, tuple) and len(state) == len(shares)
+                else None
+            )
+        fits = isinstance(state, dict) and state.keys() == {
+            share.label for share in shares
+        }
         return [state[share.label] for share in shares] if fits else None
 
-    def apart(update_of: Any, grads: Tree, state: Any, params: Params, *applied: Any) -> Any:
+    def apart(
+        update_of: Any, grads: Tree, state: Any, params: Params, *applied: Any
+    ) -> Any:
         ours, structure = tree.flatten(params)
         shares = shares_of(params, ours, structure)
         theirs, other = tree.flatten(grads)
@@ -140,7 +160,10 @@ def masked(mask: Mask, decayed: Part, others: Part) -> Part:
     """The first where the mask says so, and the other elsewhere."""
 
     def labels(params: Params) -> Tree:
-        flags, structure = mask(params) if callable(mask) else mask, tree.flatten(params)[1]
+        flags, structure = (
+            mask(params) if callable(mask) else mask,
+            tree.flatten(params)[1],
+        )
         each = tree.broadcast_prefix(flags, params)
         if not all(isinstance(flag, bool) for flag in each):
             raise ValueError(

@@ -13,7 +13,10 @@ from purestep.optim.base import Optimizer, Transform, chain
 from purestep.optim.elementwise import Columns, Formula, Kind, elementwise
 from purestep.optim.partition import Mask, masked
 from purestep.optim.schedules import LearningRate, check_rate
-from purestep.optim.transforms import add_decayed_weights, momentum as momentum_transform
+from purestep.optim.transforms import (
+    add_decayed_weights,
+    momentum as momentum_transform,
+)
 from purestep.torch_private import fused_adamw_
 from purestep.tree import foreach
 from purestep.types import State, Tree
@@ -72,7 +75,9 @@ def sgd(
     {'w': tensor(0.8000)}
     """
     if nesterov and momentum == 0:
-        raise ValueError("sgd: nesterov=True looks ahead along the momentum, but momentum=0")
+        raise ValueError(
+            "sgd: nesterov=True looks ahead along the momentum, but momentum=0"
+        )
     transforms: list[Transform] = []
     if isinstance(weight_decay, Tensor) or weight_decay != 0:
         transforms.append(add_decayed_weights(weight_decay, mask))
@@ -94,7 +99,11 @@ class AdamWState(NamedTuple):
 
 
 FUSED_ADAMW = {
-    Kind((torch.float32, params_dtype, torch.float32, torch.float32), device, is_contiguous=True)
+    Kind(
+        (torch.float32, params_dtype, torch.float32, torch.float32),
+        device,
+        is_contiguous=True,
+    )
     for params_dtype, device in [
         (torch.float32, "cpu"),
         (torch.float32, "cuda"),
@@ -163,10 +172,19 @@ def adamw(
 
         return formula
 
-    constants: Any = {"beta1": b1, "beta2": b2, "eps": eps, "amsgrad": False, "maximize": False}
+    constants: Any = {
+        "beta1": b1,
+        "beta2": b2,
+        "eps": eps,
+        "amsgrad": False,
+        "maximize": False,
+    }
 
     def fused(
-        step: Tensor, hyperparams: Sequence[Any], applied: Tensor | None, columns: Columns
+        step: Tensor,
+        hyperparams: Sequence[Any],
+        applied: Tensor | None,
+        columns: Columns,
     ) -> list[Tensor]:
         rate, decay = hyperparams
         grads, params, mu, nu = columns
@@ -191,7 +209,9 @@ def adamw(
     readable = not isinstance(weight_decay, Tensor) or weight_decay.is_cpu
     hyperparams = [learning_rate, weight_decay]
     kernel = fused if readable else None
-    return elementwise(Optimizer, AdamWState, hyperparams, rule, kernel, supported=FUSED_ADAMW)
+    return elementwise(
+        Optimizer, AdamWState, hyperparams, rule, kernel, supported=FUSED_ADAMW
+    )
 
 
 class LionState(NamedTuple):

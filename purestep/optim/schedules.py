@@ -27,7 +27,9 @@ def rate_at(learning_rate: LearningRate, step: Tensor) -> float | Tensor:
 def check_rate(learning_rate: object) -> None:
     """Refuses what is neither a number, nor a scalar tensor, nor a schedule."""
     if is_scheduler(learning_rate):
-        raise TypeError(f"learning_rate is a scheduler of torch.optim, which {SCHEDULER_HINT}")
+        raise TypeError(
+            f"learning_rate is a scheduler of torch.optim, which {SCHEDULER_HINT}"
+        )
     plain = callable(learning_rate) or isinstance(learning_rate, Real | Tensor)
     if isinstance(learning_rate, type) or not plain:
         raise TypeError(
@@ -49,7 +51,9 @@ SCHEDULER_HINT = (
 )
 
 
-def linear_schedule(init_value: float, end_value: float, transition_steps: int) -> Schedule:
+def linear_schedule(
+    init_value: float, end_value: float, transition_steps: int
+) -> Schedule:
     """From ``init_value`` to ``end_value`` in a straight line, then constant.
 
     >>> linear_schedule(0.0, 1.0, 4)(torch.tensor([0, 1, 4, 9])).tolist()
@@ -63,7 +67,9 @@ def linear_schedule(init_value: float, end_value: float, transition_steps: int) 
     return schedule
 
 
-def cosine_decay_schedule(init_value: float, decay_steps: int, alpha: float = 0.0) -> Schedule:
+def cosine_decay_schedule(
+    init_value: float, decay_steps: int, alpha: float = 0.0
+) -> Schedule:
     """From ``init_value`` to ``alpha * init_value`` along half a cosine, then constant.
 
     >>> cosine_decay_schedule(1.0, 2)(torch.tensor([0, 1, 2, 9])).tolist()
@@ -99,11 +105,15 @@ def warmup_cosine_decay_schedule(
             "must be positive"
         )
     up = linear_schedule(init_value, peak_value, warmup_steps)
-    down = cosine_decay_schedule(peak_value, decay_steps - warmup_steps, end_value / peak_value)
+    down = cosine_decay_schedule(
+        peak_value, decay_steps - warmup_steps, end_value / peak_value
+    )
     return join_schedules([up, down], [warmup_steps])
 
 
-def join_schedules(schedules: Sequence[Schedule], boundaries: Sequence[int]) -> Schedule:
+def join_schedules(
+    schedules: Sequence[Schedule], boundaries: Sequence[int]
+) -> Schedule:
     """Each schedule until its boundary, the next one from there on, counting from 0 again.
 
     >>> halves = [lambda step: 1.0 * step, lambda step: 5.0 * step]

@@ -19,7 +19,9 @@ PURE = {"AdamW": "adamw(lr)", "Adam": "adamw(lr, weight_decay=0)", "SGD": "sgd(l
 ANY = "ps.optim.sgd, adamw or lion, a chain of transforms, or an ps.optim.Optimizer of your own"
 """What is always plain arithmetic."""
 
-ELEMENTWISE = "Adadelta, Adagrad, Adam, AdamW, Adamax, ASGD, NAdam, RAdam, RMSprop, Rprop, SGD"
+ELEMENTWISE = (
+    "Adadelta, Adagrad, Adam, AdamW, Adamax, ASGD, NAdam, RAdam, RMSprop, Rprop, SGD"
+)
 """Those of ``torch.optim`` that look at no more of a parameter than one element."""
 
 
@@ -50,7 +52,9 @@ def check_algorithm(algorithm: type[torch.optim.Optimizer]) -> None:
 
 
 def from_torch(
-    algorithm: type[torch.optim.Optimizer], lr: LearningRate | None = None, **settings: Any
+    algorithm: type[torch.optim.Optimizer],
+    lr: LearningRate | None = None,
+    **settings: Any,
 ) -> Optimizer[State]:
     """Makes a pure optimizer of a ``torch.optim`` algorithm, with its bits and kernels.
 
@@ -70,7 +74,9 @@ def from_torch(
     >>> optimizer.update({"w": torch.tensor([2.0])}, opt_state, params)[0], params
     ({'w': tensor([0.5000])}, {'w': tensor([1.])})
     """
-    if not (isinstance(algorithm, type) and issubclass(algorithm, torch.optim.Optimizer)):
+    if not (
+        isinstance(algorithm, type) and issubclass(algorithm, torch.optim.Optimizer)
+    ):
         raise TypeError(
             f"from_torch takes a class, such as torch.optim.AdamW, got {type(algorithm).__name__}: "
             "its settings follow as keywords"
@@ -86,7 +92,9 @@ def from_torch(
             f"Take {plain}"
         )
     as_tensor = settings.get("fused") or settings.get("capturable")
-    elementwise = name in ELEMENTWISE and algorithm.__module__.startswith("torch.optim.")
+    elementwise = name in ELEMENTWISE and algorithm.__module__.startswith(
+        "torch.optim."
+    )
 
     def built(leaves: list[Tensor], step: Tensor) -> torch.optim.Optimizer:
         rate = None if lr is None else rate_at(lr, step)
@@ -105,7 +113,11 @@ def from_torch(
         check_params(params)
         # torch makes its state at the first step: one with zeros tells what there is to keep.
         leaves, structure = tree.flatten(params)
-        axes = [] if elementwise else [place.axis for place in tree.spread(structure) if place]
+        axes = (
+            []
+            if elementwise
+            else [place.axis for place in tree.spread(structure) if place]
+        )
         if axes:
             raise ValueError(
                 f"{name} may look at all of a parameter, and a Shard over {axes[0]} holds a piece "
@@ -118,7 +130,10 @@ def from_torch(
         for leaf in own:
             leaf.grad = torch.zeros_like(leaf)
         optimizer.step()
-        states = [{key: zeros(key, x) for key, x in optimizer.state[leaf].items()} for leaf in own]
+        states = [
+            {key: zeros(key, x) for key, x in optimizer.state[leaf].items()}
+            for leaf in own
+        ]
         return TorchState(step, tree.unflatten(structure, states))
 
     def zeros(key: str, value: Any) -> Tensor | None:
@@ -129,9 +144,13 @@ def from_torch(
             "optimizer is tensors alone: write it as ps.optim.Optimizer(init, update)"
         )
 
-    def update(grads: Tree, opt_state: OptState, params: Params) -> tuple[Params, OptState]:
+    def update(
+        grads: Tree, opt_state: OptState, params: Params
+    ) -> tuple[Params, OptState]:
         # Some algorithms write to the gradients too: SGD looks ahead in them, with ``foreach``.
-        own = tree.map(lambda grad, param: grad.to(param.dtype, copy=True), grads, params)
+        own = tree.map(
+            lambda grad, param: grad.to(param.dtype, copy=True), grads, params
+        )
         params, opt_state = tree.map(torch.clone, (params, opt_state))
         return update_(own, opt_state, params, None)
 
@@ -156,14 +175,20 @@ def from_torch(
             for leaf, grad, state in zip(own, theirs, states, strict=True):
                 kept = tree.leaves_of(state)
                 # Fused kernels do not look: they would read and write beyond the end.
-                if settings.get("fused") and any(x.ndim and x.shape != leaf.shape for x in kept):
-                    raise ValueError(f"torch.optim.{name}: state and parameters differ in shape")
+                if settings.get("fused") and any(
+                    x.ndim and x.shape != leaf.shape for x in kept
+                ):
+                    raise ValueError(
+                        f"torch.optim.{name}: state and parameters differ in shape"
+                    )
                 leaf.grad = grad.to(leaf.dtype)
                 if opt_state.step:
                     optimizer.state[leaf].update(state)
             optimizer.step()
             for leaf, state in zip(own, states, strict=True):
-                tree.overwrite(state, {key: optimizer.state[leaf][key] for key in state}, None)
+                tree.overwrite(
+                    state, {key: optimizer.state[leaf][key] for key in state}, None
+                )
         except Exception as error:
             explain(init, opt_state, params, error)
             raise

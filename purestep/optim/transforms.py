@@ -130,7 +130,9 @@ def scale_by_adam(b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8) -> Tran
     return elementwise(Transform, AdamState, [], rule, reads_params=False)
 
 
-def add_decayed_weights(weight_decay: float | Tensor, mask: Mask | None = None) -> Transform:
+def add_decayed_weights(
+    weight_decay: float | Tensor, mask: Mask | None = None
+) -> Transform:
     """Adds weight decay to the updates: u + weight_decay · θ, where ``mask`` is True.
 
     None decays all leaves. With a mask, it is a ``partition``.

@@ -68,18 +68,26 @@ def master_weights(optimizer: Optimizer) -> Optimizer[State]:
         ):
             refuse(init, grads, opt_state, params)
         wide = tree.map(lambda grad, m: grad.to(m.dtype), grads, opt_state.master)
-        moved: tuple[Params, OptState] = update(wide, opt_state.inner, opt_state.master, *applied)
+        moved: tuple[Params, OptState] = update(
+            wide, opt_state.inner, opt_state.master, *applied
+        )
         return moved
 
-    def update(grads: Tree, opt_state: OptState, params: Params) -> tuple[Params, OptState]:
+    def update(
+        grads: Tree, opt_state: OptState, params: Params
+    ) -> tuple[Params, OptState]:
         master, inner = wide_update(optimizer.update, grads, opt_state, params)
-        rounded = tree.map(lambda param, m: m.to(param.dtype, copy=True), params, master)
+        rounded = tree.map(
+            lambda param, m: m.to(param.dtype, copy=True), params, master
+        )
         return rounded, MasterState(master, inner)
 
     def update_(
         grads: Tree, opt_state: OptState, params: Params, applied: Tensor | None
     ) -> tuple[Params, OptState]:
-        master, inner = wide_update(in_place(optimizer), grads, opt_state, params, applied)
+        master, inner = wide_update(
+            in_place(optimizer), grads, opt_state, params, applied
+        )
         assert rounding.update_ is not None
         params, _ = rounding.update_(master, (), params, applied)
         return params, MasterState(master, inner)
@@ -160,17 +168,26 @@ def ema(optimizer: Optimizer, decay: float | Tensor) -> Optimizer[State]:
 
         return formula
 
-    averaging = elementwise(Transform, AverageState, [decay], move_average, reads_params=False)
+    averaging = elementwise(
+        Transform, AverageState, [decay], move_average, reads_params=False
+    )
 
     def average_after(
-        update: Any, update_average: Any, grads: Tree, opt_state: Any, params: Params, *applied: Any
+        update: Any,
+        update_average: Any,
+        grads: Tree,
+        opt_state: Any,
+        params: Params,
+        *applied: Any,
     ) -> tuple[Params, OptState]:
         if not isinstance(opt_state, EmaState) or not flatten_alike(
             grads, params, opt_state.average
         ):
             refuse(init, grads, opt_state, params)
         moved, inner = update(grads, opt_state.inner, params, *applied)
-        _, state = update_average(moved, AverageState(opt_state.average), None, *applied)
+        _, state = update_average(
+            moved, AverageState(opt_state.average), None, *applied
+        )
         return moved, EmaState(state.average, inner)
 
     return Optimizer(

@@ -26,7 +26,9 @@ def shard(tree_: Tree, axis: Axis, dim: int = 0) -> Tree:
     """
     check_axis(axis)
     leaves, structure = tree.flatten(tree_)
-    return tree.unflatten(structure, [_cut(leaf, axis, dim) for leaf in pvary(leaves, axis)])
+    return tree.unflatten(
+        structure, [_cut(leaf, axis, dim) for leaf in pvary(leaves, axis)]
+    )
 
 
 def _cut(whole: Tensor, axis: Axis, dim: int) -> Tensor | Shard:
@@ -36,11 +38,15 @@ def _cut(whole: Tensor, axis: Axis, dim: int) -> Tensor | Shard:
     dim, place = made.dim, made.place
     if axis.own_programs:
         # A copy, so that nothing keeps the whole alive.
-        made.piece = whole.narrow(dim, *place.span).clone(memory_format=torch.contiguous_format)
+        made.piece = whole.narrow(dim, *place.span).clone(
+            memory_format=torch.contiguous_format
+        )
         return made
     filled = filled_up(whole, dim, place.length * axis.size)
     blocks = filled.unflatten(dim, (axis.size, place.length))
-    made.piece = blocks.index_select(dim, axis.index.reshape(1).to(whole.device)).squeeze(dim)
+    made.piece = blocks.index_select(
+        dim, axis.index.reshape(1).to(whole.device)
+    ).squeeze(dim)
     return made
 
 
@@ -66,5 +72,9 @@ def unshard(tree_: Tree) -> Tree:
     places = tree.spread(structure)
     if not places:
         return tree_
-    found = {at: place for at, place in enumerate(places) if place and place.holds(leaves[at])}
+    found = {
+        at: place
+        for at, place in enumerate(places)
+        if place and place.holds(leaves[at])
+    }
     return filled(tree_, leaves, found)

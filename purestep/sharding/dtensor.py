@@ -43,7 +43,9 @@ def to_dtensor(tree_: Tree) -> Tree:
         stride = torch.empty(shape, device="meta").stride()
         how: Any = {"run_check": False, "shape": shape, "stride": stride}
         placements = [tensor.Shard(place.dim)]
-        return tensor.DTensor.from_local(piece.detach(), place.axis.mesh, placements, **how)
+        return tensor.DTensor.from_local(
+            piece.detach(), place.axis.mesh, placements, **how
+        )
 
     leaves, structure = tree.flatten(tree_)
     places = tree.spread(structure) or [None] * len(leaves)

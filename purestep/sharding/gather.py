@@ -51,7 +51,9 @@ def per_backward(modes: ReverseModes) -> ReverseModes:
     return ReverseModes(*(partial(_with_backward, mode) for mode in modes))
 
 
-def _with_backward(mode: Reverse, inputs: Inputs, sums: Sums, ready: Ready | None) -> Beside:
+def _with_backward(
+    mode: Reverse, inputs: Inputs, sums: Sums, ready: Ready | None
+) -> Beside:
     beside = mode(inputs, sums, ready)
     if not beside.reached and any(
         place and place.axis.own_programs for place in tree.spread(inputs.structure)
@@ -60,12 +62,16 @@ def _with_backward(mode: Reverse, inputs: Inputs, sums: Sums, ready: Ready | Non
     return beside
 
 
-def _at_wholes(mode: Reverse, inputs: Inputs, sums: Sums, ready: Ready | None) -> Beside:
+def _at_wholes(
+    mode: Reverse, inputs: Inputs, sums: Sums, ready: Ready | None
+) -> Beside:
     places = tree.spread(inputs.structure)
     apart = {at: place for at, place in enumerate(places) if place}
     if not apart and inputs.microbatch is not JOIN:
         return mode(inputs, sums, ready)
-    params = filled(tree.unflatten(inputs.structure, inputs.leaves), inputs.leaves, apart)
+    params = filled(
+        tree.unflatten(inputs.structure, inputs.leaves), inputs.leaves, apart
+    )
     wholes, structure = tree.flatten(params)
     here = Sums([None] * len(wholes), sums.dtypes)
     taken, finish = scatter(wholes, sums.dtypes, apart)

@@ -44,7 +44,9 @@ class PureTrainer:
         self._axis: Any = ThreadAxis(ranks) if ranks > 1 else LocalAxis()
         made = [self.make(problem, self._axis) for _ in range(ranks)]
         self._steps = [step for _, _, step in made]
-        self._states: list[Any] = [(params, opt_state, None) for params, opt_state, _ in made]
+        self._states: list[Any] = [
+            (params, opt_state, None) for params, opt_state, _ in made
+        ]
 
     def update(self, group: Group) -> None:
         """One step on every rank."""
@@ -54,13 +56,20 @@ class PureTrainer:
 
         columns = self._steps, self._states, group
         threads = isinstance(self._axis, ThreadAxis)
-        self._states = self._axis.map(one)(*columns) if threads else [*map(one, *columns)]
+        self._states = (
+            self._axis.map(one)(*columns) if threads else [*map(one, *columns)]
+        )
 
     def observe(self) -> Sequence[Observation]:
         """The parameters, and the metrics."""
         names = ("loss", "grad_norm", "num_tokens")
-        told: list[Any] = [[getattr(it, name, None) for name in names] for *_, it in self._states]
-        return [Observation(it[0], *said) for it, said in zip(self._states, told, strict=True)]
+        told: list[Any] = [
+            [getattr(it, name, None) for name in names] for *_, it in self._states
+        ]
+        return [
+            Observation(it[0], *said)
+            for it, said in zip(self._states, told, strict=True)
+        ]
 
     def save(self) -> Any:
         """A copy of the state, since a step may be given it away."""
@@ -85,7 +94,9 @@ class RankProgram(Protocol):
 
 
 Prepare: TypeAlias = Callable[[nn.Module, Problem], tuple[Any, Any]] | None
-UpdateFn: TypeAlias = Callable[[Any, Any, Sequence[Batch], Problem], Mapping[str, Any] | None]
+UpdateFn: TypeAlias = Callable[
+    [Any, Any, Sequence[Batch], Problem], Mapping[str, Any] | None
+]
 """``update(model, optimizer, microbatches, problem)`` makes one update in place.
 
 It returns what it reports, by name, or None."""
@@ -106,12 +117,16 @@ class Loop:
         """A new module and a new optimizer."""
         module, self._problem = problem.module(), problem
         self._reported: dict[str, Any] = {}
-        prepare: Any = self._prepare or (lambda module, own: (module, own.optimizer(module)))
+        prepare: Any = self._prepare or (
+            lambda module, own: (module, own.optimizer(module))
+        )
         self._model, self._optimizer = prepare(module, problem)
 
     def update(self, microbatches: Sequence[Batch]) -> None:
         """One update in place."""
-        reported = self._update(self._model, self._optimizer, microbatches, self._problem)
+        reported = self._update(
+            self._model, self._optimizer, microbatches, self._problem
+        )
         self._reported = dict(reported or {})
 
     def observe(self) -> Observation:
@@ -176,11 +191,16 @@ class Processes:
     """
 
     def __init__(
-        self, make: Callable[[], RankProgram], abilities: Abilities, timeout: float = 60.0
+        self,
+        make: Callable[[], RankProgram],
+        abilities: Abilities,
+        timeout: float = 60.0,
     ) -> None:
         self.make, self.abilities, self._timeout = make, abilities, timeout
         self._worlds: dict[int, World] = {}
-        weakref.finalize(self, lambda worlds: [*map(World.stop, worlds.values())], self._worlds)
+        weakref.finalize(
+            self, lambda worlds: [*map(World.stop, worlds.values())], self._worlds
+        )
 
     def start(self, problem: Problem, ranks: int) -> None:
         """Begins anew, in processes that may have been there before."""

@@ -47,8 +47,14 @@ def bound(
     params, loss, norm, evaluation = of(problem, batches)
     moved = factor * (1 if abilities.sgd else AMPLIFIED)
     sizes = {name: moved * size for name, size in params.items()}
-    count = max((float(problem.weights(b).sum()) for b in batches if b is not None), default=0.0)
-    reports = {"loss": factor * loss, "grad_norm": factor * norm, "num_tokens": factor * count}
+    count = max(
+        (float(problem.weights(b).sum()) for b in batches if b is not None), default=0.0
+    )
+    reports = {
+        "loss": factor * loss,
+        "grad_norm": factor * norm,
+        "num_tokens": factor * count,
+    }
     return Bound(sizes, reports | {"evaluation": moved * evaluation})
 
 

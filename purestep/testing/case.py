@@ -59,30 +59,55 @@ class Case:
         first = self.first or Run([], "the equation")
         words = [f"{first.how} against {self.second.how}"]
         if isinstance(self.problem.model, Linear):
-            words += [f"start {name} {_said(p)}" for name, p in self.problem.params().items()]
-        words += [f"{name.replace('_', ' ')} {n}" for name, n in _numbers(self.problem).items()]
+            words += [
+                f"start {name} {_said(p)}" for name, p in self.problem.params().items()
+            ]
+        words += [
+            f"{name.replace('_', ' ')} {n}"
+            for name, n in _numbers(self.problem).items()
+        ]
         longer = max(first, self.second, key=lambda run: len(run.groups))
         for at, group in enumerate(longer.groups, 1):
-            batches = [[f"{k} {_said(x)}" for k, x in b.items()] for share in group for b in share]
-            words.append(f"update {at}: {' | '.join(map(', '.join, batches)) or 'nothing'}")
+            batches = [
+                [f"{k} {_said(x)}" for k, x in b.items()]
+                for share in group
+                for b in share
+            ]
+            words.append(
+                f"update {at}: {' | '.join(map(', '.join, batches)) or 'nothing'}"
+            )
         return "; ".join(words)
 
     def code(self) -> str:
         """The case as a program, for a ``trainer`` of yours."""
         model = self.problem.model
-        known = f"ps.testing.REGRESSION, {model!r}" if isinstance(model, Linear) else "task, model"
+        known = (
+            f"ps.testing.REGRESSION, {model!r}"
+            if isinstance(model, Linear)
+            else "task, model"
+        )
         numbers = ", ".join(f"{name}={n}" for name, n in _numbers(self.problem).items())
         lines = ["import torch", "import purestep as ps", ""]
         lines.append(f"problem = ps.testing.Problem({known}, {numbers})")
         one = "trainer" if self.first else "ps.testing.Specification()"
-        for trainer, run in ((one, self.first or self.second), ("trainer", self.second)):
+        for trainer, run in (
+            (one, self.first or self.second),
+            ("trainer", self.second),
+        ):
             start = f"it.start(problem, ranks={run.ranks})"
             lines += ["", f"it = {trainer}  # {run.how}"]
-            lines += [start] if run.setting is None else [f"it.use({run.setting!r})", start]
+            lines += (
+                [start] if run.setting is None else [f"it.use({run.setting!r})", start]
+            )
             lines += [_group(run.groups[0])] * isinstance(run.acts[0], str)
             for act in run.acts:
                 if act == "restart":
-                    lines += ["saved = it.save()", "it.update(group)", start, "it.load(saved)"]
+                    lines += [
+                        "saved = it.save()",
+                        "it.update(group)",
+                        start,
+                        "it.load(saved)",
+                    ]
                 elif isinstance(act, str):
                     lines += [LOOK if act == "look" else "it.save()"]
                 else:
@@ -100,7 +125,9 @@ class Case:
         kind = "whole" if all(w == int(w) for w in weights) else "fractions"
         kind = "0 and 1" if weights <= {0, 1} else kind
         numbers = sum(map(len, last)), self.second.ranks, len(self.second.groups), kind
-        return dict(zip(("microbatches", "ranks", "updates", "weights"), numbers, strict=True))
+        return dict(
+            zip(("microbatches", "ranks", "updates", "weights"), numbers, strict=True)
+        )
 
 
 def _numbers(problem: Problem) -> dict[str, float]:
@@ -119,7 +146,9 @@ def _group(group: Group) -> str:
 
 
 def _code(batch: Batch) -> str:
-    items = [f"{k!r}: torch.tensor({x.tolist()}, dtype={x.dtype})" for k, x in batch.items()]
+    items = [
+        f"{k!r}: torch.tensor({x.tolist()}, dtype={x.dtype})" for k, x in batch.items()
+    ]
     return re.sub(r"\b(nan|inf)\b", r'float("\1")', f"{{{', '.join(items)}}}")
 
 
@@ -144,7 +173,11 @@ def cause(error: BaseException) -> str:
     inner = re.split(r"\n\n(?:The above exception was|During handling of)", told)[0]
     *_, frame = FRAME.finditer(inner)
     said = " ".join(inner[frame.end() :].split())[:400]
-    then = "" if inner == told else f"; then {type(error).__name__}: {error}".split("\n")[0]
+    then = (
+        ""
+        if inner == told
+        else f"; then {type(error).__name__}: {error}".split("\n")[0]
+    )
     return f"{said} ({Path(frame[1]).name}:{frame[2]}, in {frame[3]}){then}"
 
 
@@ -161,10 +194,14 @@ def outcome(trainer: Trainer, problem: Problem, run: Run) -> Sequence[Observatio
     known, dtype = [*problem.params()], trainer.abilities.dtype
     for each in seen:
         if {*each.params} != {*known}:
-            raise ValueError(f"observe() has the names {[*each.params]}, the problem {known}")
+            raise ValueError(
+                f"observe() has the names {[*each.params]}, the problem {known}"
+            )
         if other := [p.dtype for p in each.params.values() if p.dtype != dtype]:
             how = f"declare Abilities(dtype={other[0]}), or compute in {dtype}"
-            raise RefusalError(f"its parameters are {other[0]}, its abilities say {dtype}: {how}")
+            raise RefusalError(
+                f"its parameters are {other[0]}, its abilities say {dtype}: {how}"
+            )
     return [each._replace(changed=[*(each.changed or ()), *changed]) for each in seen]
 
 
@@ -190,8 +227,12 @@ def _after(trainer: Any, problem: Problem, run: Run, watch: Watch) -> list[Obser
         else:
             group = act
             watch.call(trainer.update, group)
-    if not problem.task.vocabulary:  # Rows that no update has seen, with the same mean loss.
-        group = [[{key: _twice(x) for key, x in b.items()} for b in share] for share in group]
+    if (
+        not problem.task.vocabulary
+    ):  # Rows that no update has seen, with the same mean loss.
+        group = [
+            [{key: _twice(x) for key, x in b.items()} for b in share] for share in group
+        ]
     return look(group)
 
 
@@ -207,9 +248,13 @@ def agree(trainer: Trainer, case: Case) -> bool:
     problem = case.problem
     # The first run has no more in it than has to be computed.
     wholes = [_whole(group) for group in (case.first or case.second).groups]
-    tokens = sum(problem.weights(b).numel() for g in case.second.groups for s in g for b in s)
+    tokens = sum(
+        problem.weights(b).numel() for g in case.second.groups for s in g for b in s
+    )
     allowed = bound(problem, wholes, tokens, trainer.abilities)
-    first = outcome(trainer if case.first else Specification(), problem, case.first or case.second)
+    first = outcome(
+        trainer if case.first else Specification(), problem, case.first or case.second
+    )
     expected, last = first[0], wholes[-1]
     if expected.evaluation is not None and last and "key" in last:
         # Nothing is dropped in evaluation.
@@ -223,14 +268,29 @@ def agree(trainer: Trainer, case: Case) -> bool:
             on = f" on rank {rank}" if len(seen) > 1 else ""
             for name, want in expected.params.items():
                 start = problem.params()[name]
-                _close(case, name + on, each.params[name], want, allowed.params[name], start)
+                _close(
+                    case,
+                    name + on,
+                    each.params[name],
+                    want,
+                    allowed.params[name],
+                    start,
+                )
             for name in case.reports:
                 have, want = getattr(each, name), getattr(expected, name)
                 if have is not None and want is not None:
                     factor = scale if name == "num_tokens" else 1.0
-                    _close(case, name + on, have, factor * want, factor * allowed.reports[name])
+                    _close(
+                        case,
+                        name + on,
+                        have,
+                        factor * want,
+                        factor * allowed.reports[name],
+                    )
     params = expected.params.items()
-    return all(bool(same(each.params[name], p).all()) for each in second for name, p in params)
+    return all(
+        bool(same(each.params[name], p).all()) for each in second for name, p in params
+    )
 
 
 def _whole(group: Group) -> Batch | None:
@@ -238,10 +298,17 @@ def _whole(group: Group) -> Batch | None:
 
 
 def _close(
-    case: Case, what: str, have: Any, want: Any, allowed: float, start: Tensor | float = 0.0
+    case: Case,
+    what: str,
+    have: Any,
+    want: Any,
+    allowed: float,
+    start: Tensor | float = 0.0,
 ) -> None:
     """Each of the two may be off by the bound."""
-    have, want = (torch.as_tensor(x, dtype=torch.float64).detach() for x in (have, want))
+    have, want = (
+        torch.as_tensor(x, dtype=torch.float64).detach() for x in (have, want)
+    )
     error = float(torch.where(same(have, want), 0, have - want).norm())
     if not error <= 2 * allowed:
         moved = float((want - start).norm())

@@ -15,7 +15,15 @@ from purestep.testing.case import Act, Case, DisagreementError, Run, agree, outc
 from purestep.testing.draws import Draw
 from purestep.testing.problem import Batch
 from purestep.testing.trainer import Abilities, Group, Resumable, Switchable
-from purestep.testing.writing import KINDS, Layout, Part, microbatches, padded, problem_of, written
+from purestep.testing.writing import (
+    KINDS,
+    Layout,
+    Part,
+    microbatches,
+    padded,
+    problem_of,
+    written,
+)
 
 LAWS: dict[str, "TrainerLaw"] = {}
 """The laws, by their names."""
@@ -57,11 +65,18 @@ def _batch(draw: Draw, abilities: Abilities, **more: Any) -> Batch:
 
 
 def _updates(
-    draw: Draw, abilities: Abilities, numbers: range, size: int = 1, *, keyed: bool = False
+    draw: Draw,
+    abilities: Abilities,
+    numbers: range,
+    size: int = 1,
+    *,
+    keyed: bool = False,
 ) -> list[Group]:
     """Small updates on so many ranks; of a model that is no polynomial, as few as possible."""
 
-    small = partial(_batch, abilities=abilities, most_rows=2, most_length=3, keyed=keyed)
+    small = partial(
+        _batch, abilities=abilities, most_rows=2, most_length=3, keyed=keyed
+    )
     return [
         [[small(each) for _ in range(number)] for _ in range(size)]
         for each in draw.many(numbers if abilities.task.model is None else numbers[:1])
@@ -86,20 +101,29 @@ def _written_twice(
     batch, cut = microbatches(draw, abilities, parts, part, keyed=keyed)
     first: Any = [[] for _ in range(size)]
     for at, rows in enumerate(cut):
-        owner = parts[at].one(range(size)) if abilities.uneven else at * size // len(cut)
+        owner = (
+            parts[at].one(range(size)) if abilities.uneven else at * size // len(cut)
+        )
         first[owner].append(Part(rows))
     second, every = first, [*range(len(task.weights(batch)))]
     if change == "order":
-        second = [[Part(draw.order(p.rows)) for p in draw.order(s)] for s in draw.order(first)]
+        second = [
+            [Part(draw.order(p.rows)) for p in draw.order(s)] for s in draw.order(first)
+        ]
         if second == first:
-            second = [[Part(part.rows[::-1]) for part in share[::-1]] for share in first[::-1]]
+            second = [
+                [Part(part.rows[::-1]) for part in share[::-1]] for share in first[::-1]
+            ]
     if change in ("cut", "all"):
         first = [[Part(every)]]
     elif change == "ranks":
         first = [[Part(rows) for rows in cut]]
     if change == "all":
         order = draw.order(every)
-        second = [[Part([order[row] for row in part.rows]) for part in share] for share in second]
+        second = [
+            [Part([order[row] for row in part.rows]) for part in share]
+            for share in second
+        ]
     if change in ("padding", "all"):
         inside, length = not (keyed or task.vocabulary), task.weights(batch).shape[1]
         second = padded(draw, second, length, inside=inside, added=abilities.uneven)
@@ -111,18 +135,32 @@ def _written_twice(
     joined = [[share * 2 if len(share) == 1 else share] for share in shares]
 
     def run(layout: Layout) -> Run:
-        on = [f" on rank {rank}" if len(layout) > 1 else "" for rank in range(len(layout))]
-        words = [f"rows {' | '.join(map(str, share))}" if share else "nothing" for share in layout]
+        on = [
+            f" on rank {rank}" if len(layout) > 1 else "" for rank in range(len(layout))
+        ]
+        words = [
+            f"rows {' | '.join(map(str, share))}" if share else "nothing"
+            for share in layout
+        ]
         own = layout is second or change in ("order", "padding") or not before
         how = "; ".join(map("".join, zip(words, on, strict=True)))
-        how += "" if own else ", after updates whose single microbatches are given twice"
-        return Run([*(before if own else joined), written(batch, task, layout)], how, len(layout))
+        how += (
+            "" if own else ", after updates whose single microbatches are given twice"
+        )
+        return Run(
+            [*(before if own else joined), written(batch, task, layout)],
+            how,
+            len(layout),
+        )
 
     one, other = run(first), run(second)
     if change == "look":
         # Bits after a restart are T16's.
         more = ["restart"] * (part != "bits" and isinstance(trainer, Resumable))
-        looks: list[Any] = ["look", *(each for act in other.acts for each in (act, "look", *more))]
+        looks: list[Any] = [
+            "look",
+            *(each for act in other.acts for each in (act, "look", *more)),
+        ]
         other = other._replace(acts=looks, how="the same again, and looked at")
     elif change == "setting":
         one, other = (
@@ -132,13 +170,20 @@ def _written_twice(
     return Case(problem, one, other, part=part)
 
 
-@TrainerLaw("T0", "equation", lambda it: it.abilities.sgd, "its update is not plain SGD")
+@TrainerLaw(
+    "T0", "equation", lambda it: it.abilities.sgd, "its update is not plain SGD"
+)
 def _equation(draw: Draw, trainer: Any, part: str) -> Case:
     """An update on one microbatch is a step of SGD by the gradient of Σ wᵢ ℓᵢ / Σ wᵢ."""
     abilities = trainer.abilities
-    groups = [*_updates(draw, abilities, range(6)), [[_batch(draw, abilities, most_rows=8)]]]
+    groups = [
+        *_updates(draw, abilities, range(6)),
+        [[_batch(draw, abilities, most_rows=8)]],
+    ]
     acts = [[share[:1] for share in group] for group in groups]
-    return Case(problem_of(draw, abilities), None, Run(acts, "one microbatch in each update"))
+    return Case(
+        problem_of(draw, abilities), None, Run(acts, "one microbatch in each update")
+    )
 
 
 def _is_cut(trainer: Any) -> bool:
@@ -178,17 +223,28 @@ def _weights(draw: Draw, trainer: Any, part: str) -> Case:
     """Scaling all weights changes nothing; a token of weight k counts as the token k times."""
     abilities, scale = trainer.abilities, 1.0
     if draw.one([False, True]) and abilities.weights == "any":
-        batch, scale = _batch(draw, abilities), draw.one([2.0, 0.5, 4.0, 0.25, 16.0, 0.0625])
+        batch, scale = (
+            _batch(draw, abilities),
+            draw.one([2.0, 0.5, 4.0, 0.25, 16.0, 0.0625]),
+        )
         other, how = {**batch, "w": batch["w"] * scale}, f"the weights times {scale}"
     else:
         whole = abilities._replace(weights="whole")
-        batch, how = _batch(draw, whole, most_rows=2, most_length=2), "each token weight times"
+        batch, how = (
+            _batch(draw, whole, most_rows=2, most_length=2),
+            "each token weight times",
+        )
         times = batch["w"]
         times[0, 0] += 1 + (times[0, 0] == 0)  # Once is no change.
         repeated = partial(torch.repeat_interleave, repeats=times.flatten(), dim=0)
-        other = {key: repeated(x.flatten(0, 1)).unsqueeze(1) for key, x in batch.items()}
+        other = {
+            key: repeated(x.flatten(0, 1)).unsqueeze(1) for key, x in batch.items()
+        }
         other["w"] = torch.ones_like(other["w"])
-    first, second = Run([[[batch]]], "one microbatch of all rows"), Run([[[other]]], how)
+    first, second = (
+        Run([[[batch]]], "one microbatch of all rows"),
+        Run([[[other]]], how),
+    )
     return Case(problem_of(draw, abilities), first, second, scale=scale)
 
 
@@ -196,11 +252,15 @@ def _pure(trainer: Any, case: Case) -> bool:
     """The same bits twice; or what is beside the trainer is as it was."""
     if case.part == "bits":
         if not agree(trainer, case):
-            raise DisagreementError(case, "the same run twice gives different bits", 0.0)
+            raise DisagreementError(
+                case, "the same run twice gives different bits", 0.0
+            )
         return True
     for rank, seen in enumerate(outcome(trainer, case.problem, case.second)):
         for what in (what for part, what in seen.changed if part == case.part):
-            raise DisagreementError(case, f"{what} is not as it was on rank {rank}", 1.0)
+            raise DisagreementError(
+                case, f"{what} is not as it was on rank {rank}", 1.0
+            )
     return True
 
 
@@ -208,7 +268,9 @@ def _pure(trainer: Any, case: Case) -> bool:
 def _purity(draw: Draw, trainer: Any, part: str) -> Case:
     """The same start and data give the same bits; data and global state stay as they were."""
     if part != "bits" and trainer.abilities.skips and draw.one([False, True]):
-        return replace(_interrupted(draw, trainer, None, _dropout(draw, trainer)), part=part)
+        return replace(
+            _interrupted(draw, trainer, None, _dropout(draw, trainer)), part=part
+        )
     return _written_twice(draw, trainer, "look", part, _dropout(draw, trainer))
 
 
@@ -216,7 +278,9 @@ def _dropout(draw: Draw, trainer: Any) -> float:
     return draw.one([0.0, 0.5]) if trainer.abilities.dropout else 0.0
 
 
-def _interrupted(draw: Draw, trainer: Any, act: Act | None = None, dropout: float = 0.0) -> Case:
+def _interrupted(
+    draw: Draw, trainer: Any, act: Act | None = None, dropout: float = 0.0
+) -> Case:
     """Updates, and the same with something between them that makes no difference."""
     abilities = trainer.abilities
     size = draw.one(range(1, abilities.ranks + 1))
@@ -225,7 +289,9 @@ def _interrupted(draw: Draw, trainer: Any, act: Act | None = None, dropout: floa
     how = "saved and put back" if act == "restart" else "saved"
     if act is None and abilities.skips and "y" in batch and draw.one([False, True]):
         spoilt, at = {**batch, "y": batch["y"].clone()}, draw.one(range(size))
-        spoilt["y"][tuple(batch["w"].nonzero()[0])] = draw.one([float("nan"), float("inf")])
+        spoilt["y"][tuple(batch["w"].nonzero()[0])] = draw.one(
+            [float("nan"), float("inf")]
+        )
         more = draw.one([[], [batch]])
         act = [[spoilt if rank == at else batch, *more] for rank in range(size)]
         how = f"with a target that is not finite on rank {at} of {size}"
@@ -234,7 +300,9 @@ def _interrupted(draw: Draw, trainer: Any, act: Act | None = None, dropout: floa
         counts = counts if abilities.uneven else counts[:1] * size
         act = written(batch, abilities.task, [[Part([-1])] * count for count in counts])
         how = f"with {counts} microbatches without tokens on the ranks"
-    places = sorted(each.one(range(len(updates), -1, -1)) for each in draw.many(range(1, 3)))
+    places = sorted(
+        each.one(range(len(updates), -1, -1)) for each in draw.many(range(1, 3))
+    )
     acts: list[Act] = [*updates]
     for place in reversed(places):
         acts.insert(place, act)
@@ -256,16 +324,22 @@ def _repartition(draw: Draw, trainer: Any, part: str) -> Case:
     return _written_twice(draw, trainer, "all")
 
 
-@TrainerLaw("T15", "randomness", lambda it: it.abilities.dropout, "its model drops nothing")
+@TrainerLaw(
+    "T15", "randomness", lambda it: it.abilities.dropout, "its model drops nothing"
+)
 def _randomness(draw: Draw, trainer: Any, part: str) -> Case:
     """Cut, ranks, order and padding change nothing where elements are dropped, either."""
     return _written_twice(draw, trainer, "all", dropout=0.5)
 
 
-@TrainerLaw("T16", "resume", lambda it: isinstance(it, Resumable), "it cannot be saved here")
+@TrainerLaw(
+    "T16", "resume", lambda it: isinstance(it, Resumable), "it cannot be saved here"
+)
 def _resume(draw: Draw, trainer: Any, part: str) -> Case:
     """Saving, starting anew, loading and going on is never having stopped."""
-    return _interrupted(draw, trainer, draw.one(["restart", "save"]), _dropout(draw, trainer))
+    return _interrupted(
+        draw, trainer, draw.one(["restart", "save"]), _dropout(draw, trainer)
+    )
 
 
 @TrainerLaw("T17", "settings", lambda it: isinstance(it, Switchable), "it has one way")

@@ -35,7 +35,10 @@ class Draw:
     def many(self, numbers: Sequence[int]) -> list[Draw]:
         """One of these numbers of draws, each with choices beside the others'."""
         scope = (*self.scope, self.count)
-        return [replace(self, scope=(*scope, at), count=0) for at in range(self.one(numbers))]
+        return [
+            replace(self, scope=(*scope, at), count=0)
+            for at in range(self.one(numbers))
+        ]
 
     def order(self, items: Sequence[T]) -> list[T]:
         """The items in any order."""
@@ -44,7 +47,11 @@ class Draw:
 
 
 def counterexample(
-    case: Callable[[Draw], Any], claim: Callable[[Any], Any], most: int, shrink: int, seed: object
+    case: Callable[[Draw], Any],
+    claim: Callable[[Any], Any],
+    most: int,
+    shrink: int,
+    seed: object,
 ) -> AssertionError | None:
     """What the claim says of the smallest case found in which it fails; None: it held in all.
 
@@ -81,7 +88,9 @@ def counterexample(
     while before != draw.used:
         before = draw.used
         for change in _changes(before):
-            made = {place: option for place, option in change(draw.used).items() if option}
+            made = {
+                place: option for place, option in change(draw.used).items() if option
+            }
             if made not in seen and len(seen) < shrink:
                 seen.append(made)
                 if smaller := broken(other := Draw(made)):
@@ -93,7 +102,11 @@ def _changes(used: Made) -> list[Callable[[Made], Made]]:
     """What makes choices simpler: one draw of many left out, or made the simplest; one choice."""
     scopes = {place[:end] for place in used for end in range(2, len(place), 2)}
     large = sorted(scopes, key=lambda scope: (len(scope), [-at for at in scope]))
-    lower: list[Callable[[int], int]] = [lambda at: 0, lambda at: at // 2, lambda at: at - 1]
+    lower: list[Callable[[int], int]] = [
+        lambda at: 0,
+        lambda at: at // 2,
+        lambda at: at - 1,
+    ]
     return [
         *[partial(_without, scope) for scope in large],
         *[partial(_simplest, scope) for scope in large],

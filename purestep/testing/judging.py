@@ -46,7 +46,9 @@ class Verdict(NamedTuple):
         if self.finding == "not asked":
             return f"{law}: not asked, {self.why}"
         if self.finding != "holds":
-            said = [f"{finding} for {', '.join(names)}" for finding, names in parts.items()]
+            said = [
+                f"{finding} for {', '.join(names)}" for finding, names in parts.items()
+            ]
             return f"{law}: {', '.join(said) or self.finding}. {self.why}"
         spans = [
             f"{what} {'-'.join(dict.fromkeys([str(min(numbers)), str(max(numbers))]))}"
@@ -54,11 +56,18 @@ class Verdict(NamedTuple):
             if what != "weights"
         ]
         bits = "all" if self.to_the_bit == self.cases else f"{self.to_the_bit}"
-        return f"{law}: holds in {self.cases} cases, {bits} to the bit; {', '.join(spans)}"
+        return (
+            f"{law}: holds in {self.cases} cases, {bits} to the bit; {', '.join(spans)}"
+        )
 
 
 def judge(
-    trainer: Trainer, laws: Names = LAWS, *, cases: int = 100, shrink: int = 200, seed: Seed = 0
+    trainer: Trainer,
+    laws: Names = LAWS,
+    *,
+    cases: int = 100,
+    shrink: int = 200,
+    seed: Seed = 0,
 ) -> list[Verdict]:
     """A verdict for each law. A law says "refuses" only where no number is wrong.
 
@@ -94,7 +103,9 @@ def check(trainer: Trainer, laws: Names = LAWS, **how: Any) -> None:
             raise AssertionError(report(verdict))
 
 
-def laws(make: Callable[[], Trainer], laws: Names = LAWS, **how: Any) -> Callable[[str], None]:
+def laws(
+    make: Callable[[], Trainer], laws: Names = LAWS, **how: Any
+) -> Callable[[str], None]:
     """A test for pytest, once for each law: ``test_my_trainer = ps.testing.laws(make_trainer)``.
 
     A law that asks for more than the trainer's abilities is skipped, with the reason. ``how`` is
@@ -102,7 +113,9 @@ def laws(make: Callable[[], Trainer], laws: Names = LAWS, **how: Any) -> Callabl
     """
     import pytest
 
-    @pytest.mark.parametrize("law", [*laws], ids=[f"{name}_{_law(name).title}" for name in laws])
+    @pytest.mark.parametrize(
+        "law", [*laws], ids=[f"{name}_{_law(name).title}" for name in laws]
+    )
     def test(law: str) -> None:
         trainer = make()
         if missing := LAWS[law].missing(trainer):
@@ -112,23 +125,35 @@ def laws(make: Callable[[], Trainer], laws: Names = LAWS, **how: Any) -> Callabl
     return test
 
 
-def _verdict(trainer: Trainer, law: TrainerLaw, cases: int, shrink: int, seed: int) -> Verdict:
+def _verdict(
+    trainer: Trainer, law: TrainerLaw, cases: int, shrink: int, seed: int
+) -> Verdict:
     if isinstance(trainer, type) or not hasattr(trainer, "abilities"):
         raise TypeError(
             f"{trainer!r} is no trainer: make one by ps.testing.loop(update) of a loop, by "
             "ps.testing.PureTrainer(make, abilities) of a pure step, or by calling the class"
         )
-    dtypes = [torch.float64, torch.float32] if trainer.abilities.sgd else [torch.float64]
+    dtypes = (
+        [torch.float64, torch.float32] if trainer.abilities.sgd else [torch.float64]
+    )
     if (dtype := trainer.abilities.dtype) not in dtypes:
-        raise ValueError(f"{dtype} rounds so much that errors could hide in it: judge in {dtypes}")
+        raise ValueError(
+            f"{dtype} rounds so much that errors could hide in it: judge in {dtypes}"
+        )
     if missing := law.missing(trainer):
         return Verdict(law, "not asked", why=missing)
     most = -(-cases // len(law.parts))
-    found = {part: _of_part(trainer, law, part, most, shrink, seed) for part in law.parts}
+    found = {
+        part: _of_part(trainer, law, part, most, shrink, seed) for part in law.parts
+    }
     worst = max(found.values(), key=lambda verdict: SEVERITY.index(verdict.finding))
     counts = [verdict.coverage for verdict in found.values()]
-    coverage = {at: sum((count[at] for count in counts), Counter()) for at in worst.coverage}
-    cases, bits = (sum(getattr(v, at) for v in found.values()) for at in ("cases", "to_the_bit"))
+    coverage = {
+        at: sum((count[at] for count in counts), Counter()) for at in worst.coverage
+    }
+    cases, bits = (
+        sum(getattr(v, at) for v in found.values()) for at in ("cases", "to_the_bit")
+    )
     parts = found if len(found) > 1 else {}
     return worst._replace(cases=cases, to_the_bit=bits, parts=parts, coverage=coverage)
 
@@ -152,7 +177,11 @@ def _of_part(
             raise
 
     broken: Any = counterexample(
-        lambda draw: law.cases(draw, trainer, part), claim, cases, shrink, (law.name, part, seed)
+        lambda draw: law.cases(draw, trainer, part),
+        claim,
+        cases,
+        shrink,
+        (law.name, part, seed),
     )
     counts = {at: Counter(each[at] for each in tried) for at in (tried or [{}])[0]}
     verdict = Verdict(law, "holds", len(held), sum(held), coverage=counts)

@@ -80,7 +80,11 @@ class Linear(nn.Module):
     """x · weight + bias for each token; in training with dropout of elements of x."""
 
     def __init__(
-        self, weight: Sequence[float], bias: float, dtype: torch.dtype, dropout: float = 0.0
+        self,
+        weight: Sequence[float],
+        bias: float,
+        dtype: torch.dtype,
+        dropout: float = 0.0,
     ) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.tensor(weight, dtype=dtype))
@@ -89,7 +93,10 @@ class Linear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x is ``(rows, length, features)``, the predictions ``(rows, length)``."""
-        return nn.functional.dropout(x, self.dropout, self.training) @ self.weight + self.bias
+        return (
+            nn.functional.dropout(x, self.dropout, self.training) @ self.weight
+            + self.bias
+        )
 
     def __repr__(self) -> str:
         dropout = f", dropout={self.dropout}" if self.dropout else ""
@@ -128,11 +135,15 @@ def causal_lm(model: nn.Module) -> Task:
     ignored = {"input_ids": 0, "attention_mask": 0, "labels": -100, "key": 0}
     embeddings: Any = model.get_submodule("")
     vocabulary = int(embeddings.get_input_embeddings().weight.shape[0])
-    return Task("next tokens", _next_tokens, _counted, ignored, roundings, model, vocabulary)
+    return Task(
+        "next tokens", _next_tokens, _counted, ignored, roundings, model, vocabulary
+    )
 
 
 def _next_tokens(model: Callable[..., Any], batch: Batch) -> Tensor:
-    logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
+    logits = model(
+        input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]
+    ).logits
     each = nn.functional.cross_entropy(
         logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten(), reduction="none"
     )

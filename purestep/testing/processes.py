@@ -36,7 +36,9 @@ class World:
         strict: whether a warning in a rank is an error.
     """
 
-    def __init__(self, size: int, timeout: float = 60.0, *, strict: bool = True) -> None:
+    def __init__(
+        self, size: int, timeout: float = 60.0, *, strict: bool = True
+    ) -> None:
         self.size, self.timeout, self.strict = size, timeout, strict
 
     def __enter__(self) -> World:
@@ -76,9 +78,13 @@ class World:
         results: list[Any] = []
         for rank, connection in enumerate(self._connections):
             if not connection.poll(max(0.0, until - time.monotonic())):
-                results += [self._answer(r) for r, c in enumerate(self._connections) if c.poll()]
+                results += [
+                    self._answer(r) for r, c in enumerate(self._connections) if c.poll()
+                ]
                 self.stop()
-                raise TimeoutError(f"rank {rank} is silent after {self.timeout} s; said: {results}")
+                raise TimeoutError(
+                    f"rank {rank} is silent after {self.timeout} s; said: {results}"
+                )
             results.append(self._answer(rank))
         return results
 
@@ -106,15 +112,21 @@ class World:
 
 def values(results: Sequence[Any]) -> list[Any]:
     """The results of ranks of which none may have failed."""
-    failed = {at: each for at, each in enumerate(results) if isinstance(each, BaseException)}
+    failed = {
+        at: each for at, each in enumerate(results) if isinstance(each, BaseException)
+    }
     for error in failed.values():
         raise AssertionError(f"ranks failed: {failed}") from error
     return list(results)
 
 
-def _serve(rank: int, size: int, store: str, connection: Connection, strict: bool) -> None:
+def _serve(
+    rank: int, size: int, store: str, connection: Connection, strict: bool
+) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=size
+    )
     while True:
         function, args = pickle.loads(connection.recv_bytes())
         try:
@@ -122,7 +134,9 @@ def _serve(rank: int, size: int, store: str, connection: Connection, strict: boo
                 warnings.simplefilter("error" if strict else "default")
                 # Of torch itself, as in pyproject.toml.
                 warnings.filterwarnings("ignore", "`torch.jit.script")
-                warnings.filterwarnings("ignore", "Guards may run slower on Python 3.13.0")
+                warnings.filterwarnings(
+                    "ignore", "Guards may run slower on Python 3.13.0"
+                )
                 answer = function(rank, *args)
         except Exception as error:
             error.add_note(f"on rank {rank}:\n{traceback.format_exc()}")

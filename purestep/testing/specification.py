@@ -11,7 +11,11 @@ from purestep.testing.trainer import Abilities, Group, Observation
 
 
 def spec(
-    loss_fn: Callable[..., Any], update: Callable[..., Any], params: Any, opt_state: Any, batch: Any
+    loss_fn: Callable[..., Any],
+    update: Callable[..., Any],
+    params: Any,
+    opt_state: Any,
+    batch: Any,
 ) -> Any:
     """One step on a batch with the weights ``batch["w"]``: ``(params, opt_state), grads, loss``."""
     weights = batch["w"].to(torch.float64)
@@ -32,8 +36,12 @@ class Specification:
     def start(self, problem: Problem, ranks: int) -> None:
         """Begins anew."""
         self.problem, self._module = problem, problem.module().to(torch.float64).eval()
-        self.params = {name: p.to(torch.float64) for name, p in problem.params().items()}
-        self._moments: Params = {name: torch.zeros_like(p) for name, p in self.params.items()}
+        self.params = {
+            name: p.to(torch.float64) for name, p in problem.params().items()
+        }
+        self._moments: Params = {
+            name: torch.zeros_like(p) for name, p in self.params.items()
+        }
         self._reported: dict[str, Any] = {}
 
     def update(self, group: Group) -> None:
@@ -45,8 +53,14 @@ class Specification:
         weighted = {**batch, "w": self.problem.weights(batch)}
         after = spec(self._losses, self._sgd, self.params, self._moments, weighted)
         (self.params, self._moments), grads, loss = after
-        norm = torch.stack([grad.square().sum() for grad in grads.values()]).sum().sqrt()
-        self._reported = {"loss": loss, "grad_norm": norm, "num_tokens": weighted["w"].sum()}
+        norm = (
+            torch.stack([grad.square().sum() for grad in grads.values()]).sum().sqrt()
+        )
+        self._reported = {
+            "loss": loss,
+            "grad_norm": norm,
+            "num_tokens": weighted["w"].sum(),
+        }
 
     def _losses(self, params: Params, batch: Batch) -> Tensor:
         def model(*args: Any, **kwargs: Any) -> Any:
@@ -54,10 +68,17 @@ class Specification:
 
         return self.problem.losses(model, batch)
 
-    def _sgd(self, grads: Params, moments: Params, params: Params) -> tuple[Params, Params]:
+    def _sgd(
+        self, grads: Params, moments: Params, params: Params
+    ) -> tuple[Params, Params]:
         rate, momentum = self.problem.learning_rate, self.problem.momentum
-        grads = {name: grads[name] + self.problem.weight_decay * p for name, p in params.items()}
-        moments = {name: momentum * moments[name] + grad for name, grad in grads.items()}
+        grads = {
+            name: grads[name] + self.problem.weight_decay * p
+            for name, p in params.items()
+        }
+        moments = {
+            name: momentum * moments[name] + grad for name, grad in grads.items()
+        }
         return {name: p - rate * moments[name] for name, p in params.items()}, moments
 
     def observe(self) -> Sequence[Observation]:
@@ -76,7 +97,9 @@ def together(parts: Sequence[Batch]) -> Batch | None:
     if not parts:
         return None
     keys = parts[0]
-    longest = max(part[key].shape[1] for part in parts for key in keys if part[key].ndim > 1)
+    longest = max(
+        part[key].shape[1] for part in parts for key in keys if part[key].ndim > 1
+    )
 
     def filled(key: str, x: Tensor) -> Tensor:
         if x.ndim == 1:

@@ -43,7 +43,9 @@ class ThreadAxis(Ranks):
 
     def __init__(self, size: int, *, bucket_bytes: int = BUCKET_BYTES) -> None:
         if not isinstance(size, int) or size < 1:
-            raise ValueError(f"ThreadAxis({size=}): an axis has a whole number of ranks, from 1")
+            raise ValueError(
+                f"ThreadAxis({size=}): an axis has a whole number of ranks, from 1"
+            )
         super().__init__(bucket_bytes)
         self.size = size
         self._world = _World(size)
@@ -83,11 +85,18 @@ class ThreadAxis(Ranks):
         """
         ranks = torch.arange(self.size)
         if ranks.numel() != torch.Size(sizes).numel() or min(sizes, default=0) < 1:
-            raise ValueError(f"{self}.split{sizes}: the sizes must multiply to {self.size}")
+            raise ValueError(
+                f"{self}.split{sizes}: the sizes must multiply to {self.size}"
+            )
         grid, parts = ranks.view(sizes), []
         for dim, size in enumerate(sizes):
-            lines = [tuple(line) for line in grid.movedim(dim, -1).reshape(-1, size).tolist()]
-            groups = [next(line for line in lines if rank in line) for rank in range(self.size)]
+            lines = [
+                tuple(line) for line in grid.movedim(dim, -1).reshape(-1, size).tolist()
+            ]
+            groups = [
+                next(line for line in lines if rank in line)
+                for rank in range(self.size)
+            ]
             parts.append(self._part(groups, f"{self}.split{sizes}[{dim}]"))
         return tuple(parts)
 
@@ -106,7 +115,9 @@ class ThreadAxis(Ranks):
 
         def mapped(*args: Sequence[Any]) -> list[Any]:
             if self._name != f"ThreadAxis({self._world.size})":
-                raise ValueError(f"{self} is a part of a world: map over the axis that was split")
+                raise ValueError(
+                    f"{self} is a part of a world: map over the axis that was split"
+                )
             if transformed() or self._world.is_running:
                 raise RuntimeError(
                     f"{self}.map starts threads, which no transform and no other map reaches into: "
@@ -118,7 +129,9 @@ class ThreadAxis(Ranks):
                         f"argument {position} has {len(arg)} entries, but {self} takes one for "
                         "each rank"
                     )
-            return self._world.run(fn, list(zip(*args, strict=True)) or [()] * self.size)
+            return self._world.run(
+                fn, list(zip(*args, strict=True)) or [()] * self.size
+            )
 
         return mapped
 
@@ -136,7 +149,9 @@ class ThreadAxis(Ranks):
         assert isinstance(inner, ThreadAxis)
         at = [inner._groups[rank].index(rank) for rank in range(self._world.size)]
         pairs = enumerate(self._groups)
-        groups = [tuple(one for one in group if at[one] == at[rank]) for rank, group in pairs]
+        groups = [
+            tuple(one for one in group if at[one] == at[rank]) for rank, group in pairs
+        ]
         return self._part(groups, f"{self} across {inner}")
 
     def gather_object(self, value: Any) -> list[Any]:
@@ -189,7 +204,9 @@ class _World:
         """The run that the calling thread takes part in, and its number there."""
         place: tuple[_Run, int] | None = getattr(self._local, "place", None)
         if place is None:
-            raise RuntimeError(f"{axis} has ranks only while it maps: axis.map(fn)(...)")
+            raise RuntimeError(
+                f"{axis} has ranks only while it maps: axis.map(fn)(...)"
+            )
         return place
 
     def run(self, fn: Callable[..., Any], args: list[tuple[Any, ...]]) -> list[Any]:
@@ -209,14 +226,18 @@ class _World:
             run.end(rank, end)
 
         ranks = range(self.size)
-        threads = [threading.Thread(target=thread, args=(rank,), daemon=True) for rank in ranks]
+        threads = [
+            threading.Thread(target=thread, args=(rank,), daemon=True) for rank in ranks
+        ]
         for one in threads:
             one.start()
         for one in threads:
             one.join()
         if not errors:
             return results
-        first = min(errors, key=lambda rank: (isinstance(errors[rank], RankError), rank))
+        first = min(
+            errors, key=lambda rank: (isinstance(errors[rank], RankError), rank)
+        )
         errors[first].add_note(f"raised by rank {first} of {self.size}")
         try:
             raise errors[first]
@@ -294,7 +315,9 @@ class _Run:
     def _refuse_the_impossible(self) -> None:
         """Errors for the ranks that wait for what will not come."""
         pairs = self._waiting.items()
-        waiting = [its for rank, its in pairs if rank not in {*its.results, *its.errors}]
+        waiting = [
+            its for rank, its in pairs if rank not in {*its.results, *its.errors}
+        ]
         none_computes = len(waiting) + len(self._ended) == self._size
         for meeting in waiting:
             missing = {*next(iter(meeting.calls.values())).group} - {*meeting.calls}
@@ -303,7 +326,9 @@ class _Run:
 
     def _refuse(self, meeting: _Meeting) -> None:
         """An error for those who have come, and have none yet."""
-        states = [f"rank {rank} {self._state(rank, meeting)}" for rank in range(self._size)]
+        states = [
+            f"rank {rank} {self._state(rank, meeting)}" for rank in range(self._size)
+        ]
         message = "these ranks cannot meet: " + "; ".join(states)
         meeting.errors = dict.fromkeys(meeting.calls, message) | meeting.errors
         meeting.brought.clear()

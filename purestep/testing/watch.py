@@ -18,7 +18,11 @@ _SEEDS = itertools.count(1)
 
 def _numpy(name: str, *args: Any) -> Any:
     """This function of NumPy's global generator, where NumPy is there."""
-    return getattr(sys.modules["numpy"].random, name)(*args) if "numpy" in sys.modules else None
+    return (
+        getattr(sys.modules["numpy"].random, name)(*args)
+        if "numpy" in sys.modules
+        else None
+    )
 
 
 STATE: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
@@ -52,19 +56,29 @@ class Watch:
 
     def call(self, call: Callable[[Group], Any], group: Group) -> Any:
         """An update or an evaluation, on a copy of the data."""
-        copied = [[{key: x.clone() for key, x in b.items()} for b in share] for share in group]
+        copied = [
+            [{key: x.clone() for key, x in b.items()} for b in share] for share in group
+        ]
         result = call(copied)
         if [*map(len, copied)] != [*map(len, group)]:
             self._inputs.append(("inputs", "the list of microbatches"))
         for share, other in zip(group, copied, strict=False):
             for old, new in zip(share, other, strict=False):
-                keys = [key for key in {**old, **new} if not _alike(old.get(key), new.get(key))]
+                keys = [
+                    key
+                    for key in {**old, **new}
+                    if not _alike(old.get(key), new.get(key))
+                ]
                 self._inputs += [("inputs", f"the microbatch's {key}") for key in keys]
         return result
 
     def changed(self) -> list[tuple[str, str]]:
         """What is not as it was."""
-        state = [name for name, old in self._before.items() if not _alike(STATE[name][0](), old)]
+        state = [
+            name
+            for name, old in self._before.items()
+            if not _alike(STATE[name][0](), old)
+        ]
         return [*self._inputs, *(("global state", name) for name in state)]
 
     def end(self) -> None:

@@ -18,7 +18,9 @@ Row: TypeAlias = list[tuple[int, Any]]
 KINDS = ("equal tokens", "unequal rows", "unequal tokens", "empty ones")
 """How microbatches of one batch can differ."""
 
-VALUES = sorted(itertools.product(range(-2, 3), repeat=3), key=lambda v: (sum(map(abs, v)), v))
+VALUES = sorted(
+    itertools.product(range(-2, 3), repeat=3), key=lambda v: (sum(map(abs, v)), v)
+)
 """Three small numbers, the simplest first."""
 # Larger ones, which a clip of inputs or targets would change; and those that float32 rounds.
 WIDE = [(2 * x, 2 * other, 8 * y) for x, other, y in VALUES]
@@ -40,7 +42,9 @@ Layout: TypeAlias = Sequence[Sequence[Part]]
 """The microbatches of each rank."""
 
 
-def padded(draw: Draw, layout: Layout, length: int, *, inside: bool, added: bool) -> Layout:
+def padded(
+    draw: Draw, layout: Layout, length: int, *, inside: bool, added: bool
+) -> Layout:
     """Padding of microbatches on ranks: rows and columns, ``inside`` or at the end alone.
 
     With ``added`` there are also microbatches in which nothing counts. Something is always padded.
@@ -49,12 +53,17 @@ def padded(draw: Draw, layout: Layout, length: int, *, inside: bool, added: bool
     def longer(numbers: Sequence[T], more: T, inside: bool = True) -> list[T]:
         new = list(numbers)
         for each in draw.many(range(3)):
-            new.insert(each.one(range(len(new), -1 if inside else len(new) - 1, -1)), more)
+            new.insert(
+                each.one(range(len(new), -1 if inside else len(new) - 1, -1)), more
+            )
         return new
 
     columns = [*range(length)]
 
-    new = [[Part(longer(p.rows, -1), longer(columns, -1, inside)) for p in s] for s in layout]
+    new = [
+        [Part(longer(p.rows, -1), longer(columns, -1, inside)) for p in s]
+        for s in layout
+    ]
     new = [longer(share, Part([-1])) for share in new] if added else new
     if not any(-1 in (*part.rows, *part.columns) for share in new for part in share):
         share = next(share for share in new if share)
@@ -70,10 +79,15 @@ def written(batch: Batch, task: Task, layout: Layout) -> Group:
             return x
         at = torch.tensor(numbers)
         nothing = (at < 0).nonzero().flatten()
-        return x.index_select(dim, at.clamp(min=0)).index_fill_(dim, nothing, task.ignored[key])
+        return x.index_select(dim, at.clamp(min=0)).index_fill_(
+            dim, nothing, task.ignored[key]
+        )
 
     def part(rows: Sequence[int], columns: Sequence[int]) -> Batch:
-        return {key: chosen(key, chosen(key, x, 0, rows), 1, columns) for key, x in batch.items()}
+        return {
+            key: chosen(key, chosen(key, x, 0, rows), 1, columns)
+            for key, x in batch.items()
+        }
 
     return [[part(*each) for each in share] for share in layout]
 
@@ -112,13 +126,17 @@ def microbatches(
     weights = "mask" if task.vocabulary else abilities.weights
     numbers = [1, 0] if weights == "mask" else draw.one([[1, 0, 2, 3], [1, 0, 3, 259]])
     # Of few values, some are alike.
-    values: Any = range(task.vocabulary) or draw.one([VALUES, VALUES[:7], WIDE, FINE, VALUES[:2]])
+    values: Any = range(task.vocabulary) or draw.one(
+        [VALUES, VALUES[:7], WIDE, FINE, VALUES[:2]]
+    )
     lengths = range(1, min(most_length, draw.one([2, 1, 3, 12])) + 1)
 
     def row(draw: Draw) -> Row:
         return [(each.one(numbers), each.one(values)) for each in draw.many(lengths)]
 
-    groups = [[row(each) for each in part.many(range(1, most_rows + 1))] for part in parts]
+    groups = [
+        [row(each) for each in part.many(range(1, most_rows + 1))] for part in parts
+    ]
     empty = [kind == "empty ones" and part.one([False, True]) for part in parts]
     if kind == "empty ones" and len({*empty}) == 1:
         empty[-1] = not empty[-1]
@@ -165,13 +183,21 @@ def _batch(draw: Draw, abilities: Abilities, rows: Sequence[Row]) -> Batch:
     values = torch.tensor([[value for _, value in row] for row in wide], dtype=kind)
     if task.vocabulary:
         labels, mask = torch.where(w > 0, values, -100), (values >= 0).to(torch.int64)
-        batch = {"input_ids": values.clamp(min=0), "attention_mask": mask, "labels": labels}
+        batch = {
+            "input_ids": values.clamp(min=0),
+            "attention_mask": mask,
+            "labels": labels,
+        }
         # In text it has a label, too, which a task that shifts labels does not count.
         text = batch | {"labels": torch.cat([values[:, :1], labels[:, 1:]], 1)}
         alike = torch.equal(task.weights(text), task.weights(batch))
         return draw.one([text, batch]) if alike else batch
     if weights != "whole":
-        w = w.bool() if weights == "mask" else w.to(abilities.dtype) / draw.one([1, 4, 16, 10])
+        w = (
+            w.bool()
+            if weights == "mask"
+            else w.to(abilities.dtype) / draw.one([1, 4, 16, 10])
+        )
     return {"x": values[..., :2], "y": values[..., 2], "w": w}
 
 

@@ -11,7 +11,14 @@ import torch
 from torch import Tensor
 
 from purestep.tree.leaves import accumulation_dtype, untransformed
-from purestep.tree.structure import flatten, leaves_like, leaves_of, map, paths, unflatten
+from purestep.tree.structure import (
+    flatten,
+    leaves_like,
+    leaves_of,
+    map,
+    paths,
+    unflatten,
+)
 from purestep.types import Tree
 
 SUM_DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
@@ -25,7 +32,9 @@ def kind(leaf: Any) -> str:
     'torch.float32 of shape (2, 3)'
     """
     if not isinstance(leaf, Tensor):
-        return repr(leaf) if isinstance(leaf, str) else f"{type(leaf).__name__}, no tensor"
+        return (
+            repr(leaf) if isinstance(leaf, str) else f"{type(leaf).__name__}, no tensor"
+        )
     return f"{leaf.dtype} of shape {tuple(leaf.shape)}"
 
 
@@ -45,8 +54,14 @@ def difference(found: Tree, wanted: Tree, name: str) -> str | None:
         if path not in ours or path not in theirs:
             return f"{path} {'has no place' if path in ours else 'is missing'}"
         if _form(ours[path]) != _form(theirs[path]):
-            return f"{path} is {kind(ours[path])}, and {kind(theirs[path])} was expected"
-    return None if flatten(found)[1] == flatten(wanted)[1] else f"{name} has other containers"
+            return (
+                f"{path} is {kind(ours[path])}, and {kind(theirs[path])} was expected"
+            )
+    return (
+        None
+        if flatten(found)[1] == flatten(wanted)[1]
+        else f"{name} has other containers"
+    )
 
 
 def _form(leaf: Any) -> Any:
@@ -61,7 +76,9 @@ def zeros_like(tree: Tree) -> Tree:
     >>> zeros_like({"w": torch.ones(2, dtype=torch.bfloat16)})
     {'w': tensor([0., 0.])}
     """
-    return map(lambda leaf: torch.zeros_like(leaf, dtype=accumulation_dtype(leaf.dtype)), tree)
+    return map(
+        lambda leaf: torch.zeros_like(leaf, dtype=accumulation_dtype(leaf.dtype)), tree
+    )
 
 
 def select(condition: Tensor, chosen: Tree, other: Tree) -> Tree:

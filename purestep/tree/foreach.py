@@ -47,7 +47,10 @@ def group_by_kind(leaves: Sequence[Tensor]) -> list[list[int]]:
 
 def split_by_kind(leaves: Sequence[Tensor]) -> list[Column]:
     """Splits leaves into columns of one dtype and device each."""
-    return [[leaves[position] for position in positions] for positions in group_by_kind(leaves)]
+    return [
+        [leaves[position] for position in positions]
+        for positions in group_by_kind(leaves)
+    ]
 
 
 def clone(leaves: Sequence[Tensor]) -> list[Tensor]:
@@ -59,7 +62,9 @@ def clone(leaves: Sequence[Tensor]) -> list[Tensor]:
     """
     clones = [*leaves]
     for positions in group_by_kind(leaves):
-        column = torch_private.foreach_clone([leaves[position] for position in positions])
+        column = torch_private.foreach_clone(
+            [leaves[position] for position in positions]
+        )
         for position, leaf in zip(positions, column, strict=True):
             clones[position] = leaf
     return clones

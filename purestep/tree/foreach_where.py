@@ -34,15 +34,23 @@ def select_by_bits(old: list[Tensor], new: list[Tensor], condition: Tensor) -> N
         foreach.add_(old_bits, new_bits)
 
 
-def select_by_leaf(old: list[Tensor], new: list[Tensor], condition: Tensor) -> list[Tensor]:
+def select_by_leaf(
+    old: list[Tensor], new: list[Tensor], condition: Tensor
+) -> list[Tensor]:
     """Selects leaf by leaf: for devices whose foreach operations are loops."""
-    return [torch.where(condition, one, other) for one, other in zip(new, old, strict=True)]
+    return [
+        torch.where(condition, one, other) for one, other in zip(new, old, strict=True)
+    ]
 
 
 _operations = library.Library("purestep", "FRAGMENT")
-_operations.define("foreach_where(Tensor[] old, Tensor[] new, Tensor condition) -> Tensor[]")
+_operations.define(
+    "foreach_where(Tensor[] old, Tensor[] new, Tensor condition) -> Tensor[]"
+)
 _operations.impl("foreach_where", select_by_leaf, "CompositeExplicitAutograd")
-_operations.define("foreach_where_(Tensor(a!)[] old, Tensor[] new, Tensor condition) -> ()")
+_operations.define(
+    "foreach_where_(Tensor(a!)[] old, Tensor[] new, Tensor condition) -> ()"
+)
 _operations.impl("foreach_where_", select_by_bits, "CUDA")
 
 

@@ -174,9 +174,13 @@ def global_norm(tree: Tree) -> Tensor:
     return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
 
 
-def _over_axes(value: Callable[..., Tensor], leaves: list[Tensor], places: Spread) -> Tensor:
+def _over_axes(
+    value: Callable[..., Tensor], leaves: list[Tensor], places: Spread
+) -> Tensor:
     """Σ ``value`` of the leaves; of pieces, over their axes, in one order on all ranks."""
-    axes: list[Any] = []  # Not the keys of a dict: torch 2.11's compiler hashes no axes.
+    axes: list[
+        Any
+    ] = []  # Not the keys of a dict: torch 2.11's compiler hashes no axes.
     parts_of: list[list[Tensor]] = []
     for leaf, place in zip(leaves, places, strict=True):
         axis = place and place.axis
@@ -223,7 +227,9 @@ def all_finite(tree: Tree) -> Tensor:
     leaves, structure = flatten(tree)
     if not (places := spread(structure)):
         return _finite(leaves)
-    return _over_axes(lambda parts: (~_finite(parts)).to(torch.int64), leaves, places) == 0
+    return (
+        _over_axes(lambda parts: (~_finite(parts)).to(torch.int64), leaves, places) == 0
+    )
 
 
 def _finite(leaves: list[Tensor]) -> Tensor:
@@ -232,7 +238,9 @@ def _finite(leaves: list[Tensor]) -> Tensor:
         return torch.tensor(True)
     if leaves[0].is_cpu or not eager(leaves):
         # Both ends are as finite as all that lies between, and are found without writing anything.
-        return torch.stack([end.isfinite() for leaf in leaves for end in _ends(leaf)]).all()
+        return torch.stack(
+            [end.isfinite() for leaf in leaves for end in _ends(leaf)]
+        ).all()
     parts = []
     for column in foreach.split_by_kind(leaves):
         largest = torch.stack(foreach.norm(column, math.inf))

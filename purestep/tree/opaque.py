@@ -31,7 +31,9 @@ def tensors_in(leaf: Any) -> Iterator[Tensor]:
 
 def has_graph(leaf: Any) -> bool:
     """Whether a tensor of the leaf was computed from others that require grad."""
-    return any(tensor.requires_grad and not tensor.is_leaf for tensor in tensors_in(leaf))
+    return any(
+        tensor.requires_grad and not tensor.is_leaf for tensor in tensors_in(leaf)
+    )
 
 
 def detach(leaf: Any) -> Any:
@@ -56,6 +58,8 @@ def detach(leaf: Any) -> Any:
         twin = copy(leaf)
         for field in fields(leaf):
             # By object's own way: a frozen dataclass refuses others.
-            object.__setattr__(twin, field.name, detach(getattr(leaf, field.name, None)))
+            object.__setattr__(
+                twin, field.name, detach(getattr(leaf, field.name, None))
+            )
         return twin
     return leaf

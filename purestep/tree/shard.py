@@ -58,7 +58,11 @@ class Shard:
         if not -ndim <= self.dim < ndim:
             raise ValueError(
                 f"Shard(shape={self.shape}, dim={self.dim}): the whole tensor has no such dimension"
-                + ("" if ndim else "; a scalar is not cut: let it stand as it is, on every rank")
+                + (
+                    ""
+                    if ndim
+                    else "; a scalar is not cut: let it stand as it is, on every rank"
+                )
             )
         self.dim %= ndim
 
@@ -117,7 +121,13 @@ def _unflatten(place: Any, children: Iterable[Any]) -> Any:
 
 
 _register: Any = optree.register_pytree_node  # by its types, a node is a collection
-_register(Shard, _flatten, _unflatten, path_entry_type=optree.GetAttrEntry, namespace=NAMESPACE)
+_register(
+    Shard,
+    _flatten,
+    _unflatten,
+    path_entry_type=optree.GetAttrEntry,
+    namespace=NAMESPACE,
+)
 
 Spread: TypeAlias = tuple[Place | None, ...]
 """How each leaf of a tree is sharded; empty where none is."""

@@ -18,7 +18,9 @@ Structure: TypeAlias = Any
 """The containers of a tree, without its leaves."""
 
 
-def flatten(tree: Tree, is_leaf: Callable[..., bool] | None = None) -> tuple[list[Any], Structure]:
+def flatten(
+    tree: Tree, is_leaf: Callable[..., bool] | None = None
+) -> tuple[list[Any], Structure]:
     """Returns the leaves from left to right, with dict keys sorted, and the structure.
 
     ``unflatten`` fills the structure again. ``is_leaf`` makes more nodes leaves.
@@ -36,16 +38,22 @@ def unflatten(structure: Structure, leaves: Sequence[Any]) -> Tree:
     {'b': 4, 'a': [3]}
     """
     # A compiler takes a dict without tensors for one of optree's own.
-    if torch.compiler.is_dynamo_compiling() and not any(builtins.map(torch.is_tensor, leaves)):
+    if torch.compiler.is_dynamo_compiling() and not any(
+        builtins.map(torch.is_tensor, leaves)
+    ):
         return _rebuilt(structure, iter(leaves))
     return optree.tree_unflatten(structure, leaves)
 
 
-def _rebuilt(structure: Structure, leaves: Iterator[Any], *, pruned: bool = False) -> Tree:
+def _rebuilt(
+    structure: Structure, leaves: Iterator[Any], *, pruned: bool = False
+) -> Tree:
     """``unflatten``, node by node; ``pruned``: with ``()`` for containers that hold no others."""
     if structure.is_leaf():
         return next(leaves)
-    children = [_rebuilt(child, leaves, pruned=pruned) for child in structure.children()]
+    children = [
+        _rebuilt(child, leaves, pruned=pruned) for child in structure.children()
+    ]
     if pruned and all(builtins.map(is_empty, children)):
         return ()
     if torch.compiler.is_dynamo_compiling():
@@ -68,7 +76,9 @@ def _holds_shard(kind: Any, data: Any, children: Sequence[bool]) -> bool:
     return kind is Shard or any(children)
 
 
-def _places(kind: Any, data: Any, children: Sequence[list[Place | None]]) -> list[Place | None]:
+def _places(
+    kind: Any, data: Any, children: Sequence[list[Place | None]]
+) -> list[Place | None]:
     found = [place for child in children for place in child]
     if kind is not Shard:
         return found
@@ -119,7 +129,9 @@ def map(func: Callable[..., Any], tree: Tree, *rest: Tree) -> Tree:
     if not rest:
         return unflatten(structure, [func(leaf) for leaf in leaves])
     columns = [leaves_like(structure, other) for other in rest]
-    return unflatten(structure, [func(*row) for row in zip(leaves, *columns, strict=True)])
+    return unflatten(
+        structure, [func(*row) for row in zip(leaves, *columns, strict=True)]
+    )
 
 
 def leaves_like(structure: Structure, tree: Tree) -> list[Any]:
@@ -152,7 +164,9 @@ def is_same_structure(one: Structure, other: Structure) -> bool:
     if one.type is not other.type or one.entries() != other.entries():
         return False
     metadata = torch_private.traced_metadata(one), torch_private.traced_metadata(other)
-    if one.type is not dict and metadata[0] != metadata[1]:  # a dict's is the order of its keys
+    if (
+        one.type is not dict and metadata[0] != metadata[1]
+    ):  # a dict's is the order of its keys
         return False
     return all(builtins.map(is_same_structure, one.children(), other.children()))
 
@@ -208,7 +222,9 @@ def plain(tree: Tree) -> Tree:
     leaves, structure = flatten(tree)
     if not any(isinstance(leaf, Mapping) for leaf in leaves):
         return tree
-    dicts = [plain(dict(leaf)) if isinstance(leaf, Mapping) else leaf for leaf in leaves]
+    dicts = [
+        plain(dict(leaf)) if isinstance(leaf, Mapping) else leaf for leaf in leaves
+    ]
     return unflatten(structure, dicts)
 
 
@@ -218,7 +234,10 @@ def paths(tree: Tree, name: str) -> list[str]:
     >>> paths({"layers": [1, 2]}, "params")
     ["params['layers'][0]", "params['layers'][1]"]
     """
-    return [accessor.codify(name) for accessor in optree.tree_accessors(tree, namespace=NAMESPACE)]
+    return [
+        accessor.codify(name)
+        for accessor in optree.tree_accessors(tree, namespace=NAMESPACE)
+    ]
 
 
 def describe(structure: Structure) -> str:
