@@ -28,8 +28,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks import batching, overhead, peers, ranks, step, timing
-from purestep.axis.laws import LAWS
-from purestep.axis.ranks import BUCKET_BYTES, Ranks, Wait
+from purestep.axis.primitives import LAWS
+from purestep.axis.process import BUCKET_BYTES, Ranks, Wait
 from purestep.examples import gpt
 
 MICROBATCHES = [1, 2, 4, 8, 16, 32, 64]

@@ -4,7 +4,6 @@ The names below stand in the order in which data flows through an update.
 """
 
 from purestep import checkpoint, losses, optim, random, testing, tree
-from purestep.accumulate import accumulate
 from purestep.axis import (
     Axis,
     LocalAxis,
@@ -18,6 +17,7 @@ from purestep.axis import (
     pvary,
 )
 from purestep.compiling import compile
+from purestep.counts import count, count_tokens, label_weights
 from purestep.data import (
     BatchPlan,
     DataExhausted,
@@ -33,15 +33,15 @@ from purestep.data import (
     split,
 )
 from purestep.evaluation import make_eval_step
-from purestep.grad_and_value import grad_and_value
-from purestep.modules import from_module, to_module
+from purestep.grads.accumulate import accumulate
+from purestep.grads.grad_and_value import grad_and_value
+from purestep.nn import from_module, to_module
 from purestep.remat import remat
 from purestep.sharding import from_dtensor, shard, to_dtensor, unshard
 from purestep.state import load_state_dict, state_dict
 from purestep.step import make_update_step
 from purestep.tree.shard import Shard
 from purestep.types import Count, LossTerms, StepMetrics, Sums
-from purestep.weights import count, count_tokens, label_weights
 
 __all__ = [
     "tree", "random", "from_module", "shift_labels", "BatchPlan", "plan", "balance", "pack",

@@ -9,14 +9,17 @@ from typing import TypeVar, cast
 import torch
 from torch import Tensor
 
-from purestep import checks, hints, tree
-from purestep.accumulate import accumulate, total_loss
-from purestep.axis import Axis, Gather, LocalAxis
-from purestep.modes import ReverseModes
+from purestep import hints, tree, validation
+from purestep.axis import Axis, LocalAxis
+from purestep.counts import count, label_weights, weigh
+from purestep.grads.accumulate import accumulate, total_loss
+from purestep.grads.backends import ReverseModes
+from purestep.grads.microbatch import Beside, Inputs, Sums as Gradients
 from purestep.objective import divisors_of, part_of, value
-from purestep.reverse import Beside, Inputs, Sums as Gradients
+from purestep.sync.session import open_session
 from purestep.types import (
     EvalMetrics,
+    Gather,
     LossFn,
     LossTerms,
     Microbatch,
@@ -24,7 +27,6 @@ from purestep.types import (
     Ready,
     WeightFn,
 )
-from purestep.weights import count, label_weights, weigh
 
 T = TypeVar("T")
 
@@ -53,8 +55,8 @@ def make_eval_step(
     >>> eval_step(torch.tensor(2.0), group).loss
     tensor(4.)
     """
-    checks.check_functions(loss_fn, weight_fn, axis)
-    checks.check_choice("gather", gather, Gather)
+    validation.check_functions(loss_fn, weight_fn, axis)
+    validation.check_choice("gather", gather, Gather)
     looked_at: list[bool] = []  # whether random draws were looked for
     where: Gather = "loss" if gather == "loss" else "step"
     settings = {
@@ -64,15 +66,17 @@ def make_eval_step(
     }
 
     def eval_step(params: Params, microbatches: Sequence[Microbatch], /) -> EvalMetrics:
-        with axis.session(where, settings) as ranks:
-            checks.check_params(params, axis)
+        with open_session(axis, where, settings) as session:
+            validation.check_params(params, axis)
             is_plain = tree.eager()  # A trace can see neither marks nor generators.
-            if is_plain and checks.DONATED in tree.leaves_of(params)[0].__dict__:
-                raise checks.donated_again("params")
+            if is_plain and validation.DONATED in tree.leaves_of(params)[0].__dict__:
+                raise validation.donated_again("params")
             group = weigh(microbatches, weight_fn)
-            total = ranks.agree(count(group), params, (), len(microbatches))
+            total = session.all_reduce_counts(
+                count(group), params, (), len(microbatches)
+            )
             known = total if weight_fn else None
-            wholes = ranks.whole(params)
+            wholes = session.params_for_loss(params)
             modes = forward(lambda microbatch: loss_fn(wholes, microbatch))
             is_first = is_plain and not looked_at
             watched = (
@@ -86,7 +90,7 @@ def make_eval_step(
                 looked_at.append(True)
             losses = [sums.loss] if group.microbatches else []
             loss = total_loss(losses, tree.leaves_of(params)[0])
-            sums = ranks.sum(sums._replace(loss=loss), ())
+            sums = session.all_reduce_grads(sums._replace(loss=loss), ())
         loss = sums.loss
         if known is None:
             total = sums.counted

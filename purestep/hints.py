@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from purestep import tree
+from purestep.counts import IGNORE_INDEX
 from purestep.types import Microbatch, OptState, Params
-from purestep.weights import IGNORE_INDEX
 
 _TARGET_SIZE = re.compile(
     r"Expected target size|Expected input batch_size|size mismatch.*target"

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from purestep import tree
+from purestep.counts import checked_weights
 from purestep.tree import accumulation_dtype
 from purestep.types import Count, LossFn, LossTerms, Microbatch, Params, Tree
-from purestep.weights import checked_weights
 
 
 class Part(NamedTuple):

@@ -15,17 +15,20 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from purestep import checks, hints, tree
-from purestep.accumulate import accumulate, profiler_range
-from purestep.axis import Axis, Gather, LocalAxis
+from purestep import hints, tree, validation
+from purestep.axis import Axis, LocalAxis
 from purestep.compiling import Compiler
-from purestep.grad_and_value import grad_and_value
-from purestep.modes import reverse_modes
+from purestep.counts import count, label_weights, weigh
+from purestep.grads.accumulate import accumulate, profiler_range
+from purestep.grads.backends import reverse_modes
+from purestep.grads.grad_and_value import grad_and_value
+from purestep.grads.per_microbatch import joined, per_backward, per_microbatch
 from purestep.objective import divisors_of
 from purestep.optim.base import Optimizer, check_optimizer, explain, held_back, in_place
-from purestep.sharding import joined, per_backward, per_microbatch
+from purestep.sync.session import open_session
 from purestep.tree import foreach
 from purestep.types import (
+    Gather,
     GradAndValue,
     LossFn,
     Microbatch,
@@ -38,7 +41,6 @@ from purestep.types import (
     UpdateStep,
     WeightFn,
 )
-from purestep.weights import count, label_weights, weigh
 
 _RECORDED = attrgetter("requires_grad")
 _MISSING: Any = object()
@@ -92,13 +94,13 @@ def make_update_step(
     >>> [update_step(w, sgd(0.1).init(w), group)[0] for group in (one, two)]
     [tensor(1.8667), tensor(1.8667)]
     """
-    checks.check_functions(loss_fn, weight_fn, axis)
+    validation.check_functions(loss_fn, weight_fn, axis)
     check_optimizer("optimizer must be a ps.optim.Optimizer", optimizer)
-    checks.check_callable("grad_and_value", grad_and_value)
-    checks.check_choice("normalize", normalize, Normalize)
-    checks.check_choice("gather", gather, Gather)
-    checks.check_choice("on_nonfinite", on_nonfinite, OnNonfinite)
-    checks.check_normalize(normalize, weight_fn, accum_dtype)
+    validation.check_callable("grad_and_value", grad_and_value)
+    validation.check_choice("normalize", normalize, Normalize)
+    validation.check_choice("gather", gather, Gather)
+    validation.check_choice("on_nonfinite", on_nonfinite, OnNonfinite)
+    validation.check_normalize(normalize, weight_fn, accum_dtype)
     modes = reverse_modes(loss_fn, grad_and_value, compile)
     if gather == "microbatch":
         modes = per_microbatch(modes)
@@ -124,22 +126,26 @@ def make_update_step(
                 "update_step(params, opt_state, microbatches) got two arguments: perhaps opt_state "
                 "is missing, which optimizer.init(params) makes"
             )
-        with axis.session(gather, settings) as ranks:
-            new = is_new(checked, ranks.rank, params)
+        with open_session(axis, gather, settings) as session:
+            new = is_new(checked, session.rank, params)
             if new:
                 with hints.swapped_arguments(optimizer.init, params, opt_state):
-                    checks.check_inputs(params, opt_state, microbatches, axis, donate)
+                    validation.check_inputs(
+                        params, opt_state, microbatches, axis, donate
+                    )
             with profiler_range("purestep.count"):
                 group = weigh(microbatches, weight_fn if normalize == "loss" else None)
                 if new and weight_fn is label_weights:
                     hints.check_shifted(group.microbatches)
-                total = ranks.agree(count(group), params, opt_state, len(microbatches))
-            ready = ranks.buckets(params, accum_dtype)
+                total = session.all_reduce_counts(
+                    count(group), params, opt_state, len(microbatches)
+                )
+            ready = session.grad_hook(params, accum_dtype)
             if gather == "microbatch":
-                group = joined(group, ranks.rounds(len(microbatches)))
+                group = joined(group, session.max_microbatches(len(microbatches)))
             sums = accumulate(
                 loss_fn,
-                ranks.whole(params),
+                session.params_for_loss(params),
                 group,
                 weight_fn=weight_fn,
                 total=total if normalize == "loss" else None,
@@ -149,7 +155,7 @@ def make_update_step(
                 check=new,
             )
             with profiler_range("purestep.reduce"):
-                sums = ranks.sum(sums, params)
+                sums = session.all_reduce_grads(sums, params)
 
         if normalize == "grads":
             total = sums.counted
@@ -171,11 +177,11 @@ def make_update_step(
                 optimizer, sums.grads, opt_state, params, applied, donate=donate
             )
         if axis.own_programs:
-            checks.check_unrecorded(new_params, axis)
+            validation.check_unrecorded(new_params, axis)
         # A loss is checked where it is called, and in part only where nothing is recorded.
         if new and len(microbatches) and tree.eager(params, opt_state):
-            checked[ranks.rank] = [
-                *checked.get(ranks.rank, [])[-7:],
+            checked[session.rank] = [
+                *checked.get(session.rank, [])[-7:],
                 tree.flatten(params)[1],
             ]
         # Under torch.func, where nobody would notice that a derivative is gone, they keep it.
@@ -270,8 +276,8 @@ def transition(
         )
         firsts = {"params": 0, "opt_state": num_params} if num_state else {"params": 0}
         for name, position in firsts.items():
-            if checks.DONATED in leaves[position].__dict__:
-                raise checks.donated_again(name)
+            if validation.DONATED in leaves[position].__dict__:
+                raise validation.donated_again(name)
         donated = [leaves[position] for position in firsts.values()] if donate else []
         if donate:
             for position in firsts.values():
@@ -291,7 +297,7 @@ def transition(
             update_ = optimizer.update_ or in_place(optimizer)
             params, opt_state = update_(grads, opt_state, params, where)
         for leaf in donated:  # A step that fails has consumed nothing.
-            checks.mark_donated(leaf)
+            validation.mark_donated(leaf)
         return params, opt_state
     except Exception as error:
         explain(optimizer.init, opt_state, params, error)

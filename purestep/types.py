@@ -1,7 +1,7 @@
 """What flows through an update step, and the signatures of its functions."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
 
 from torch import Tensor
 from typing_extensions import TypeVar
@@ -29,6 +29,10 @@ StateT = TypeVar("StateT", default=OptState)
 
 Ready: TypeAlias = Callable[[int, Tensor], Tensor]
 """Takes a leaf's position and its final sum, and returns where the sum lies from now on."""
+
+
+Gather: TypeAlias = Literal["step", "microbatch", "loss"]
+"""Where sharded params are gathered: once a step, once a microbatch, or by the loss itself."""
 
 
 class LossTerms(NamedTuple):

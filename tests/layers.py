@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 import purestep as ps
-from purestep.axis import Gather
+from purestep.types import Gather
 
 WIDTH, ADAMW = 16, ps.optim.adamw(0.1)
 GATHERS: list[Gather] = ["step", "microbatch", "loss"]

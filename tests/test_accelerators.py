@@ -13,8 +13,8 @@ import purestep as ps
 from proofs.devices import Waits, device as lazy
 from purestep import tree
 from purestep.axis.mesh import LOST
-from purestep.axis.rows import sharded, sum_axes
 from purestep.objective import value
+from purestep.sharding.layout import sharded, sum_axes
 from purestep.testing import ThreadAxis
 from tests.held_by_ranks import group_of_one
 from tests.memory import Operations

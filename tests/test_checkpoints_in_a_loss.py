@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import purestep as ps
-from purestep.axis.buckets import Buckets
+from purestep.sharding.buckets import Buckets
 from tests.squares import x_ones
 
 W, GROUP = torch.tensor([3.0]), [{"x": torch.ones(1)}] * 3

@@ -10,8 +10,8 @@ from torch import Tensor
 import purestep as ps
 from proofs.strategies import assert_same
 from proofs.worlds import Grid, Ranks, on_processes
-from purestep.axis import Gather
 from purestep.testing.processes import World
+from purestep.types import Gather
 from tests.uneven import (
     SGD,
     Batch,

@@ -29,7 +29,7 @@ import purestep as ps
 from proofs.ranks import Run
 from proofs.strategies import assert_same
 from purestep import tree
-from purestep.axis.agreement import described
+from purestep.sync.handshake import fingerprint
 from purestep.testing import ThreadAxis
 from purestep.testing.processes import DeadRankError, World
 from tests import uneven
@@ -579,7 +579,7 @@ def test_a_fault_that_is_read_later(what: str) -> None:
 
 PROGRAM = """
 import torch, optree, purestep as ps
-from purestep.axis.agreement import described
+from purestep.sync.handshake import fingerprint
 @optree.dataclasses.dataclass(namespace="purestep")
 class Layer:
     w: object
@@ -588,7 +588,7 @@ class Mine: pass
 def act(x): return x
 words = {"a", "bb", "ccc", "dddd"}
 beside = [words, act, lambda x: x, Mine(), torch.relu, torch.device("cuda", RANK), {Mine: words}]
-print(described("params", [Layer(torch.ones(2), each) for each in beside]).number)
+print(fingerprint("params", [Layer(torch.ones(2), each) for each in beside]).hash)
 """
 
 
@@ -617,11 +617,11 @@ TREES: list[Any] = [
 
 
 def test_fingerprints_differ_where_trees_do() -> None:
-    assert len({described("x", each).number for each in TREES}) == len(TREES)
+    assert len({fingerprint("x", each).hash for each in TREES}) == len(TREES)
     again = [tree.map(lambda leaf: leaf, each) for each in TREES[:-1]]
-    assert [described("x", each) for each in again] == [
-        described("x", x) for x in TREES[:-1]
+    assert [fingerprint("x", each) for each in again] == [
+        fingerprint("x", x) for x in TREES[:-1]
     ]
-    assert described("x", piece(2, 3)) == described("x", piece(1, 3)), (
+    assert fingerprint("x", piece(2, 3)) == fingerprint("x", piece(1, 3)), (
         "pieces of one tensor"
     )

@@ -16,8 +16,8 @@ from torch import Tensor
 import purestep as ps
 from proofs.strategies import assert_same
 from purestep import tree
-from purestep.axis import Gather
 from purestep.testing import ThreadAxis
+from purestep.types import Gather
 from tests.layers import ADAMW, GATHERS, network, of_pieces, of_whole, ones, rows
 from tests.memory import LiveBytes
 

@@ -4,6 +4,7 @@ import ast
 import io
 import re
 import tokenize
+from collections.abc import Collection
 from pathlib import Path
 
 import pytest
@@ -23,9 +24,9 @@ LONGEST = 400
 """Lines of code of a file."""
 
 ORDER = [
-    "types", "torch_private", "tree", "weights", "hints", "axis", "objective", "compiling", "checks",
-    "reverse", "grad_and_value", "modes", "sharding", "accumulate", "optim", "step", "evaluation",
-    "random", "modules", "data", "remat", "losses", "state", "checkpoint", "testing", "examples",
+    "types", "torch_private", "tree", "counts", "hints", "axis", "sharding", "objective",
+    "compiling", "validation", "grads", "sync", "optim", "step", "evaluation", "random", "nn",
+    "data", "remat", "losses", "state", "checkpoint", "testing", "examples",
 ]  # fmt: skip
 """Each imports from those before it alone."""
 
@@ -33,12 +34,13 @@ PRIVATE = 17
 """Private names of torch's."""
 
 SEAMS = {
-    "tree/leaves.py": 13, "tree/alike.py": 1, "tree/structure.py": 3,
-    "axis/laws.py": 1, "axis/mesh.py": 1, "axis/ranks.py": 4, "axis/session.py": 1, "axis/whole.py": 1,
-    "accumulate.py": 4, "modes.py": 2, "evaluation.py": 2, "grad_and_value.py": 1, "step.py": 5,
-    "checks.py": 3, "weights.py": 2, "remat.py": 2,
-    "modules/apply.py": 1, "modules/keyed.py": 1, "modules/plan.py": 2,
-    "optim/arithmetic.py": 1, "optim/partition.py": 2, "optim/torch_optim.py": 1,
+    "tree/tracing.py": 10, "tree/norms.py": 3, "tree/ops.py": 1, "tree/spec.py": 3,
+    "axis/primitives.py": 1, "axis/mesh.py": 1, "axis/process.py": 2, "sharding/gather.py": 1,
+    "sync/session.py": 2,
+    "grads/accumulate.py": 4, "grads/functional.py": 2, "grads/grad_and_value.py": 1,
+    "evaluation.py": 2, "step.py": 5, "validation.py": 3, "counts.py": 2, "remat.py": 2,
+    "nn/from_module.py": 1, "nn/dropout.py": 1, "nn/rebuild.py": 2,
+    "optim/arithmetic.py": 1, "optim/partition.py": 1, "optim/torch_optim.py": 1,
     "optim/wrappers.py": 1,
     "losses/vocabulary.py": 2, "torch_private.py": 1,
     "compiling/graph.py": 3,
@@ -125,6 +127,68 @@ def test_imports_run_downward() -> None:
             assert ORDER.index(name) < ORDER.index(here), (
                 f"{file} imports upward: {name}"
             )
+
+
+def imports_of(source: str, modules: Collection[str]) -> set[str]:
+    """Returns which of the modules a file imports when it is imported itself.
+
+    Imports for type checkers count; those inside functions do not.
+    """
+    names: set[str] = set()
+    stack: list[ast.AST] = [ast.parse(source)]
+    while stack:
+        node = stack.pop()
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            continue
+        if isinstance(node, ast.ImportFrom):
+            for alias in node.names:
+                submodule = f"{node.module}.{alias.name}"
+                names.add(submodule if submodule in modules else f"{node.module}")
+        stack += ast.iter_child_nodes(node)
+    return names & {*modules}
+
+
+def find_circle(graph: dict[str, set[str]]) -> list[str]:
+    """Returns modules of which each imports the next, and the last the first; else nothing."""
+    finished: set[str] = set()
+
+    def visit(name: str, path: list[str]) -> list[str]:
+        if name in path:
+            return path[path.index(name) :]
+        if name in finished:
+            return []
+        for other in sorted(graph[name]):
+            if circle := visit(other, [*path, name]):
+                return circle
+        finished.add(name)
+        return []
+
+    for name in graph:
+        if circle := visit(name, []):
+            return circle
+    return []
+
+
+def test_a_circle_is_found() -> None:
+    graph: dict[str, set[str]] = {"a": {"b"}, "b": {"c", "d"}, "c": {"b"}, "d": set()}
+    assert find_circle(graph) == ["b", "c"]
+    assert not find_circle(graph | {"c": {"d"}})
+    source = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from purestep.x import y"
+    assert imports_of(source, ["purestep.x", "z"]) == {"purestep.x"}
+    assert imports_of(source, ["purestep.x", "purestep.x.y"]) == {"purestep.x.y"}
+
+
+def test_imports_have_no_circles() -> None:
+    """No module imports itself by way of others, not even for type checkers."""
+    names = {}
+    for file in files():
+        dotted = "purestep." + file.removesuffix(".py").replace("/", ".")
+        names[file] = dotted.removesuffix(".__init__")
+    graph = {}
+    for file, source in files().items():
+        if file != "__init__.py":  # It imports all others.
+            graph[names[file]] = imports_of(source, {*names.values()} - {"purestep"})
+    assert not find_circle(graph)
 
 
 def test_public_names_are_few() -> None:

@@ -10,7 +10,7 @@ import transformers
 from torch import Tensor
 
 import purestep as ps
-from purestep.modules import huggingface
+from purestep.nn import huggingface
 from purestep.testing.bounds import gamma
 from tests import families
 from tests.families import SETTINGS, WINDOW, Setting, built, looking_back, model

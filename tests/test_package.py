@@ -46,7 +46,7 @@ assert before[:-1] == after, "importing purestep changed global state"
 new = set(sys.modules) - before[-1]
 # What takes a second to import (compilers, most of torch.distributed) is in none of these.
 assert {name.split(".")[0] for name in new} == {"purestep", "einops", "safetensors"}, new
-late = {"purestep.compiling.cpu", "purestep.axis.opaque"}
+late = {"purestep.compiling.cpu", "purestep.axis.allow_in_graph"}
 assert not late & new, late & new
 """
 

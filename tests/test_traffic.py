@@ -11,8 +11,8 @@ import purestep as ps
 from proofs.ranks import Run
 from proofs.strategies import assert_same
 from purestep import tree
-from purestep.axis import Gather
 from purestep.testing import ThreadAxis
+from purestep.types import Gather
 from tests.layers import loss_of, network, ones, rows
 from tests.torch_private import TorchDispatchMode
 from tests.uneven import (
@@ -86,7 +86,7 @@ def test_traffic_of_a_step(
     processes: Run, bucket_bytes: int, buckets: list[int], normalize: str
 ) -> None:
     """Two short messages and each gradient once, however many microbatches a rank has."""
-    message, how = 7 * 8, [normalize] * 4
+    message, how = 10 * 8, [normalize] * 4
     for numbers in ([1] * 4, [16] * 4, [4, 0, 16, 1]):
         results = processes(
             bytes_of_a_step, numbers, [False] * 4, how, bucket_bytes=bucket_bytes

@@ -10,8 +10,9 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from purestep import tree
-from purestep.tree.alike import kind
-from purestep.tree.leaves import SMALL, at_hand
+from purestep.tree.norms import SMALL
+from purestep.tree.ops import kind
+from purestep.tree.tracing import at_hand
 from tests.torch_private import FakeTensorMode
 
 register: Any = optree.dataclasses.dataclass

@@ -1,5 +1,6 @@
-"""Where the tokens are spread: axes, the sums over them, and the sessions of an update."""
+"""The ranks that hold the tokens of a batch, and their collectives."""
 
+from purestep.axis.base import Axis, RankError
 from purestep.axis.collectives import (
     all_gather,
     check_axis,
@@ -12,12 +13,11 @@ from purestep.axis.collectives import (
 )  # fmt: skip
 from purestep.axis.local import LocalAxis
 from purestep.axis.mesh import MeshAxis
-from purestep.axis.protocol import Axis, Gather, RankError, Session
-from purestep.axis.ranks import Ranks
+from purestep.axis.process import Ranks
 from purestep.axis.vmap import VmapAxis
 
 __all__ = [
-    "Axis", "Session", "Gather", "LocalAxis", "VmapAxis", "Ranks", "MeshAxis", "RankError",
+    "Axis", "LocalAxis", "VmapAxis", "Ranks", "MeshAxis", "RankError",
     "check_axis", "overlap", "within",
     "psum", "pmean", "pvary", "all_gather", "psum_scatter",
 ]  # fmt: skip

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from purestep import tree
-from purestep.axis.protocol import Axis
+from purestep.axis.base import Axis
 from purestep.types import Tree
 
 SUMMED = {torch.int64, *tree.SUM_DTYPES}

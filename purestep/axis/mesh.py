@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from purestep import torch_private
-from purestep.axis.protocol import RankError
-from purestep.axis.ranks import BUCKET_BYTES, Ranks, Wait
+from purestep.axis.base import RankError
+from purestep.axis.process import BUCKET_BYTES, Ranks, Wait
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, Literal
@@ -13,9 +13,7 @@ import torch
 from torch import Tensor
 
 from purestep import tree
-from purestep.axis.laws import collective
-from purestep.axis.local import OneProgram
-from purestep.axis.protocol import Gather
+from purestep.axis.primitives import collective
 from purestep.types import Tree
 
 
@@ -106,10 +104,6 @@ class VmapAxis:
     def apply_tree(self, law: str, x: Tree) -> Tree:
         """psum or pvary of every leaf."""
         return tree.map(partial(self.apply, law), x)
-
-    def session(self, gather: Gather, settings: Mapping[str, str]) -> OneProgram:
-        """A session that sums by ``psum``."""
-        return OneProgram(self, gather)
 
     def __repr__(self) -> str:
         return f"VmapAxis({self.size})"

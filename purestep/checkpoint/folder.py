@@ -15,12 +15,12 @@ import torch.distributed as dist
 
 from purestep import state, tree as trees
 from purestep.axis import RankError
-from purestep.axis.agreement import digest
 from purestep.axis.mesh import lost_ranks_explained
 from purestep.checkpoint import file
 from purestep.checkpoint.file import UNFINISHED, File, damaged, naming
 from purestep.sharding import to_dtensor
 from purestep.state import Slot
+from purestep.sync.handshake import hash64
 from purestep.tree.shard import is_shard
 from purestep.types import Tree
 
@@ -60,7 +60,7 @@ def agreed(
     try:
         result = act()
         mine = said(result)
-        note: int | str = digest(sorted(mine))
+        note: int | str = hash64(sorted(mine))
     except Exception as caught:
         error, note = caught, repr(caught)
     notes = gather_objects(group, note)

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from purestep import tree
-from purestep.weights import IGNORE_INDEX
+from purestep.counts import IGNORE_INDEX
 
 
 def shift_labels(input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:

@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from purestep import tree
+from purestep.counts import IGNORE_INDEX
 from purestep.data.cut import check_alike, common_length, is_called, whole_leaves
 from purestep.types import Microbatch, Tree
-from purestep.weights import IGNORE_INDEX
 
 # A tree of tensors whose first dimension is the example's length. Leaves without a dimension, and
 # those that ``whole=`` names, belong to the example as a whole: a class, a key, an id, an image.

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from purestep import tree
+from purestep.counts import WeighedGroup, label_weights, weights_of
 from purestep.types import Microbatch, WeightFn
-from purestep.weights import WeighedGroup, label_weights, weights_of
 
 _Groups: TypeAlias = Iterable[Sequence[Microbatch]]
 

@@ -4,6 +4,7 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
+from purestep.counts import IGNORE_INDEX
 from purestep.losses.logits import as_labels, check_temperature
 from purestep.losses.vocabulary import (
     Head,
@@ -16,7 +17,6 @@ from purestep.losses.vocabulary import (
 )
 from purestep.remat import remat
 from purestep.tree import accumulation_dtype, at_hand
-from purestep.weights import IGNORE_INDEX
 
 
 def linear_cross_entropy(

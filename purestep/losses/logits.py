@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from purestep.counts import IGNORE_INDEX
 from purestep.losses.shapes import paired
 from purestep.tree import accumulation_dtype
-from purestep.weights import IGNORE_INDEX
 
 
 def cross_entropy(

@@ -3,8 +3,7 @@
 import torch
 
 from purestep.optim.base import Optimizer, Transform, chain
-from purestep.optim.partition import Mask, partition
-from purestep.optim.recipes import (
+from purestep.optim.optimizers import (
     AdamWState,
     DescentState,
     LionState,
@@ -13,6 +12,7 @@ from purestep.optim.recipes import (
     lion,
     sgd,
 )
+from purestep.optim.partition import Mask, partition
 from purestep.optim.schedules import (
     LearningRate,
     Schedule,

@@ -1,11 +1,7 @@
 """Tensors that are sharded over an axis: cut, gathered, and exchanged with DTensor."""
 
-from purestep.sharding.cut import shard, unshard
 from purestep.sharding.dtensor import from_dtensor, to_dtensor
-from purestep.sharding.gather import joined, per_backward, per_microbatch
+from purestep.sharding.shard import shard, unshard
 from purestep.tree.shard import Shard
 
-__all__ = [
-    "Shard", "shard", "unshard", "to_dtensor", "from_dtensor",
-    "joined", "per_backward", "per_microbatch",
-]  # fmt: skip
+__all__ = ["Shard", "shard", "unshard", "to_dtensor", "from_dtensor"]

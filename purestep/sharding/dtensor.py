@@ -9,7 +9,7 @@ from torch import Tensor
 
 from purestep import tree
 from purestep.axis import MeshAxis
-from purestep.axis.whole import bare
+from purestep.sharding.gather import bare
 from purestep.tree.shard import Place, Shard
 from purestep.types import Tree
 

@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from purestep.axis.laws import LAWS
-from purestep.axis.protocol import RankError
-from purestep.axis.ranks import BUCKET_BYTES, Ranks, Wait
+from purestep.axis.base import RankError
+from purestep.axis.primitives import LAWS
+from purestep.axis.process import BUCKET_BYTES, Ranks, Wait
 from purestep.torch_private import never_compiled_alone, transformed
 
 

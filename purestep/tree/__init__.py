@@ -12,32 +12,22 @@ subtree. Everything else is a leaf. Your own classes become nodes when they are 
 {'layer': Weights(w=2.0), 'nothing': None}
 """
 
-from purestep.tree.alike import (
+from purestep.tree.norms import all_finite, global_norm
+from purestep.tree.ops import (  # fmt: skip
     SUM_DTYPES,
-    difference,
-    kind as kind,
-    overwrite,
-    select,
-    zeros_like,
-)  # fmt: skip
-from purestep.tree.leaves import (
     accumulation_dtype,
-    all_finite,
-    any_requires_grad as any_requires_grad,
-    at_hand as at_hand,
     brought as brought,
     cut_off as cut_off,
     detached,
-    differentiated as differentiated,
-    eager as eager,
-    global_norm,
-    known_to_compilers as known_to_compilers,
-    number_at_hand as number_at_hand,
-    requires_grad,
-    untransformed as untransformed,
-)  # fmt: skip
+    difference,
+    kind as kind,
+    laid_out_like as laid_out_like,
+    overwrite,
+    select,
+    zeros_like,
+)
 from purestep.tree.shard import NAMESPACE
-from purestep.tree.structure import (
+from purestep.tree.spec import (  # fmt: skip
     Structure,
     broadcast_prefix,
     describe,
@@ -52,7 +42,17 @@ from purestep.tree.structure import (
     plain,
     spread as spread,
     unflatten,
-)  # fmt: skip
+)
+from purestep.tree.tracing import (  # fmt: skip
+    any_requires_grad as any_requires_grad,
+    at_hand as at_hand,
+    differentiated as differentiated,
+    eager as eager,
+    known_to_compilers as known_to_compilers,
+    number_at_hand as number_at_hand,
+    requires_grad,
+    untransformed as untransformed,
+)
 
 __all__ = [
     "NAMESPACE", "Structure", "flatten", "unflatten", "leaves_of", "map", "broadcast_prefix",

@@ -9,8 +9,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from purestep.axis import laws
+from purestep.axis import primitives
 
 apply_collective: Callable[..., Tensor] = torch.compiler.allow_in_graph(
-    laws.apply_collective
+    primitives.apply_collective
 )

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from purestep import torch_private
-from purestep.modules.keyed import NOISE
+from purestep.nn.dropout import NOISE
 
 BUFFERS = (
     "with buffers=dict(module.named_buffers()), apply returns (output, buffers); or call .eval() "

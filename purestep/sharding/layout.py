@@ -5,18 +5,16 @@ rows of several leaves lie side by side.
 """
 
 import math
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from purestep.axis.base import Axis
 from purestep.axis.collectives import within
-from purestep.axis.protocol import Axis
+from purestep.axis.process import Ranks
 from purestep.tree.shard import Place, Spread
-
-if TYPE_CHECKING:
-    from purestep.axis.ranks import Ranks
 
 
 def summed_over(place: Place | None, axis: Axis) -> Axis | None:

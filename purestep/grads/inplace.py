@@ -13,59 +13,21 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import repeat
 from operator import attrgetter, is_not
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from purestep import checks, hints, tree
+from purestep import hints, tree, validation
+from purestep.grads.microbatch import Beside, Inputs, Reverse, Sums
 from purestep.objective import part_of, value
 from purestep.torch_private import check_inference_mode, run_backward
-from purestep.types import Count, LossFn, Microbatch, Ready, Tree
+from purestep.types import LossFn, Ready, Tree
 
 _GRAD, _DTYPE, _REQUIRES_GRAD = map(attrgetter, ["grad", "dtype", "requires_grad"])
 
 
 _NOTHING: AbstractContextManager[None] = nullcontext()
-
-
-class Inputs(NamedTuple):
-    """One microbatch, and the params at which its part of the objective is differentiated.
-
-    ``divisors`` of None leave plain sums, ``weights`` of None come from the loss. ``check``:
-    whether to look for recomputation with other parameters.
-    """
-
-    leaves: list[Tensor]
-    structure: tree.Structure
-    microbatch: Microbatch
-    weights: Tensor | None
-    divisors: Count | None
-    check: bool = False
-
-
-class Beside(NamedTuple):
-    """The results beside gradients, and whether the loss depends on any of the leaves."""
-
-    loss: Tensor
-    weights: Tensor
-    aux: Tree
-    reached: bool
-
-
-class Sums(NamedTuple):
-    """The sum of each leaf's gradients so far, None before the first, and the dtype of each."""
-
-    values: list[Tensor | None]
-    dtypes: list[torch.dtype]
-
-
-class Reverse(Protocol):
-    """Adds the gradients of one microbatch to the sums."""
-
-    def __call__(
-        self, inputs: Inputs, sums: Sums, ready: Ready | None, /
-    ) -> Beside: ...
 
 
 def in_place(loss_fn: LossFn) -> Reverse:
@@ -129,8 +91,8 @@ def backward(
             leaf.register_post_accumulate_grad_hook(hand_over)
     given: Any = tuple(terms), tuple(cotangents), False, False, tuple(own)
     if check:
-        checks.warn_of_constants(checks.leaves_behind(terms), own)
-        with checks.recomputation(own):
+        validation.warn_of_constants(validation.leaves_behind(terms), own)
+        with validation.recomputation(own):
             run_backward(*given, allow_unreachable=True, accumulate_grad=True)
     else:
         run_backward(*given, allow_unreachable=True, accumulate_grad=True)

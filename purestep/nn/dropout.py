@@ -16,7 +16,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from purestep import random, tree
-from purestep.modules.attention import attention, multi_head
+from purestep.nn.attention import attention, multi_head
 from purestep.random import Keys, TokenKeys, fold_in
 from purestep.torch_private import checkpoint_frame
 

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from purestep import checks, tree
-from purestep.reverse import Sums, backward, by_vjp, filled, inference
+from purestep import tree, validation
+from purestep.grads.inplace import backward, by_vjp, filled, inference
+from purestep.grads.microbatch import Sums
 from purestep.types import Tree
 
 
@@ -69,10 +70,10 @@ def grad_and_value(
             with torch.enable_grad():
                 value, aux_leaves = over_leaves(*own)
             # What else it depends on may be differentiated later, as in a loss.
-            others = {*map(id, checks.leaves_behind([value]))} - {*map(id, own)}
+            others = {*map(id, validation.leaves_behind([value]))} - {*map(id, own)}
             plain = not (others and torch.is_grad_enabled())
         if plain:
-            with checks.recomputation(own):
+            with validation.recomputation(own):
                 backward([value], [torch.ones_like(value)], own, sums)
             pulled = filled(sums, leaves)
             value, aux_leaves = tree.detached((value, aux_leaves))

@@ -5,8 +5,8 @@ from torch import Tensor
 
 from purestep import tree
 from purestep.axis import Axis, check_axis, pvary
-from purestep.axis.rows import filled_up
-from purestep.axis.whole import filled
+from purestep.sharding.gather import filled
+from purestep.sharding.layout import filled_up
 from purestep.tree.shard import Shard
 from purestep.types import Tree
 

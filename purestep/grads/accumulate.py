@@ -14,11 +14,13 @@ import torch
 from torch import Tensor
 from torch.profiler import record_function
 
-from purestep import checks, tree
-from purestep.grad_and_value import grad_and_value
-from purestep.modes import ReverseModes, reverse_modes
+from purestep import tree, validation
+from purestep.counts import Group, count_of, has_tokens, label_weights, weights_of
+from purestep.grads.backends import ReverseModes, reverse_modes
+from purestep.grads.grad_and_value import grad_and_value
+from purestep.grads.inplace import filled
+from purestep.grads.microbatch import Inputs, Sums as Gradients
 from purestep.objective import divisors_of
-from purestep.reverse import Inputs, Sums as Gradients, filled
 from purestep.torch_private import is_profiling
 from purestep.tree import accumulation_dtype
 from purestep.tree.opaque import detach, has_graph
@@ -33,7 +35,6 @@ from purestep.types import (
     Tree,
     WeightFn,
 )
-from purestep.weights import Group, count_of, has_tokens, label_weights, weights_of
 
 _NOTHING = nullcontext()
 
@@ -97,8 +98,8 @@ def accumulate(
     divisors = total and divisors_of(total)
     recorded = not tree.eager() or tree.any_requires_grad([*leaves, *(total or ())])
     if recorded:
-        checks.check_no_graphless(params, leaves)
-    versions = checks.versions_of(leaves) if check and tree.eager() else []
+        validation.check_no_graphless(params, leaves)
+    versions = validation.versions_of(leaves) if check and tree.eager() else []
     losses: list[Tensor] = []
     asked: list[Tensor] = []
     aux: Tree = ()
@@ -139,9 +140,9 @@ def accumulate(
 
     counted = group.counted or count_of(asked)
     if losses and not reached and has_tokens(counted):
-        raise checks.unreached()
+        raise validation.unreached()
     if versions:
-        checks.check_untouched(params, leaves, versions)
+        validation.check_untouched(params, leaves, versions)
     grads = filled(sums, leaves)
     if recorded and tree.eager(grads):
         # Nothing is recorded after all: they may be written to, whatever a Function returned.

@@ -8,6 +8,6 @@
 * ``huggingface``: checks for models of transformers.
 """
 
-from purestep.modules.apply import Apply, from_module, to_module
+from purestep.nn.from_module import Apply, from_module, to_module
 
 __all__ = ["Apply", "from_module", "to_module"]

@@ -1,28 +1,49 @@
-"""Trees that are alike: of one structure, and leaf by leaf of one shape and dtype.
+"""Operations on trees, leaf by leaf: dtypes of sums, comparisons, copies and selections."""
 
-``difference`` names the first leaf that is not alike. ``zeros_like`` makes a tree to sum in.
-``select`` and ``overwrite`` keep one of two trees, as a condition decides.
-"""
-
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from purestep.tree.leaves import accumulation_dtype, untransformed
-from purestep.tree.structure import (
-    flatten,
-    leaves_like,
-    leaves_of,
-    map,
-    paths,
-    unflatten,
-)
+from purestep.tree.spec import flatten, leaves_like, leaves_of, map, paths, unflatten
+from purestep.tree.tracing import untransformed
 from purestep.types import Tree
 
 SUM_DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 """The dtypes in which floating point values may be added up."""
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Returns the dtype in which values of ``dtype`` are summed: int64, or at least float32.
+
+    >>> accumulation_dtype(torch.bfloat16), accumulation_dtype(torch.bool)
+    (torch.float32, torch.int64)
+    """
+    if dtype in (torch.float32, torch.float64):
+        return dtype
+    number = dtype.is_floating_point or dtype.is_complex
+    return torch.promote_types(dtype, torch.float32) if number else torch.int64
+
+
+def detached(tree: Tree) -> Tree:
+    """Detaches the tensors of a tree; other leaves stay as they are.
+
+    >>> detached({"w": torch.ones(2, requires_grad=True), "name": "w"})
+    {'w': tensor([1., 1.]), 'name': 'w'}
+    """
+    leaves, structure = flatten(tree)
+    return unflatten(structure, cut_off(leaves))
+
+
+def cut_off(leaves: Sequence[Any]) -> list[Any]:
+    """``detached`` of a tree's leaves."""
+    return [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+
+
+def brought(tensor: Tensor, device: torch.device) -> Tensor:
+    """The tensor on the device; only the host waits for it, where it could read it too early."""
+    return tensor.to(device, non_blocking=device.type != "cpu")
 
 
 def kind(leaf: Any) -> str:
@@ -130,3 +151,10 @@ def _each(one: Callable[[Tensor, Tensor], Tensor], new: Tree, old: Tree) -> Tree
                 "made by optimizer.init of these params?"
             )
     return unflatten(structure, [one(*pair) for pair in pairs])
+
+
+def laid_out_like(leaf: Tensor, total: Tensor) -> Tensor:
+    """Returns ``total`` with the strides of ``leaf``: kernels read both side by side."""
+    if total.stride() == leaf.stride():
+        return total
+    return torch.empty_like(leaf, dtype=total.dtype).copy_(total)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -11,11 +11,7 @@ import torch
 from torch import Tensor
 
 from purestep import tree
-from purestep.axis.buckets import Buckets, laid_out_like
-from purestep.axis.laws import Where, collective
-from purestep.axis.local import OneProgram
-from purestep.axis.protocol import Gather
-from purestep.axis.session import OwnPrograms
+from purestep.axis.primitives import Where, collective
 from purestep.types import Tree
 
 Wait: TypeAlias = Callable[[], Tensor]
@@ -85,24 +81,34 @@ class Ranks(ABC):
         return collective(x, None, law, self.where)
 
     def apply_tree(self, law: str, x: Tree) -> Tree:
-        """psum or pvary of every leaf: sums in buckets for each dtype."""
-        leaves, structure = tree.flatten(x)
+        """Runs psum or pvary on every leaf; small leaves of one dtype are summed together."""
+        leaves, spec = tree.flatten(x)
         if not tree.eager(leaves):
             return tree.map(partial(self.apply, law), x)
-        if law != "psum" or not leaves:
+        if law != "psum":
             return x
         if not self.on_host and any(leaf.is_cpu for leaf in leaves):
             # A group of a device's backend has no collectives for the host.
-            total = self.apply_tree(
-                law, tree.map(lambda leaf: tree.brought(leaf, self.device), x)
-            )
+            on_device = tree.map(lambda leaf: tree.brought(leaf, self.device), x)
+            total = self.apply_tree(law, on_device)
             return tree.map(lambda here, leaf: here.to(leaf.device), total, x)
-        buckets = Buckets(
-            self, dict(enumerate(leaves)), [leaf.dtype for leaf in leaves]
-        )
-        return tree.unflatten(
-            structure, [*map(laid_out_like, leaves, buckets.finish(leaves))]
-        )
+        return tree.unflatten(spec, self._sum_leaves(leaves))
+
+    def _sum_leaves(self, leaves: Sequence[Tensor]) -> list[Tensor]:
+        """Sums leaves over the ranks in vectors of at most ``bucket_bytes``, or of one leaf."""
+        totals = []
+        for leaf in leaves:
+            totals.append(leaf.to_dense() if leaf.is_sparse else leaf.clone())
+        launched = []
+        for indices in _split_by_dtype(leaves, self.bucket_bytes):
+            flat = torch.cat([totals[index].reshape(-1) for index in indices])
+            launched.append((indices, flat, self.launch(flat)))
+        for indices, flat, wait in launched:
+            wait()
+            parts = flat.split([leaves[index].numel() for index in indices])
+            for index, part in zip(indices, parts, strict=True):
+                totals[index].copy_(part.view(leaves[index].shape))
+        return totals
 
     @abstractmethod
     def launch(self, x: Tensor, law: str = "psum") -> Wait:
@@ -116,10 +122,20 @@ class Ranks(ABC):
         """All ranks' values, in order of rank, to explain an error."""
         raise NotImplementedError(f"{self} has no gather_object")
 
-    def session(
-        self, gather: Gather, settings: Mapping[str, str]
-    ) -> OneProgram | OwnPrograms:
-        """A session of messages and buckets; while a compiler traces, of ``psum``."""
-        if torch.compiler.is_dynamo_compiling():
-            return OneProgram(self, gather)
-        return OwnPrograms(self, gather, settings)
+
+def _split_by_dtype(leaves: Sequence[Tensor], max_bytes: int) -> Iterator[list[int]]:
+    """Yields the positions of leaves that share dtype and device, up to ``max_bytes`` of them."""
+    open_parts: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+    num_bytes: dict[tuple[torch.dtype, torch.device], int] = {}
+    for index, leaf in enumerate(leaves):
+        key = (leaf.dtype, leaf.device)
+        if leaf.numel() == 0:  # Backends take no empty tensors.
+            continue
+        if key in open_parts and num_bytes[key] + leaf.nbytes > max_bytes:
+            yield open_parts.pop(key)
+        if key not in open_parts:
+            open_parts[key] = []
+            num_bytes[key] = 0
+        open_parts[key].append(index)
+        num_bytes[key] += leaf.nbytes
+    yield from open_parts.values()

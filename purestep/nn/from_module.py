@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 
 from purestep import tree
-from purestep.modules import huggingface, keyed, outside, plan, refused, watch
+from purestep.nn import dropout, first_call, huggingface, outside, rebuild, validation
 from purestep.random import Keys
 from purestep.torch_private import (
     check_no_rand_in_trace,
@@ -80,7 +80,7 @@ def from_module(
     >>> apply({"weight": torch.tensor([[2.0, 3.0]]), "bias": torch.zeros(1)}, torch.ones(2))
     tensor([5.])
     """
-    refused.check_module(module)
+    validation.check_module(module)
     choose: Any = trainable
     if trainable is None:
         choose = lambda name, p: p.requires_grad  # noqa: E731
@@ -96,7 +96,7 @@ def from_module(
     if not trained:
         raise ValueError(
             f"{trainable=} leaves nothing to train of {type(module).__name__}, whose parameters "
-            f"are {refused.listed(named)}: choose some by name, or let some require grad"
+            f"are {validation.listed(named)}: choose some by name, or let some require grad"
         )
     return {name: p.detach().clone() for name, p in trained.items()}, Apply(
         module, trained
@@ -120,10 +120,10 @@ def to_module(
     3.0
     """
     own = dict(module.named_parameters(remove_duplicate=False))
-    refused.check_names("params", params, own, (), "pass params of this module")
+    validation.check_names("params", params, own, (), "pass params of this module")
     known = dict(module.named_buffers(remove_duplicate=False))
-    carried, written = buffers or {}, refused.written_in_training(module)
-    refused.check_names("buffers", carried, known, written, watch.BUFFERS)
+    carried, written = buffers or {}, validation.written_in_training(module)
+    validation.check_names("buffers", carried, known, written, first_call.BUFFERS)
     values = {
         **params,
         **{name: _whole(each, known[name]) for name, each in carried.items()},
@@ -153,22 +153,22 @@ class Apply:
             id(p): (name, p) for name, p in trained.items()
         }
         named = dict(module.named_parameters())
-        for name, each in [*buffers.items(), *named.items(), *plan.held_by(module)]:
+        for name, each in [*buffers.items(), *named.items(), *rebuild.held_by(module)]:
             # spectral_norm puts an alias of weight_orig in place of a weight that it computes.
             if isinstance(each, Tensor) and f"{name}_orig" not in named:
                 held.setdefault(id(each), (name, each))
         tensors = dict(held.values())
-        refused.check_params(trained, tensors)
+        validation.check_params(trained, tensors)
         self._trained, self._names = trained, [*trained]
         # Aliases: a module may assign to their .data.
         self._constants = {
             n: each.detach() for n, each in tensors.items() if n not in trained
         }
         self._buffers = {name: self._constants[name] for name in buffers}
-        self._written = refused.written_in_training(module)
+        self._written = validation.written_in_training(module)
         self._mappings = outside.find_mappings(module)
         self._parts = [*module.modules()] if self._mappings else []
-        self._plan = plan.plan_of(module, [*tensors.values()], self._mappings)
+        self._plan = rebuild.plan_of(module, [*tensors.values()], self._mappings)
         self._models = huggingface.models_of(module)
         self._second = any(
             getattr(each, "batch_first", None) is False for each in module.modules()
@@ -190,11 +190,11 @@ class Apply:
     ) -> Any:
         """The module's output; with ``buffers``, ``(output, buffers)``; with ``key``, its noise."""
         names, carried = self._names, buffers or {}
-        refused.check_names(
+        validation.check_names(
             "params", params, names, names, "pass those of from_module, no others"
         )
-        refused.check_names(
-            "buffers", carried, self._buffers, self._written, watch.BUFFERS
+        validation.check_names(
+            "buffers", carried, self._buffers, self._written, first_call.BUFFERS
         )
         carried = {
             n: _whole(each, self._buffers[n]).clone() for n, each in carried.items()
@@ -231,10 +231,14 @@ class Apply:
                 # The first of a kind is looked at, and refused before it does any harm.
                 kept = {**self._constants, **dict(zip(names, values, strict=True))}
                 inputs = tree.leaves_of((args, kwargs))
-                looked_at = watch.watched(kept, self._trained, inputs, key is not None)
+                looked_at = first_call.watched(
+                    kept, self._trained, inputs, key is not None
+                )
         held = {**self._constants, **carried}
-        module = plan.build(self._plan, [*values, *held.values()], self._evaluates)
-        noise = nullcontext() if key is None else keyed.Keyed(key, second=self._second)
+        module = rebuild.build(self._plan, [*values, *held.values()], self._evaluates)
+        noise = (
+            nullcontext() if key is None else dropout.Keyed(key, second=self._second)
+        )
         names_of_parts: AbstractContextManager[object] = nullcontext()
         if self._mappings and kind is not None:
             names_of_parts = outside.rekeyed(
@@ -246,7 +250,7 @@ class Apply:
             check_no_rand_in_trace()
         huggingface.check_call(self._models, args, kwargs, output)
         if kind not in self._known:
-            watch.check_assigned(
+            first_call.check_assigned(
                 module, {n: held[n] for n in self._buffers if n not in carried}
             )
             self._known.add(kind)

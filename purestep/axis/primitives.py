@@ -120,7 +120,7 @@ def collective(
     """The law on one tensor, as a compiler sees it too."""
     if torch.compiler.is_dynamo_compiling():
         # Marks ``apply_collective`` for the compiler on import, which takes time.
-        from purestep.axis import opaque
+        from purestep.axis import allow_in_graph
 
-        return opaque.apply_collective(x, token, law, where)
+        return allow_in_graph.apply_collective(x, token, law, where)
     return apply_collective(x, token, law, where)

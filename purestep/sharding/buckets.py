@@ -11,16 +11,13 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from purestep.axis.rows import entries_of, rows_of, width_of
+from purestep.axis.process import Ranks, Wait
+from purestep.sharding.layout import entries_of, rows_of, width_of
 from purestep.tree.shard import Place
-
-if TYPE_CHECKING:
-    from purestep.axis.ranks import Ranks, Wait
 
 FIRST_BYTES = 2**20
 """The size of the first bucket, so that it leaves early."""
@@ -208,10 +205,3 @@ def at_once(
     return Buckets(places[0].axis, leaves, dtypes, apart, {}, law, math.inf).finish(
         tensors
     )
-
-
-def laid_out_like(leaf: Tensor, total: Tensor) -> Tensor:
-    """The total with the leaf's strides: kernels read both side by side."""
-    if total.stride() == leaf.stride():
-        return total
-    return torch.empty_like(leaf, dtype=total.dtype).copy_(total)

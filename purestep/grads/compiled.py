@@ -1,0 +1,70 @@
+"""One graph of forward, backward and sums of a microbatch, by ``torch.compile``."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from purestep import tree
+from purestep.compiling import Compiler, graph
+from purestep.grads.functional import constant, gradients
+from purestep.grads.inplace import by_vjp, in_place, unshare
+from purestep.grads.microbatch import Beside, Inputs, Reverse, Sums
+from purestep.types import LossFn, Ready, Tree
+
+
+def compiled(loss_fn: LossFn, compile: bool | Compiler) -> Reverse:
+    """One graph of forward, backward and sums, which it makes, or writes to in place.
+
+    Where the compiler makes no such graph, it is ``in_place``, and a warning says why.
+    """
+
+    def sums_of(
+        params: Tree, sums: list[Tensor] | None, dtypes: list[torch.dtype], *given: Any
+    ) -> tuple[list[Tensor], Beside]:
+        grads, beside = constant(*gradients(loss_fn, by_vjp, params, *given))
+        if sums is None:
+            return [
+                grad.to(dtype) for grad, dtype in zip(grads, dtypes, strict=True)
+            ], beside
+        made = []
+        for so_far, grad in zip(sums, grads, strict=True):
+            # Compilers drop what is written to a scalar on the host: it is made anew.
+            made.append(so_far.add_(grad) if so_far.ndim else so_far + grad)
+        return made, beside
+
+    one = graph.one_graph(functools.wraps(loss_fn)(sums_of), compile)
+
+    def reverse(inputs: Inputs, sums: Sums, ready: Ready | None) -> Beside:
+        values, dtypes = sums
+        params = tree.unflatten(inputs.structure, inputs.leaves)
+        so_far = None if any(total is None for total in values) else values
+        if inputs.check and so_far is None:
+            # What refuses a call does not see a trace. Its draws are made again.
+            own = [leaf.detach().requires_grad_() for leaf in inputs.leaves]
+            with torch.enable_grad(), keep_generators(inputs.leaves[0].device):
+                loss_fn(tree.unflatten(inputs.structure, own), inputs.microbatch)
+        beside: Beside
+        made, beside = one(params, so_far, dtypes, *inputs[2:5])
+        if so_far is None:
+            unshare(
+                made,
+                [*inputs.leaves, *tree.leaves_of(inputs.microbatch), inputs.weights],
+            )
+        if ready is not None:
+            made = [ready(index, total) for index, total in enumerate(made)]
+        values[:] = made
+        return beside
+
+    return graph.with_fallback(reverse, in_place(loss_fn))
+
+
+def keep_generators(device: torch.device) -> Any:
+    """Restores the random generators of the host and of the device at the end of the context."""
+    has_generator = hasattr(getattr(torch, device.type, None), "get_rng_state")
+    if device.type == "cpu" or not has_generator:
+        return torch.random.fork_rng(devices=[])
+    return torch.random.fork_rng(devices=[device], device_type=device.type)

@@ -1,0 +1,50 @@
+"""What goes into the differentiation of one microbatch, and what comes out of it."""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from purestep import tree
+from purestep.types import Count, Microbatch, Ready, Tree
+
+
+class Inputs(NamedTuple):
+    """One microbatch, and the params at which its part of the objective is differentiated.
+
+    ``divisors`` of None leave plain sums, ``weights`` of None come from the loss. ``check``:
+    whether to look for recomputation with other parameters.
+    """
+
+    leaves: list[Tensor]
+    structure: tree.Structure
+    microbatch: Microbatch
+    weights: Tensor | None
+    divisors: Count | None
+    check: bool = False
+
+
+class Beside(NamedTuple):
+    """The results beside gradients, and whether the loss depends on any of the leaves."""
+
+    loss: Tensor
+    weights: Tensor
+    aux: Tree
+    reached: bool
+
+
+class Sums(NamedTuple):
+    """The sum of each leaf's gradients so far, None before the first, and the dtype of each."""
+
+    values: list[Tensor | None]
+    dtypes: list[torch.dtype]
+
+
+class Reverse(Protocol):
+    """Adds the gradients of one microbatch to the sums."""
+
+    def __call__(
+        self, inputs: Inputs, sums: Sums, ready: Ready | None, /
+    ) -> Beside: ...

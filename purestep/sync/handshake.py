@@ -1,0 +1,313 @@
+"""Status messages: what each rank sends in an update, of which all ranks see the sum.
+
+The sum shows whether a rank has failed, whether all fingerprints are equal, how many ranks hold
+microbatches, and N. So the host's work does not grow with the number of ranks. Fingerprints are
+compared by Cauchy-Schwarz: (Σh)² = n Σh² holds if and only if all n of them are equal.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
+from hashlib import sha256
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from purestep import tree
+from purestep.axis.base import RankError
+from purestep.axis.process import Ranks
+from purestep.counts import EXACT, check_total
+from purestep.tree.shard import Spread
+from purestep.types import Count, Tree
+
+ZERO = torch.tensor(0, device="cpu")
+NO_COUNTS = Count(ZERO, ZERO)
+MAX_DIFFERENCES = 4
+"""How many lines of a rank's description an error shows."""
+
+
+class Status(NamedTuple):
+    """The numbers of one message, or the sums of all ranks' messages, in float64.
+
+    Sums are exact on up to 200,000 ranks.
+    """
+
+    num_failed: float = 0
+    failed_rank: float = 0
+    """The rank that failed, where one did."""
+    num_holding: float = 0
+    """How many ranks hold a microbatch."""
+    num_float_weights: float = 0
+    num_float64_losses: float = 0
+    fingerprint: float = 0
+    fingerprint_squared: float = 0
+    num_tokens: float = 0
+    num_microbatches: float = 0
+    loss: float = 0
+
+
+def encode_status(
+    axis: Ranks,
+    *,
+    holds_microbatches: bool = False,
+    fingerprint: int = 0,
+    counts: Count = NO_COUNTS,
+    loss: Tensor = ZERO,
+    failed: bool = False,
+) -> Tensor:
+    """Packs what this rank sends into a vector of float64, on the axis's device."""
+    is_float64 = holds_microbatches and loss.dtype == torch.float64
+    # The square of the sum of all ranks' fingerprints has to be exact.
+    fingerprint %= 2 ** ((53 - axis.size.bit_length()) // 2)
+    scalars = {
+        "num_tokens": counts.num_tokens,
+        "num_microbatches": counts.num_microbatches,
+        "loss": loss,
+    }
+    on_host = {name: x.item() for name, x in scalars.items() if x.is_cpu}
+    status = Status(
+        num_failed=failed,
+        failed_rank=axis.rank if failed else 0,
+        num_holding=holds_microbatches,
+        num_float_weights=counts.num_tokens.is_floating_point(),
+        num_float64_losses=is_float64,
+        fingerprint=fingerprint,
+        fingerprint_squared=fingerprint**2,
+        **on_host,
+    )
+    message = torch.tensor(status, dtype=torch.float64, device="cpu")
+    message = tree.brought(message, axis.device)
+    for name, scalar in scalars.items():
+        if name not in on_host:  # The host does not wait for what a device computes.
+            message[Status._fields.index(name)] = scalar.detach()
+    return message
+
+
+def counts_from(message: Tensor, has_float_weights: bool) -> Count:
+    """Returns the counts of all ranks, which may lie on a device."""
+    totals = views_of(message)
+    num_tokens = totals["num_tokens"]
+    if not has_float_weights:
+        num_tokens = num_tokens.to(torch.int64)
+    return Count(num_tokens, totals["num_microbatches"].to(torch.int64))
+
+
+def views_of(message: Tensor) -> dict[str, Tensor]:
+    """Returns the numbers of a message by name, as scalar tensors."""
+    return dict(zip(Status._fields, message.unbind(), strict=True))
+
+
+class PendingStatus:
+    """A sum of messages that the host reads, and checks, when it needs to know it."""
+
+    def __init__(
+        self,
+        axis: Ranks,
+        message: Tensor,
+        compared: Mapping[str, TreeFingerprint],
+        fingerprint: int,
+    ) -> None:
+        self.fingerprint = fingerprint
+        self._axis = axis
+        self._compared = compared
+        self._read_numbers = _async_read(message)
+        self._status: Status | None = None
+
+    def read(self) -> Status:
+        """Returns the sum, or raises what it says. Only the first call waits."""
+        if self._status is None:
+            axis = self._axis
+            status = Status(*self._read_numbers())
+            # A device that waits for collectives which do not match cannot exchange texts.
+            check_status(
+                axis, status, self._compared, num_ranks=axis.size, can_ask=axis.on_host
+            )
+            self._status = status
+        return self._status
+
+
+def _async_read(message: Tensor) -> Callable[[], list[float]]:
+    """Begins to copy a vector to the host; the result waits for this copy alone."""
+    if message.device.type == "cpu":
+        return message.tolist
+    host = torch.empty_like(message, device="cpu", pin_memory=True)
+    host.copy_(message, non_blocking=True)
+    event = torch.Event(message.device)
+    event.record()
+
+    def read() -> Any:
+        event.synchronize()
+        return host.tolist()
+
+    return read
+
+
+class TreeFingerprint(NamedTuple):
+    """A tree in words that are the same in every process, and how each leaf is sharded."""
+
+    name: str
+    hash: int
+    lines: tuple[str, ...]
+    shard_specs: Spread
+
+
+def fingerprint(name: str, value: Tree) -> TreeFingerprint:
+    """Describes what ranks compare of a tree: a line for each leaf, one for the containers.
+
+    >>> fingerprint("params", {"w": torch.zeros(2)}).lines
+    ("params['w']: torch.float32 of shape (2,)", "the structure {'w': *}")
+    >>> fingerprint("x", torch.zeros(2)) == fingerprint("x", torch.ones(2))
+    True
+    """
+    leaves, spec = tree.flatten(value)
+    signatures: list[Any] = []
+    for leaf in leaves:
+        is_tensor = isinstance(leaf, Tensor)
+        signatures.append((leaf.dtype, leaf.shape) if is_tensor else tree.kind(leaf))
+    try:
+        return _cached_fingerprint(name, spec, tuple(signatures))
+    except Exception:  # A key in the containers has no hash, or cannot be compared.
+        return _cached_fingerprint.__wrapped__(name, spec, signatures)
+
+
+@lru_cache(64)
+def _cached_fingerprint(
+    name: str, spec: tree.Structure, signatures: Sequence[Any]
+) -> TreeFingerprint:
+    """Fingerprints a tree by its containers and the signature of each leaf."""
+    shard_specs = tree.spread(spec)
+    padded = shard_specs or [None] * len(signatures)
+    lines = []
+    for accessor, signature, shard_spec in zip(
+        spec.accessors(), signatures, padded, strict=True
+    ):
+        if isinstance(signature, tuple):
+            dtype, shape = signature
+            if shard_spec is None:
+                signature = f"{dtype} of shape {tuple(shape)}"
+            else:  # Shards of one tensor have different lengths.
+                signature = f"{dtype}, of shape {shard_spec.shape} in pieces"
+        lines.append(f"{accessor.codify(name)}: {signature}")
+    lines.append(f"the structure {tree.describe(spec)}")
+    *lines, containers = _portable("\n".join(lines)).split("\n")
+    # A set is printed in any order, so the words are compared, and not their order.
+    words = sorted(re.findall(r"[\w.+-]+|\S", containers))
+    return TreeFingerprint(
+        name, hash64(lines, words), (*lines, containers), shard_specs
+    )
+
+
+def _portable(text: str) -> str:
+    """Removes what differs between processes that hold the same tree."""
+    # Addresses, indices of devices, the name of the main module.
+    text = re.sub(r" at 0x[0-9A-Fa-f]+|, index=\d+|\b__(mp_)?main__\.", "", text)
+    # The hashes of strings differ, and with them the order of a set's members.
+    return re.sub(r"\{([^{}:]*)\}", _sort_members, text)
+
+
+def _sort_members(members: re.Match[str]) -> str:
+    """Sorts what a set prints between its braces."""
+    return "{" + ", ".join(sorted(members[1].split(", "))) + "}"
+
+
+def hash64(*words: object) -> int:
+    """Hashes words to a number from 0 to 2⁶⁴ - 1, alike in every process."""
+    text = repr(words).encode(errors="replace")
+    return int.from_bytes(sha256(text).digest()[:8], "big")
+
+
+def check_status(
+    axis: Ranks,
+    status: Status,
+    compared: Mapping[str, TreeFingerprint],
+    *,
+    num_ranks: int,
+    can_ask: bool,
+) -> None:
+    """Raises where a rank has failed, ``num_ranks`` of them disagree, or N overflows.
+
+    ``compared`` is what this rank's fingerprint was made of. ``can_ask`` lets all ranks exchange
+    texts for the error.
+    """
+    if status.num_failed:
+        raise _failure(axis, status, can_ask=can_ask)
+    if num_ranks * status.fingerprint_squared != status.fingerprint**2:
+        raise _disagreement(axis, compared, can_ask=can_ask)
+    num_integer_weights = status.num_holding - status.num_float_weights
+    # Beside a device, each rank decides on the dtype of N before it reads the status.
+    if not can_ask and status.num_float_weights > 0 and num_integer_weights > 0:
+        raise ValueError(
+            f"the weights of {status.num_float_weights:.0f} ranks of {axis} are floats, those of "
+            f"{num_integer_weights:.0f} are integers, and nothing was updated: return one dtype "
+            "from weight_fn on all ranks"
+        )
+    check_total(status.num_tokens)
+    if status.num_tokens > EXACT and not status.num_float_weights:
+        raise ValueError(
+            f"num_tokens, the sum of all weights, overflows: over {axis} it is more than {EXACT=}, "
+            "up to which ranks add integers exactly, and nothing was updated; make the weights "
+            "smaller, which changes nothing else"
+        )
+
+
+def _failure(axis: Ranks, status: Status, *, can_ask: bool) -> RankError:
+    """Returns the error that names the ranks that failed, with their errors."""
+    texts: dict[int, str] = {}
+    if can_ask:
+        answers = enumerate(axis.gather_object(None))
+        texts = {rank: text for rank, text in answers if text}
+    who = "several ranks"
+    if texts:
+        who = _format_ranks([*texts])
+    elif can_ask or status.num_failed == 1:
+        who = _format_ranks([int(status.failed_rank)])
+    reasons = [f"rank {rank}: {text}" for rank, text in texts.items()]
+    why = "; ".join(reasons) or "Its output says why"
+    return RankError(
+        f"{who} of {axis} failed, and the step with it on every rank; nothing was updated. {why}"
+    )
+
+
+def _disagreement(
+    axis: Ranks, compared: Mapping[str, TreeFingerprint], *, can_ask: bool
+) -> ValueError:
+    """Returns the error that says in what the ranks differ."""
+    notes = {name: (each.hash, each.lines) for name, each in compared.items()}
+    if can_ask:
+        difference = _describe_difference(axis.gather_object(notes))
+    else:
+        difference = (
+            f"one of {', '.join(notes)}, and nothing was updated: compare what each rank prints; "
+            f"rank {axis.rank} has {notes}"
+        )
+    return ValueError(f"the ranks of {axis} disagree on {difference}")
+
+
+def _describe_difference(notes: Sequence[Mapping[str, Any]]) -> str:
+    """Names the first thing in which ranks differ, and what each group of ranks has there."""
+    names = dict.fromkeys(name for note in notes for name in note)
+    for name in names:
+        ranks_by_note: dict[Any, list[int]] = {}
+        for rank, note in enumerate(notes):
+            if name in note:
+                ranks_by_note.setdefault(note[name], []).append(rank)
+        if len(ranks_by_note) > 1:
+            break
+    parts = []
+    for (_, lines), ranks in ranks_by_note.items():
+        differing = []
+        for line in lines[:-1]:  # The last line describes the containers.
+            if any(line not in others for _, others in ranks_by_note):
+                differing.append(line)
+        shown = (differing or lines[-1:])[:MAX_DIFFERENCES]
+        more = ", ..." if len(differing) > MAX_DIFFERENCES else ""
+        parts.append(f"{_format_ranks(ranks)} with {', '.join(shown)}{more}")
+    return f"{name}, and nothing was updated: {' against '.join(parts)}"
+
+
+def _format_ranks(ranks: Sequence[int]) -> str:
+    plural = "s" if len(ranks) > 1 else ""
+    return f"rank{plural} {', '.join(map(str, ranks))}"

@@ -1,0 +1,419 @@
+"""What the ranks of an axis say to each other in one update.
+
+    all_reduce_counts    the counts of all ranks, before any backward pass
+    params_for_loss      the params as the loss sees them
+    grad_hook            sums of gradients that leave while the backward pass runs
+    all_reduce_grads     the sums of all ranks
+
+``SPMDSession``: all ranks run one program. ``MultiProgramSession``: each runs its own, so one may
+fail, disagree, or hold no microbatch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, suppress
+from dataclasses import dataclass
+from traceback import format_exception_only
+from typing import Any, Literal, Protocol, Self, cast
+
+import torch
+from torch import Tensor
+
+from purestep import tree
+from purestep.axis.base import Axis
+from purestep.axis.process import Ranks
+from purestep.counts import check_count
+from purestep.sharding.buckets import Buckets
+from purestep.sharding.gather import whole
+from purestep.sharding.layout import by_law, sharded, sum_axes
+from purestep.sync import handshake
+from purestep.sync.handshake import Status, TreeFingerprint
+from purestep.tree.shard import Spread
+from purestep.types import Count, Gather, Params, Ready, Sums, Tree
+
+MICROBATCH_COUNT = (
+    "the number of microbatches, each of which gathers params (add some of weight zero)"
+)
+EARLY_BUCKETS = (
+    "the buckets that have left before a collective inside the loss "
+    "(add 0 * w.sum() to it)"
+)
+FAILED = -1
+"""Sent in the place of a fingerprint, which is not negative."""
+
+
+class Session(Protocol):
+    """One update of all ranks: ``with open_session(...) as session``.
+
+    Every rank calls ``all_reduce_counts``, then ``grad_hook`` if gradients are to be summed, then
+    ``all_reduce_grads``, in this order. An exception inside the ``with`` reaches all ranks.
+
+    >>> from purestep import LocalAxis
+    >>> counts = Count(torch.tensor(3), torch.tensor(1))
+    >>> with open_session(LocalAxis(), "step", {}) as session:
+    ...     total = session.all_reduce_counts(counts, {"w": torch.ones(2)}, (), 1)
+    >>> total.num_tokens
+    tensor(3)
+    """
+
+    rank: int
+
+    def __enter__(self) -> Session: ...
+
+    def __exit__(
+        self, kind: Any, error: BaseException | None, trace: Any, /
+    ) -> None: ...
+
+    def all_reduce_counts(
+        self, counts: Count, params: Params, opt_state: Tree, num_microbatches: int
+    ) -> Count:
+        """Sums the counts of all ranks, or raises an error that names the ranks that differ.
+
+        ``counts`` and ``num_microbatches`` are those of this rank.
+        """
+
+    def params_for_loss(self, params: Params) -> Params:
+        """Returns the params as a loss sees them, gathered where ``gather`` says."""
+
+    def grad_hook(
+        self, params: Params, accum_dtype: torch.dtype | None
+    ) -> Ready | None:
+        """Returns the function that takes each leaf's final sum, so that it travels at once.
+
+        None where sums stay where they are until ``all_reduce_grads``.
+        """
+
+    def max_microbatches(self, num_microbatches: int) -> int:
+        """Returns the largest number of microbatches of any rank, where each gathers params."""
+
+    def all_reduce_grads(self, sums: Sums, params: Params) -> Sums:
+        """Sums the results of all ranks; of a sharded leaf, it returns this rank's shard.
+
+        The leaves of ``sums.grads`` are those of params, one by one. With ``gather="step"``, the
+        gradient of a leaf that is sharded over the axis is full; with the others, it is the shard.
+        """
+
+
+def open_session(axis: Axis, gather: Gather, config: Mapping[str, str]) -> Session:
+    """Opens the session of one update, in which ranks compare their ``config``.
+
+    While a compiler traces, the ranks of every axis run one program.
+    """
+    if axis.own_programs and not torch.compiler.is_dynamo_compiling():
+        return MultiProgramSession(cast("Ranks", axis), gather, config)
+    return SPMDSession(axis, gather)
+
+
+@dataclass
+class SPMDSession(AbstractContextManager["SPMDSession"]):
+    """The session of ranks that run one program: a single rank, simulated or compiled ones."""
+
+    axis: Axis
+    gather: Gather
+    rank = 0
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        pass
+
+    def all_reduce_counts(
+        self, counts: Count, params: Params, opt_state: Tree, num_microbatches: int
+    ) -> Count:
+        """Sums the counts of all ranks."""
+        if self.axis.own_programs and not num_microbatches:
+            raise ValueError(
+                f"a rank of {self.axis} holds no microbatch, and a compiled step is one program "
+                "for all ranks: give it a microbatch whose weights are zero"
+            )
+        total: Count = self.axis.apply_tree("psum", counts)
+        return total
+
+    def params_for_loss(self, params: Params) -> Params:
+        """Returns the params as a loss sees them: each rank's own, gathered for the step."""
+        if not tree.spread(tree.flatten(params)[1]):
+            return self.axis.apply_tree("pvary", params)
+        return whole(params, self.axis, self.gather)
+
+    def grad_hook(
+        self, params: Params, accum_dtype: torch.dtype | None
+    ) -> Ready | None:
+        """Returns None: sums stay where they are."""
+        return None
+
+    def max_microbatches(self, num_microbatches: int) -> int:
+        """Returns this rank's number, which all ranks share."""
+        return num_microbatches
+
+    def all_reduce_grads(self, sums: Sums, params: Params) -> Sums:
+        """Sums the results of all ranks by ``psum``, under any transform."""
+        spec = tree.flatten(params)[1]
+        shard_specs = tree.spread(spec)
+        if not shard_specs:
+            total: Sums = self.axis.apply_tree("psum", sums)
+            check_count(total.counted)
+            return total
+        grads = self._reduce_sharded(tree.leaves_of(sums.grads), shard_specs)
+        total = self.axis.apply_tree("psum", sums._replace(grads=()))
+        check_count(total.counted)
+        return total._replace(grads=tree.unflatten(spec, grads))
+
+    def _reduce_sharded(
+        self, grads: list[Tensor], shard_specs: Spread
+    ) -> list[Tensor]:
+        """Scatters full gradients of shards, and sums each leaf over its other ranks."""
+        if self.gather == "step":
+            for index, shard_spec in sharded(shard_specs, self.axis).items():
+                grads[index] = by_law("psum_scatter", grads[index], shard_spec)
+        for index, axis in enumerate(sum_axes(shard_specs, self.axis)):
+            if axis is not None:
+                grads[index] = axis.apply("psum", grads[index])
+        return grads
+
+
+class MultiProgramSession:
+    """The session of ranks that run their own programs: one may hold nothing, disagree, or fail.
+
+    All ranks send two status messages: one before the backward passes, one after them. On the
+    host, each is read at once. On a device, where reading would wait, nothing is read before all
+    work is queued: the first message is read at the second, and a rank that fails between
+    ``all_reduce_counts`` and ``all_reduce_grads`` raises alone.
+    """
+
+    def __init__(self, axis: Ranks, gather: Gather, config: Mapping[str, str]) -> None:
+        self.rank = axis.rank
+        self._axis = axis
+        self._gather = gather
+        self._config = {
+            "gather": gather,
+            **config,
+            "bucket_bytes": str(axis.bucket_bytes),
+        }
+        self._awaited: Literal["counts", "grads"] | None = "counts"
+        """The message that the other ranks wait for."""
+        self._buckets = Buckets(axis, {}, ())
+        self._first: handshake.PendingStatus | None = None
+        self._holds_microbatches = False
+        self._gathers_in_backward = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if error is not None and self._awaited is not None:
+            with suppress(BaseException):  # The first error is the one that is raised.
+                self._send_failure(error)
+
+    def all_reduce_counts(
+        self, counts: Count, params: Params, opt_state: Tree, num_microbatches: int
+    ) -> Count:
+        """Sums the counts of all ranks, where all are about to do the same."""
+        axis = self._axis
+        if axis.shares_backward_thread:
+            _check_backward_threads(axis, params)
+        if not tree.untransformed(params, opt_state, counts):
+            raise _recorded(axis)
+        fingerprints = self._fingerprint(params, opt_state, num_microbatches)
+        fingerprint = handshake.hash64(*(f.hash for f in fingerprints.values()))
+        shards = sharded(fingerprints["params"].shard_specs, axis)
+        self._gathers_in_backward = self._gather != "step" and bool(shards)
+        self._holds_microbatches = num_microbatches > 0
+        message = handshake.encode_status(
+            axis,
+            holds_microbatches=self._holds_microbatches,
+            fingerprint=fingerprint,
+            counts=counts,
+        )
+        self._all_reduce_message(message)
+        self._first = handshake.PendingStatus(axis, message, fingerprints, fingerprint)
+        has_float_weights = counts.num_tokens.is_floating_point()
+        if axis.on_host:
+            has_float_weights = self._first.read().num_float_weights > 0
+        elif not self._holds_microbatches:
+            has_float_weights = True
+        self._await_grads()
+        return handshake.counts_from(message, has_float_weights)
+
+    def _fingerprint(
+        self, params: Params, opt_state: Tree, num_microbatches: int
+    ) -> dict[str, TreeFingerprint]:
+        """Fingerprints all that must be the same on every rank, by its name in errors."""
+        trees = {"params": params, "opt_state": opt_state, "settings": self._config}
+        if self._gather == "loss":
+            trees[MICROBATCH_COUNT] = {"microbatches": str(num_microbatches)}
+        return {name: handshake.fingerprint(name, x) for name, x in trees.items()}
+
+    def params_for_loss(self, params: Params) -> Params:
+        """Returns the params as a loss sees them; from here on, full buckets leave."""
+        visible = whole(params, self._axis, self._gather)
+        self._await_grads()
+        return visible
+
+    def grad_hook(
+        self, params: Params, accum_dtype: torch.dtype | None
+    ) -> Ready | None:
+        """Makes buckets for all leaves but those whose gradients are reduced in the loss."""
+        leaves, spec = tree.flatten(params)
+        shard_specs: Any = tree.spread(spec) or [None] * len(leaves)
+        scatter_specs = {}
+        if self._gather == "step":
+            scatter_specs = sharded(shard_specs, self._axis)
+        reduce_axes: Any = dict(enumerate(sum_axes(shard_specs, self._axis)))
+        in_buckets = {}
+        dtypes = []
+        for index, leaf in enumerate(leaves):
+            dtypes.append(accum_dtype or tree.accumulation_dtype(leaf.dtype))
+            if index in scatter_specs or reduce_axes[index]:
+                in_buckets[index] = leaf
+        self._buckets = Buckets(
+            self._axis, in_buckets, dtypes, scatter_specs, reduce_axes
+        )
+        return self._buckets.ready
+
+    def max_microbatches(self, num_microbatches: int) -> int:
+        """Returns the largest number of microbatches of any rank.
+
+        The host has to know it before the first gather. Beside a device, ranks meet on the host if
+        the process group can, so that no host waits for what a device still computes.
+        """
+        axis = self._axis
+        if axis.on_host:
+            local = torch.tensor([num_microbatches])
+            return int(axis.where.meet("all_gather", local).max())
+        assert self._first is not None
+        device = axis.device
+        if axis.meets_on_host:
+            device = torch.device("cpu")
+        else:
+            self._first.read()
+        fingerprint = self._first.fingerprint % 2**62
+        local = torch.tensor([num_microbatches, fingerprint], device=device)
+        rows = axis.where.meet("all_gather", local).view(axis.size, 2).tolist()
+        if any(other != rows[0][1] for _, other in rows):
+            self._first.read()  # It raises, and says who has failed, or differs.
+        return int(max(number for number, _ in rows))
+
+    def all_reduce_grads(self, sums: Sums, params: Params) -> Sums:
+        """Sums the results of all ranks; those without microbatches take part with zeros."""
+        grads = tree.leaves_of(sums.grads)
+        if tree.any_requires_grad(grads):
+            raise _recorded(self._axis)
+        self._buckets.fill(grads)
+        num_early = self._buckets.early
+        aux = handshake.fingerprint("LossTerms.aux", sums.aux)
+        early = handshake.fingerprint(EARLY_BUCKETS, str(num_early))
+        message = handshake.encode_status(
+            self._axis,
+            holds_microbatches=self._holds_microbatches,
+            fingerprint=(0 if tree.is_empty(sums.aux) else aux.hash) + num_early,
+            counts=sums.counted,
+            loss=sums.loss,
+        )
+        self._all_reduce_message(message)
+        status = self._check_second(message, [aux, early])
+
+        has_float_weights = sums.counted.num_tokens.is_floating_point()
+        has_float_weights = has_float_weights or not self._holds_microbatches
+        if status is not None:
+            has_float_weights = status.num_float_weights > 0
+        loss = handshake.views_of(message)["loss"]
+        return Sums(
+            self._reduced_grads(grads, params),
+            loss.to(self._loss_dtype(sums.loss, status)),
+            handshake.counts_from(message, has_float_weights),
+            self._axis.apply_tree("psum", sums.aux),
+        )
+
+    def _check_second(
+        self, message: Tensor, fingerprints: list[TreeFingerprint]
+    ) -> Status | None:
+        """Reads and checks the second message; None where reading would wait for a device."""
+        axis = self._axis
+        assert self._first is not None
+        num_holding = int(self._first.read().num_holding)
+        # Ranks without microbatches have no aux, whose structure the others share.
+        if not axis.on_host and num_holding == axis.size:
+            return None
+        compared = {}
+        if self._holds_microbatches:
+            compared = {fingerprint.name: fingerprint for fingerprint in fingerprints}
+        status = Status(*message.tolist())
+        handshake.check_status(
+            axis, status, compared, num_ranks=num_holding, can_ask=True
+        )
+        if status.fingerprint > 0 and num_holding < axis.size:
+            num_missing = axis.size - num_holding
+            raise ValueError(
+                f"the losses of {axis} return LossTerms.aux, which {num_missing} of its "
+                f"{axis.size} ranks cannot, as they hold no microbatch: give each of them one "
+                "whose weights are zero"
+            )
+        return status
+
+    def _loss_dtype(self, loss: Tensor, status: Status | None) -> torch.dtype:
+        """Returns the dtype of the loss, which a rank without microbatches learns from others."""
+        if status is None:
+            return loss.dtype
+        if status.num_float64_losses > 0:
+            return torch.float64
+        if status.num_holding > 0 and not self._holds_microbatches:
+            return torch.float32
+        return loss.dtype
+
+    def _reduced_grads(self, grads: list[Tensor], params: Params) -> Tree:
+        """Returns the sums of all ranks, with the strides of params."""
+        leaves, spec = tree.flatten(params)
+        totals = []
+        for index, (leaf, grad) in enumerate(zip(leaves, grads, strict=True)):
+            total = self._buckets.sums.get(index, grad)
+            totals.append(tree.laid_out_like(leaf, total))
+        return tree.unflatten(spec, totals)
+
+    def _await_grads(self) -> None:
+        """Marks that from here on, the other ranks wait for the second message."""
+        self._awaited = "grads"
+        self._buckets.begin()
+
+    def _all_reduce_message(self, message: Tensor) -> None:
+        """Sums the messages of all ranks in place, behind the buckets that have not left."""
+        if self._awaited == "grads":
+            self._buckets.launch()
+        self._awaited = None
+        wait = self._axis.launch(message)
+        if self._first is not None:
+            self._first.read()  # It raises before this rank waits for ranks that have left.
+        self._buckets.wait()
+        wait()
+
+    def _send_failure(self, error: BaseException) -> None:
+        """Sends what the other ranks wait for, and that this one has failed."""
+        axis = self._axis
+        awaits_counts = self._awaited == "counts"
+        if not awaits_counts and (self._gathers_in_backward or not axis.on_host):
+            return  # The others wait for its loss, or read nothing, until its process ends.
+        self._all_reduce_message(handshake.encode_status(axis, failed=True))
+        if axis.on_host:
+            text = format_exception_only(error)[0].strip()  # without its notes
+            axis.gather_object(text)
+        elif awaits_counts and self._gather == "microbatch" and axis.meets_on_host:
+            # The others are at ``max_microbatches`` next.
+            axis.where.meet("all_gather", torch.tensor([0, FAILED]))
+
+
+def _check_backward_threads(axis: Ranks, params: Params) -> None:
+    """Raises where ranks are threads and params on a device: its backward thread is one."""
+    for leaf in tree.leaves_of(params):
+        if leaf.device.type != "cpu":
+            raise ValueError(
+                f"{axis} runs ranks as threads, but params are on {leaf.device}, whose backward "
+                "passes all run in one thread, where ranks would wait for each other for ever: "
+                "take ps.VmapAxis, or a process for each rank with ps.MeshAxis"
+            )
+
+
+def _recorded(axis: Ranks) -> ValueError:
+    """Returns the error for a step that autograd or a transform would have to follow."""
+    return ValueError(
+        f"a step over {axis} is not recorded, but params, opt_state, weights or a microbatch "
+        "require grad, or a transform of torch.func is active: call it on detached tensors, or "
+        "differentiate through the step with ps.VmapAxis"
+    )
