@@ -78,7 +78,7 @@ def calls_of(options: argparse.Namespace, compiled: bool) -> dict[str, dict[str,
     """Forward and backward of each program with each dropout."""
     generator, device = torch.Generator().manual_seed(0), timing.device()
     params = tree.map(lambda leaf: leaf.to(device), gpt.init(CONFIG, generator))
-    leaves = [leaf.requires_grad_() for leaf in tree.leaves_of(params)]
+    leaves = [leaf.requires_grad_() for leaf in tree.leaves(params)]
     tokens = torch.randint(256, (options.rows, CONFIG.context), generator=generator).to(
         device
     )

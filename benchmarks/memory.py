@@ -57,7 +57,7 @@ def worker(options: argparse.Namespace) -> dict[str, float]:
     [k] = options.microbatches
     problem = peers.gpt_problem(peers.CONFIG)
     size = sum(
-        leaf.numel() * leaf.element_size() for leaf in tree.leaves_of(problem.params)
+        leaf.numel() * leaf.element_size() for leaf in tree.leaves(problem.params)
     )
     way = peers.WAYS[options.way](problem)
     group = peers.group_of(k, options.rows, [peers.CONFIG.context])

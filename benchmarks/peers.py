@@ -146,7 +146,7 @@ class Model(nn.Module):
     def __init__(self, problem: Problem) -> None:
         super().__init__()
         self.params = tree.map(lambda leaf: nn.Parameter(leaf.clone()), problem.params)
-        self.leaves = nn.ParameterList(tree.leaves_of(self.params))
+        self.leaves = nn.ParameterList(tree.leaves(self.params))
         self.loss_sum = problem.loss_sum
 
     def forward(self, batch: Batch) -> Tensor:
@@ -256,7 +256,7 @@ def func_gradients(
         for batch in group[1:]:
             more, loss = grad_and_value(params, batch, num_tokens)
             grads, total = tree.map(torch.add, grads, more), total + loss
-        return grads, Metrics(total, norm_of(tree.leaves_of(grads)))
+        return grads, Metrics(total, norm_of(tree.leaves(grads)))
 
     return gradients
 
@@ -264,13 +264,13 @@ def func_gradients(
 def torch_func(problem: Problem) -> Way:
     """``torch.func`` as it comes, and torch's optimizer."""
     params = tree.map(Tensor.clone, problem.params)
-    leaves = tree.leaves_of(params)
+    leaves = tree.leaves(params)
     optimizer = torch_adamw(leaves)
     gradients = func_gradients(problem)
 
     def update(group: list[Batch]) -> Metrics:
         grads, metrics = gradients(params, group)
-        for leaf, grad in zip(leaves, tree.leaves_of(grads), strict=True):
+        for leaf, grad in zip(leaves, tree.leaves(grads), strict=True):
             leaf.grad = grad
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
@@ -435,7 +435,7 @@ def check(
     distances = {
         name: norm(way.params(), reference) / travelled for name, way in ways.items()
     }
-    limit = bound(group, tree.leaves_of(reference)[0].dtype)
+    limit = bound(group, tree.leaves(reference)[0].dtype)
     for name, distance in distances.items():
         if not distance <= limit:
             raise SystemExit(

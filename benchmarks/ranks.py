@@ -147,7 +147,7 @@ def worker(options: argparse.Namespace) -> None:
         "DDP, no_sync": ddp_step(params, synchronise=False),
         "DDP": ddp_step(params, synchronise=True),
     }
-    elements = sum(leaf.numel() for leaf in tree.leaves_of(params))
+    elements = sum(leaf.numel() for leaf in tree.leaves(params))
     orders = list(itertools.permutations(WAYS))
     measured = []
     for k in options.microbatches:

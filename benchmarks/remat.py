@@ -77,7 +77,7 @@ def worker(options: argparse.Namespace) -> dict[str, float]:
     measure = peak_on_gpu if torch.cuda.is_available() else peak_on_host
     peak = measure(lambda: way.update(group))
     arrived = torch.stack(
-        [leaf.double().norm() for leaf in tree.leaves_of(way.params())]
+        [leaf.double().norm() for leaf in tree.leaves(way.params())]
     ).norm()
     return {"bytes": peak, "norm": arrived.item()}
 

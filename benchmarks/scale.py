@@ -28,8 +28,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks import batching, overhead, peers, ranks, step, timing
-from purestep.axis.primitives import LAWS
-from purestep.axis.process import BUCKET_BYTES, Ranks, Wait
+from purestep.axis.primitives import COLLECTIVES
+from purestep.axis.process import BUCKET_BYTES, ProcessAxis, Wait
 from purestep.examples import gpt
 
 MICROBATCHES = [1, 2, 4, 8, 16, 32, 64]
@@ -42,7 +42,7 @@ Lines = dict[str, dict[str, list[float]]]
 """Seconds of each repeat, by line and by what it is drawn against."""
 
 
-class Alike(Ranks):
+class Alike(ProcessAxis):
     """Ranks that all bring what this one brings: collectives without a network, so that the host's own work is left."""
 
     device = torch.device("cpu")
@@ -60,14 +60,14 @@ class Alike(Ranks):
 
     def meet(self, law: str, x: Tensor) -> Tensor:
         """The law over ranks that are alike."""
-        return LAWS[law].across(x, None, self.size)[0]
+        return COLLECTIVES[law].across(x, None, self.size)[0]
 
     def launch(self, x: Tensor, law: str = "psum") -> Wait:
         """The sum of equal terms; integers wrap as they would in the sum."""
         assert law == "psum"
         return partial(x.mul_, self.size)
 
-    def across(self, inner: Ranks) -> Alike:
+    def across(self, inner: ProcessAxis) -> Alike:
         """Nothing is spread over a part of it."""
         raise NotImplementedError(inner)
 

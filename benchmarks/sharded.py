@@ -101,7 +101,7 @@ def pure_step(params: Any, gather: str | None, *, blocks: bool = False) -> Way:
         new_params, new_opt_state, _ = step(*state, group)
         state = new_params, new_opt_state
 
-    return Way(update, lambda: ps.unshard(state[0]), lambda: tree.leaves_of(state))
+    return Way(update, lambda: ps.unshard(state[0]), lambda: tree.leaves(state))
 
 
 class Block(nn.Module):
@@ -252,7 +252,7 @@ def times(options: argparse.Namespace) -> dict[str, Any]:
         )
         for name, there in arrived.items()
     }
-    elements = sum(leaf.numel() for leaf in tree.leaves_of(params))
+    elements = sum(leaf.numel() for leaf in tree.leaves(params))
     return {"seconds": seconds, "distances": distances, "parameters": elements}
 
 
@@ -291,7 +291,7 @@ class Traffic(TorchDispatchMode):
             size = dist.get_world_size()
             # An all-reduce sends everything twice; others have the whole on one side, and a part of it on the other.
             rounds = 2 if "allreduce" in name or "all_reduce" in name else 1
-            leaves = tree.leaves_of((args, result))
+            leaves = tree.leaves((args, result))
             whole = max(leaf.nbytes for leaf in leaves if isinstance(leaf, Tensor))
             self.collectives += 1
             self.sent += rounds * whole * (size - 1) // size

@@ -172,7 +172,7 @@ class _WatchCopies(TorchFunctionMode):
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         given, got = (
-            {*map(_is_lazy, tree.leaves_of(each))} for each in ((args, kwargs), result)
+            {*map(_is_lazy, tree.leaves(each))} for each in ((args, kwargs), result)
         )
         to_host = True in given and (False in got or func is Tensor.tolist)
         to_device = func in COPIES and True in got and not _is_lazy(args[COPIES[func]])

@@ -75,7 +75,7 @@ class Program:
         step = self.system.make_update_step(
             loss_fn, optimizer, **how, **self.how.settings
         )
-        if not own.own_programs:
+        if not own.is_multi_program:
             *new, metrics = step(params, opt_state, microbatches)
             return *ps.unshard(tuple(new)), metrics, *evaluation
         given = params, opt_state, microbatches
@@ -95,12 +95,12 @@ class Program:
 
 def addresses(state: Any) -> list[int]:
     """Where leaves lie in memory."""
-    return [leaf.data_ptr() for leaf in tree.leaves_of(state) if leaf.numel()]
+    return [leaf.data_ptr() for leaf in tree.leaves(state) if leaf.numel()]
 
 
 def strides(state: Any) -> list[tuple[int, ...]]:
     """In which order their elements lie there, without gaps."""
-    return [torch.empty_like(leaf).stride() for leaf in tree.leaves_of(state)]
+    return [torch.empty_like(leaf).stride() for leaf in tree.leaves(state)]
 
 
 def step_of(
@@ -116,7 +116,7 @@ def step_of(
     run: Run = on_threads,
 ) -> Any:
     """``(params, opt_state, metrics)`` of one step in this way, on which all ranks agree; and an evaluation's metrics."""
-    on_host = tree.leaves_of(state)[0].device.type == "cpu"
+    on_host = tree.leaves(state)[0].device.type == "cpu"
     # The host waits for a device where threads meet, and where pieces are made.
     how = how if on_host or how.axis == "one" else How("simulated", how.settings)
     program = Program(system, how, loss_fn, optimizer, weight_fn, evaluates)
@@ -189,9 +189,7 @@ def check_step(
     parts = itertools.chain(*groups)
     assert metrics.num_microbatches == sum(bool(part["w"].any()) for part in parts)
     assert metrics.applied
-    squares = torch.stack(
-        [leaf.double().square().sum() for leaf in tree.leaves_of(grads)]
-    )
+    squares = torch.stack([leaf.double().square().sum() for leaf in tree.leaves(grads)])
     roundings = gamma(4 * squares.numel() + 64, metrics.grad_norm.dtype)
     assert (
         metrics.grad_norm - squares.sum().sqrt()
@@ -228,7 +226,7 @@ def check_metrics(system: System, drawn: Drawn, **more: Any) -> None:
 
 def loss_with_aux(
     params: Any, batch: Batch, loss_fn: Callable[..., Tensor] = models.integer_loss
-) -> ps.LossTerms:
+) -> ps.LossOutput:
     """A loss that also counts, in whole numbers and in others."""
     losses = loss_fn(params, batch)
     counts = batch["w"] > 0
@@ -236,7 +234,7 @@ def loss_with_aux(
         "zero": (counts & (losses == 0)).sum(),
         "sum": [torch.where(counts, losses, 0).sum()],
     }
-    return ps.LossTerms(losses, aux=aux)
+    return ps.LossOutput(losses, aux=aux)
 
 
 def check_within_bound(

@@ -521,9 +521,9 @@ def assert_near(actual: Any, expected: Any, before: Any, roundings: int = 0) -> 
 
     A step has norms over all elements, and a formula with its powers of β.
     """
-    elements = sum(leaf.numel() for leaf in tree.leaves_of(before[0]))
+    elements = sum(leaf.numel() for leaf in tree.leaves(before[0]))
     bound = gamma(2 * (elements + 64) + roundings, torch.float64)
-    every = map(tree.leaves_of, (actual, expected, before))
+    every = map(tree.leaves, (actual, expected, before))
     for path, *leaves in zip(tree.paths(before, "state"), *every, strict=True):
         ours, theirs, old = (leaf.to(torch.float64) for leaf in leaves)
         error, scale = (ours - theirs).abs(), old.abs() + (theirs - old).abs()
@@ -571,8 +571,8 @@ class RealCase:
         n = models.transformer_roundings(self.dtype) + self.rows + extra_roundings
         for path, leaf, *terms in zip(
             tree.paths(grads, "grads"),
-            tree.leaves_of(grads),
-            *map(tree.leaves_of, self.exact()[0]),
+            tree.leaves(grads),
+            *map(tree.leaves, self.exact()[0]),
             strict=True,
         ):
             exact = torch.stack(terms)

@@ -3,7 +3,7 @@
     update_step(θ, s, [B₁, ..., B_K]) = spec(θ, s, B₁ ∪ ... ∪ B_K)      for every cut, also into empty parts
 
 Loss, count, norm and aux are those of the large batch too, and evaluation gives the same loss. A
-statement about microbatches, ``LossTerms.microbatch``, is not invariant, but averaged over the
+statement about microbatches, ``LossOutput.microbatch_loss``, is not invariant, but averaged over the
 non-empty ones.
 """
 
@@ -50,10 +50,10 @@ def cut_invariance(system: System, drawn: Drawn) -> None:
     assert_same(evaluate(case.params, groups[0]).loss, metrics.loss, "evaluation loss")
 
 
-def loss_with_terms(params: Any, batch: Batch) -> ps.LossTerms:
+def loss_with_terms(params: Any, batch: Batch) -> ps.LossOutput:
     """The losses of the microbatch, their sum as a term of it, and sums for the metrics."""
     made = loss_with_aux(params, batch)
-    return made._replace(microbatch=made.aux["sum"][0])
+    return made._replace(microbatch_loss=made.aux["sum"][0])
 
 
 @theorem("T1", steps(**EXACT, axes=["one"], normalize="loss"))
@@ -71,7 +71,7 @@ def terms(system: System, drawn: Drawn) -> None:
         weights = case.batch["w"].to(torch.float64)
         loss = (weights / weights.sum() * models.integer_loss(params, case.batch)).sum()
         extra: list[Any] = [
-            loss_with_terms(params, part).microbatch for part in present
+            loss_with_terms(params, part).microbatch_loss for part in present
         ]
         return loss + torch.stack([term / len(present) for term in extra]).sum()
 
@@ -113,7 +113,7 @@ def programs(system: System, drawn: tuple[Drawn, list[str]]) -> None:
     for make, plain in map(PROGRAMS.__getitem__, names):
         CLOSED_OVER.grad = None
         *actual, _ = check_step(system, how, case, groups, make(), plain)
-        leaves = tree.leaves_of((actual, groups))
+        leaves = tree.leaves((actual, groups))
         assert not any(leaf.requires_grad for leaf in leaves), (
             "a graph came out, or a mark stayed"
         )

@@ -74,7 +74,7 @@ def traffic(system: System, drawn: tuple[Case, int]) -> None:
         calls.append(axis.calls)
     assert calls[0] == calls[1], "the collectives follow the number of microbatches"
     elements = sum(numel for _, numel in calls[0])
-    assert elements == sum(leaf.numel() for leaf in tree.leaves_of(case.params)) + 5
+    assert elements == sum(leaf.numel() for leaf in tree.leaves(case.params)) + 5
 
 
 OWN: Any = {"axes": ["threads"], "ranks": (2, 3, 4), "gathers": [""]}

@@ -35,7 +35,7 @@ def step_with(system: System, drawn: Drawn) -> Any:
 
 def storages(value: Any) -> set[torch.UntypedStorage]:
     """Where the leaves that hold anything live."""
-    return {leaf.untyped_storage() for leaf in tree.leaves_of(value) if leaf.numel()}
+    return {leaf.untyped_storage() for leaf in tree.leaves(value) if leaf.numel()}
 
 
 def globals_of() -> tuple[Any, ...]:
@@ -64,7 +64,7 @@ def inputs_untouched(system: System, drawn: Drawn) -> None:
     assert not storages(outputs) & storages(inputs), (
         "an output lives in an input's storage"
     )
-    assert not any(leaf.requires_grad for leaf in tree.leaves_of(outputs))
+    assert not any(leaf.requires_grad for leaf in tree.leaves(outputs))
 
 
 def two_groups(choose: Chooser) -> tuple[Drawn, Groups]:
@@ -94,7 +94,7 @@ def grad_untouched(system: System, drawn: Drawn) -> None:
     step = step_with(system, drawn)
     expected = step(case.params, case.opt_state, group)
     params = tree.map(lambda leaf: leaf.detach().requires_grad_().clone(), case.params)
-    for leaf in tree.leaves_of(params):
+    for leaf in tree.leaves(params):
         leaf.grad = torch.full_like(leaf, 7)
     for grad_mode in (True, False):
         with torch.set_grad_enabled(grad_mode):
@@ -103,8 +103,8 @@ def grad_untouched(system: System, drawn: Drawn) -> None:
         assert_same(
             tree.map(torch.Tensor.detach, result), expected, "with requires_grad"
         )
-        assert not any(leaf.requires_grad for leaf in tree.leaves_of(result[2]))
-    assert all((leaf.grad == 7).all() for leaf in tree.leaves_of(params)), (
+        assert not any(leaf.requires_grad for leaf in tree.leaves(result[2]))
+    assert all((leaf.grad == 7).all() for leaf in tree.leaves(params)), (
         ".grad was written"
     )
 

@@ -65,7 +65,7 @@ def nonfinite(system: System, drawn: tuple[Drawn, float]) -> None:
     if skipped:
         assert_same(tuple(new), state)
     else:
-        assert not all(bool(leaf.isfinite().all()) for leaf in tree.leaves_of(new[0]))
+        assert not all(bool(leaf.isfinite().all()) for leaf in tree.leaves(new[0]))
 
 
 @theorem("T7", st.tuples(steps(axes=["one"], on_nonfinite="skip"), st.just(0.0) | BAD))

@@ -74,7 +74,7 @@ def test_equals_namesake(
     # keep what they rounded before, so a step carries the roundings of all steps before it.
     roundings = gamma(2 * 12 * STEPS, dtype)
     for ours, theirs, distance in zip(
-        *map(tree.leaves_of, (params, namesake.params, travelled)), strict=True
+        *map(tree.leaves, (params, namesake.params, travelled)), strict=True
     ):
         assert ((ours - theirs).abs() <= roundings * distance.max()).all()
 
@@ -155,14 +155,14 @@ class Namesake:
 
     def __init__(self, params: Any, make: Make, *, scheduled: bool = False) -> None:
         self.params = tree.map(lambda leaf: leaf.clone().requires_grad_(), params)
-        self.leaves = tree.leaves_of(self.params)
+        self.leaves = tree.leaves(self.params)
         self.optimizer = make(self.leaves)
         self.scheduler = LambdaLR(self.optimizer, inverse) if scheduled else None
         self.steps = 0
 
     def step(self, grads: Any) -> None:
         """One step on these gradients."""
-        for leaf, grad in zip(self.leaves, tree.leaves_of(grads), strict=True):
+        for leaf, grad in zip(self.leaves, tree.leaves(grads), strict=True):
             leaf.grad = grad.clone()
         self.optimizer.step()
         if self.scheduler:
@@ -205,7 +205,7 @@ def kinds(value: Any) -> list[Any]:
 
 def buffers(value: Any) -> list[int]:
     """Where each leaf lives."""
-    return [leaf.data_ptr() for leaf in tree.leaves_of(value)]
+    return [leaf.data_ptr() for leaf in tree.leaves(value)]
 
 
 def states_of(
@@ -360,7 +360,7 @@ def test_adamw_is_the_fused_kernel(
             means = (
                 [state[key] for state in kept] for key in ("exp_avg", "exp_avg_sq")
             )
-            parts = (tree.part(structure, one, where) for one in means)
+            parts = (tree.subset(structure, one, where) for one in means)
             return ps.optim.AdamWState(torch.tensor(namesake.steps), *parts)
 
         return {"decay": part(True), "rest": part(False)} if masked else part(True)

@@ -88,7 +88,7 @@ def trained(
 
 def summed(params: Any) -> Tensor:
     """Something of all of them."""
-    return torch.stack([leaf.sin().sum() for leaf in tree.leaves_of(params)]).sum()
+    return torch.stack([leaf.sin().sum() for leaf in tree.leaves(params)]).sum()
 
 
 def derivatives(
@@ -103,7 +103,7 @@ def derivatives(
         found["forward"] = torch.func.jvp(final, (point,), (tangents,))[1]
     if recorded:
         own = tree.map(lambda leaf: leaf.clone().requires_grad_(), point)
-        leaves = tree.leaves_of(own)
+        leaves = tree.leaves(own)
         found["recorded"] = torch.autograd.grad(
             summed(final(own)), leaves, allow_unused=True, materialize_grads=True
         )
@@ -189,7 +189,7 @@ def ensembles(system: System, case: Training) -> None:
 def assert_nearly(actual: Any, expected: Any) -> None:
     """Batched or compiled products may be summed in another order; steps divide by EPS at least."""
     bound = gamma(2**10, torch.float64) / EPS**2
-    for a, b in zip(tree.leaves_of(actual), tree.leaves_of(expected), strict=True):
+    for a, b in zip(tree.leaves(actual), tree.leaves(expected), strict=True):
         assert a.dtype == b.dtype
         scale = b.double().abs().max().clamp(min=1)
         assert ((a.double() - b.double()).abs() <= bound * scale).all()
@@ -232,7 +232,7 @@ def derivatives_through_steps_not_taken(
 
     actual = slopes(given)
     assert_same(actual, slopes(taken), "derivatives")
-    assert all(bool(leaf.isfinite().all()) for leaf in tree.leaves_of(actual))
+    assert all(bool(leaf.isfinite().all()) for leaf in tree.leaves(actual))
 
 
 @theorem("T10", st.tuples(SKIPPING, st.sampled_from(["no tokens", "NaN"])))
@@ -293,7 +293,7 @@ def check_derivatives_at_zero(recipe: str, normalize: str, move: Move = stay) ->
         )
         return
     # A sign has the derivative 0, at 0 too, where its difference is none: decay is left, twice.
-    slopes = torch.cat([leaf.flatten().cos() for leaf in tree.leaves_of(end(here))])
+    slopes = torch.cat([leaf.flatten().cos() for leaf in tree.leaves(end(here))])
     expected = slopes.sum() * (1 - 0.125 * 0.1) ** 2
     slope = torch.func.grad(lambda d: summed(end(d)))(here)
     assert (slope - expected).abs() <= gamma(64, torch.float64) * slopes.abs().sum()

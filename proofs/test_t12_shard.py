@@ -100,7 +100,7 @@ def pieces_of_one_tensor(system: System, drawn: tuple[Tensor, int, int]) -> None
         clipped, _ = clip.update(pieces, (), None)
         finite = tree.all_finite(tree.map(torch.reciprocal, pieces))
         seen = ps.unshard((pieces, clipped)), tree.global_norm(pieces), finite
-        return pieces["w"].piece, seen
+        return pieces["w"].local, seen
 
     every = torch.cat([whole.flatten(), whole.sum()[None]])
     clipped = clip.update(params, (), None)[0]
@@ -132,9 +132,9 @@ def summed_cotangents(system: System, drawn: tuple[Tensor, int, int]) -> None:
             return (factor * gathered.square()).sum()
 
         def of_whole(whole: Tensor) -> Tensor:
-            return of_piece(ps.shard(whole, axis, dim).piece)
+            return of_piece(ps.shard(whole, axis, dim).local)
 
-        slope = torch.func.grad(of_piece)(ps.shard(whole, axis, dim).piece)
+        slope = torch.func.grad(of_piece)(ps.shard(whole, axis, dim).local)
         by_piece = ps.unshard(ps.Shard(slope, axis, tuple(whole.shape), dim))
         return by_piece, torch.func.grad(of_whole)(whole)
 
@@ -155,7 +155,7 @@ def filled_up(system: System, drawn: tuple[tuple[Tensor, int, int], float]) -> N
 
     def program(axis: Any, _: Tensor) -> Any:
         node, ones = (ps.shard(x, axis, dim) for x in (whole, torch.ones_like(whole)))
-        node.piece = torch.where(ones.piece > 0, node.piece, garbage)
+        node.local = torch.where(ones.local > 0, node.local, garbage)
         evaluate = system.make_eval_step(
             lambda w, x: w.sum() * x, weight_fn=torch.ones_like
         )

@@ -187,7 +187,7 @@ def linear_loss(params: Any, batch: Batch) -> Tensor:
 
     Its gradients are integers over a power of two, at any params: their sums and squares are exact in any order, after any step.
     """
-    return batch["x"] @ torch.cat([leaf.reshape(-1) for leaf in tree.leaves_of(params)])
+    return batch["x"] @ torch.cat([leaf.reshape(-1) for leaf in tree.leaves(params)])
 
 
 def linear_training(legs: Legs) -> Training:
@@ -217,12 +217,12 @@ def leg(rank: int, legs: Legs, folder: str, number: int) -> None:
     axis = ps.MeshAxis(DeviceMesh("cpu", [*range(size)], mesh_dim_names=("dp",)), "dp")
     run = linear_training(legs)
     state: Any = *ps.shard((run.params, run.opt_state), axis), torch.tensor(0)
-    if last := ps.checkpoint.latest(folder):
+    if last := ps.checkpoint.latest_checkpoint(folder):
         state = ps.checkpoint.load(
             last, tree.map(lambda leaf: torch.full_like(leaf, 1), state)
         )
     state, _ = go_on(PURESTEP, run, state, steps, axis)
-    with ps.checkpoint.Background() as background:
+    with ps.checkpoint.AsyncCheckpointer() as background:
         save = background.save_step if legs.in_background else ps.checkpoint.save_step
         save(folder, number, state)
         go_on(PURESTEP, run, state, 1, axis)  # which may be donated the state
@@ -244,7 +244,7 @@ def test_resume_on_ranks(worlds: dict[int, World], legs: Legs) -> None:
         for number, (size, _) in enumerate(legs.legs):
             sent = [[each] * size for each in (legs, folder, number)]
             values(worlds[size].run(leg, *sent))
-        last = ps.checkpoint.latest(folder)
+        last = ps.checkpoint.latest_checkpoint(folder)
         assert last is not None
         found = ps.checkpoint.load(
             last, tree.map(lambda leaf: torch.full_like(leaf, 1), state)

@@ -36,8 +36,8 @@ from purestep.testing.specification import spec
 def ways_of(case: Case) -> list[tuple[Any, Any, str]]:
     """Weights that are counted before or afterwards, or that the loss brings: in each setting."""
 
-    def weighing(params: Any, batch: Batch) -> ps.LossTerms:
-        return ps.LossTerms(case.loss_fn(params, batch), weights=batch["w"])
+    def weighing(params: Any, batch: Batch) -> ps.LossOutput:
+        return ps.LossOutput(case.loss_fn(params, batch), weights=batch["w"])
 
     plain = [(case.loss_fn, weights_of, normalize) for normalize in ("loss", "grads")]
     return [*plain, (weighing, None, "grads")]

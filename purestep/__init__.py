@@ -17,7 +17,7 @@ from purestep.axis import (
     pvary,
 )
 from purestep.compiling import compile
-from purestep.counts import count, count_tokens, label_weights
+from purestep.counts import count_tokens, label_weights
 from purestep.data import (
     BatchPlan,
     DataExhausted,
@@ -41,16 +41,25 @@ from purestep.sharding import from_dtensor, shard, to_dtensor, unshard
 from purestep.state import load_state_dict, state_dict
 from purestep.step import make_update_step
 from purestep.tree.shard import Shard
-from purestep.types import Count, LossTerms, StepMetrics, Sums
+from purestep.types import GradSums, LossOutput, StepMetrics, TokenCounts
 
 __all__ = [
-    "tree", "random", "from_module", "shift_labels", "BatchPlan", "plan", "balance", "pack",
-    "pack_documents", "segment_mask", "split", "merge", "group", "DataExhausted", "prefetch",
-    "label_weights", "Count", "count", "count_tokens", "LossTerms", "losses", "grad_and_value",
-    "remat", "Sums", "accumulate", "Axis", "LocalAxis", "VmapAxis", "MeshAxis", "RankError", "psum",
-    "pmean", "pvary", "all_gather", "psum_scatter", "Shard", "shard", "unshard", "to_dtensor",
-    "from_dtensor", "optim", "make_update_step", "StepMetrics", "make_eval_step", "compile",
-    "to_module", "state_dict", "load_state_dict", "checkpoint", "testing",
+    # Trees, keys and modules
+    "tree", "random", "from_module", "to_module",
+    # Data: examples to microbatches
+    "shift_labels", "BatchPlan", "plan", "balance", "pack", "pack_documents", "segment_mask",
+    "split", "merge", "group", "DataExhausted", "prefetch",
+    # The loss and its weights
+    "losses", "LossOutput", "label_weights", "count_tokens", "TokenCounts",
+    # Gradients
+    "grad_and_value", "remat", "accumulate", "GradSums",
+    # Ranks, and tensors in pieces
+    "Axis", "LocalAxis", "VmapAxis", "MeshAxis", "RankError", "psum", "pmean", "pvary",
+    "all_gather", "psum_scatter", "Shard", "shard", "unshard", "to_dtensor", "from_dtensor",
+    # The step
+    "optim", "make_update_step", "StepMetrics", "make_eval_step", "compile",
+    # What stays behind, and tests
+    "state_dict", "load_state_dict", "checkpoint", "testing",
 ]  # fmt: skip
 
 __version__ = "0.1.0"

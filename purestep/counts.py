@@ -14,18 +14,18 @@ from torch import Tensor
 
 from purestep import tree
 from purestep.torch_private import count_nonzero
-from purestep.types import Count, Microbatch, WeightFn
+from purestep.types import Microbatch, TokenCounts, WeightFn
 
 IGNORE_INDEX = -100
 
-EXACT = 2**53
+MAX_EXACT_INT = 2**53
 """Up to here, float64 holds every integer; and a thousand such sums do not overflow int64."""
 
-UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)
+UNSIGNED_DTYPES = (torch.uint16, torch.uint32, torch.uint64)
 """Integers that torch stores but hardly computes with."""
 
 
-class WeighedGroup(Sequence[Microbatch]):
+class PreweightedMicrobatches(Sequence[Microbatch]):
     """A group that brings the weights of its microbatches, as ``prefetch`` does."""
 
     @abstractmethod
@@ -33,15 +33,15 @@ class WeighedGroup(Sequence[Microbatch]):
         """The checked result of ``weight_fn`` for each microbatch, perhaps still on the host."""
 
 
-class Group(NamedTuple):
+class WeightedMicrobatches(NamedTuple):
     """Microbatches with the weights of their tokens, which are asked for once.
 
-    ``weights`` and ``counted`` are None where the weights come with each microbatch's turn.
+    ``weights`` and ``counts`` are None where the weights come with each microbatch's turn.
     """
 
     microbatches: Sequence[Microbatch]
     weights: Sequence[Tensor] | None
-    counted: Count | None
+    counts: TokenCounts | None
 
 
 def label_weights(microbatch: Microbatch) -> Tensor:
@@ -75,10 +75,12 @@ def label_weights(microbatch: Microbatch) -> Tensor:
     return labels != IGNORE_INDEX
 
 
-def weigh(microbatches: Sequence[Microbatch], weight_fn: WeightFn | None) -> Group:
+def with_weights(
+    microbatches: Sequence[Microbatch], weight_fn: WeightFn | None
+) -> WeightedMicrobatches:
     """The group with its weights and their count; without both where the loss brings the weights.
 
-    >>> weigh([{"labels": torch.tensor([5, -100])}], label_weights).weights
+    >>> with_weights([{"labels": torch.tensor([5, -100])}], label_weights).weights
     [tensor([ True, False])]
     """
     if not isinstance(microbatches, Sequence) or hasattr(microbatches, "_fields"):
@@ -88,62 +90,52 @@ def weigh(microbatches: Sequence[Microbatch], weight_fn: WeightFn | None) -> Gro
             "gather an iterator into one"
         )
     if weight_fn is None:
-        return Group(microbatches, None, None)
-    if isinstance(microbatches, WeighedGroup):
+        return WeightedMicrobatches(microbatches, None, None)
+    if isinstance(microbatches, PreweightedMicrobatches):
         weights = [*microbatches.weights(weight_fn)]
     else:
         if not isinstance(microbatches, list | tuple):
             microbatches = [*microbatches]  # A second iteration might make others.
         weights = []
         for microbatch in microbatches:
-            weights.append(weights_of(weight_fn, microbatch))
-    return Group(microbatches, weights, count_of(weights))
+            weights.append(compute_weights(weight_fn, microbatch))
+    return WeightedMicrobatches(microbatches, weights, sum_weights(weights))
 
 
-def count(
-    microbatches: Group | Sequence[Microbatch], weight_fn: WeightFn = label_weights
-) -> Count:
+def count_tokens(
+    microbatches: WeightedMicrobatches | Sequence[Microbatch],
+    weight_fn: WeightFn = label_weights,
+) -> TokenCounts:
     """Counts the tokens and the microbatches of a group on this rank.
 
     ``psum`` the counts for those of all ranks. N = Σ wᵢ is exact for bool and int weights, in
     int64. Float weights are summed in float64.
 
     >>> group = [{"labels": torch.tensor([5, 7, -100])}, {"labels": torch.tensor([-100])}]
-    >>> count(group)
-    Count(num_tokens=tensor(2), num_microbatches=tensor(1))
+    >>> count_tokens(group)
+    TokenCounts(num_tokens=tensor(2), num_microbatches=tensor(1))
     """
     group = (
         microbatches
-        if isinstance(microbatches, Group)
-        else weigh(microbatches, weight_fn)
+        if isinstance(microbatches, WeightedMicrobatches)
+        else with_weights(microbatches, weight_fn)
     )
-    return group.counted or count_of(())
+    return group.counts or sum_weights(())
 
 
-def count_tokens(
-    microbatches: Sequence[Microbatch], weight_fn: WeightFn = label_weights
-) -> Tensor:
-    """Counts the tokens of a group on this rank: N = Σ wᵢ, the first number of ``count``.
-
-    >>> count_tokens([{"labels": torch.tensor([5, 7, -100])}, {"labels": torch.tensor([2])}])
-    tensor(3)
-    """
-    return count(microbatches, weight_fn).num_tokens
-
-
-def weights_of(weight_fn: WeightFn, microbatch: Microbatch) -> Tensor:
+def compute_weights(weight_fn: WeightFn, microbatch: Microbatch) -> Tensor:
     """The checked weights of a microbatch, in memory that neither function nor loss writes to."""
     weights = weight_fn(microbatch)
     if weight_fn is label_weights and type(weights) is Tensor:
         return weights  # new bools each time
-    return checked_weights(weights).clone()
+    return validate_weights(weights).clone()
 
 
-def count_of(weights: Sequence[Tensor]) -> Count:
+def sum_weights(weights: Sequence[Tensor]) -> TokenCounts:
     """Both denominators of microbatches with these weights.
 
-    >>> count_of([torch.tensor([0.5, 0.25]), torch.tensor([0.0])])
-    Count(num_tokens=tensor(0.7500, dtype=torch.float64), num_microbatches=tensor(1))
+    >>> sum_weights([torch.tensor([0.5, 0.25]), torch.tensor([0.0])])
+    TokenCounts(num_tokens=tensor(0.7500, dtype=torch.float64), num_microbatches=tensor(1))
     """
     tokens = []
     for each in weights:
@@ -154,14 +146,16 @@ def count_of(weights: Sequence[Tensor]) -> Count:
             tokens.append(each.sum(dtype=dtype))
     if not tokens:
         zero = torch.zeros((), dtype=torch.int64, device="cpu")
-        return Count(zero, zero)
+        return TokenCounts(zero, zero)
     together = tokens[0] if len(tokens) == 1 else torch.stack(tokens)
-    return Count(together.sum() if together.ndim else together, count_nonzero(together))
+    return TokenCounts(
+        together.sum() if together.ndim else together, count_nonzero(together)
+    )
 
 
-def check_count(counted: Count) -> None:
+def check_count(counted: TokenCounts) -> None:
     """Refuses an N that overflows, where the host can read it."""
-    total = tree.number_at_hand(counted.num_tokens)
+    total = tree.concrete_scalar(counted.num_tokens)
     if total is not None and not 0 <= total < math.inf:
         check_total(total)
 
@@ -182,26 +176,26 @@ def check_total(total: float) -> None:
         )
 
 
-def has_tokens(counted: Count) -> bool:
+def has_tokens(counted: TokenCounts) -> bool:
     """Whether there are any; yes, where a transform or a compiler hides the number.
 
-    >>> has_tokens(Count(torch.tensor(0), torch.tensor(0)))
+    >>> has_tokens(TokenCounts(torch.tensor(0), torch.tensor(0)))
     False
     """
     if torch.compiler.is_dynamo_compiling():
         return True
     number = counted.num_tokens
-    known = number if tree.eager() else tree.at_hand(number)
+    known = number if tree.is_plain_eager() else tree.concrete(number)
     return known is None or bool((known > 0).any())
 
 
-def checked_weights(weights: Tensor) -> Tensor:
+def validate_weights(weights: Tensor) -> Tensor:
     """The weights as data, refused where they cannot be weights.
 
     Negative and non-finite values are refused on the host; on an accelerator, under
     ``torch.compile`` and under a dispatch mode they go unchecked.
 
-    >>> checked_weights(torch.tensor([2**53, 0])).sum() == 2**53
+    >>> validate_weights(torch.tensor([2**53, 0])).sum() == 2**53
     tensor(True)
     """
     if not isinstance(weights, Tensor) or weights.is_complex():
@@ -210,9 +204,9 @@ def checked_weights(weights: Tensor) -> Tensor:
             f"weights must be a bool, int or float tensor, one per token; got {found}: make it one "
             "with torch.as_tensor"
         )
-    if weights.dtype in UNSIGNED:
+    if weights.dtype in UNSIGNED_DTYPES:
         weights = weights.to(torch.int64)
-    values = None if weights.dtype == torch.bool else tree.at_hand(weights)
+    values = None if weights.dtype == torch.bool else tree.concrete(weights)
     if values is not None and values.numel():
         least, most = (end.item() for end in values.aminmax())
         if not (least >= 0 and math.isfinite(most)):
@@ -221,10 +215,11 @@ def checked_weights(weights: Tensor) -> Tensor:
                 f"weights must be finite and not negative, but one is {worst}: weight 0 takes a "
                 "loss away, and its sign belongs into loss_fn"
             )
-        large = isinstance(most, int) and most * values.numel() > EXACT
-        if large and values.double().sum() > EXACT:
+        large = isinstance(most, int) and most * values.numel() > MAX_EXACT_INT
+        if large and values.double().sum() > MAX_EXACT_INT:
             raise ValueError(
-                f"integer weights of one microbatch sum to more than {EXACT=}, up to which they "
+                "integer weights of one microbatch sum to more than "
+                f"{MAX_EXACT_INT=}, up to which they "
                 f"are divided exactly; the largest is {most}: scale them down, the update does not "
                 "depend on their scale"
             )

@@ -11,20 +11,24 @@ from torch import Tensor
 
 from purestep import hints, tree, validation
 from purestep.axis import Axis, LocalAxis
-from purestep.counts import count, label_weights, weigh
-from purestep.grads.accumulate import accumulate, total_loss
-from purestep.grads.backends import ReverseModes
-from purestep.grads.microbatch import Beside, Inputs, Sums as Gradients
-from purestep.objective import divisors_of, part_of, value
+from purestep.counts import count_tokens, label_weights, with_weights
+from purestep.grads.accumulate import accumulate, sum_losses
+from purestep.grads.backends import GradBackends
+from purestep.grads.microbatch import (
+    GradAccumulator as Gradients,
+    MicrobatchInputs,
+    MicrobatchResult,
+)
+from purestep.objective import denominators, forward_microbatch, weighted_sum
 from purestep.sync.session import open_session
 from purestep.types import (
     EvalMetrics,
     Gather,
+    GradHook,
     LossFn,
-    LossTerms,
+    LossOutput,
     Microbatch,
     Params,
-    Ready,
     WeightFn,
 )
 
@@ -68,19 +72,23 @@ def make_eval_step(
     def eval_step(params: Params, microbatches: Sequence[Microbatch], /) -> EvalMetrics:
         with open_session(axis, where, settings) as session:
             validation.check_params(params, axis)
-            is_plain = tree.eager()  # A trace can see neither marks nor generators.
-            if is_plain and validation.DONATED in tree.leaves_of(params)[0].__dict__:
-                raise validation.donated_again("params")
-            group = weigh(microbatches, weight_fn)
+            is_plain = (
+                tree.is_plain_eager()
+            )  # A trace can see neither marks nor generators.
+            if is_plain and validation.DONATED in tree.leaves(params)[0].__dict__:
+                raise validation.reused_donation_error("params")
+            group = with_weights(microbatches, weight_fn)
             total = session.all_reduce_counts(
-                count(group), params, (), len(microbatches)
+                count_tokens(group), params, (), len(microbatches)
             )
             known = total if weight_fn else None
             wholes = session.params_for_loss(params)
-            modes = forward(lambda microbatch: loss_fn(wholes, microbatch))
+            modes = forward_backend(lambda microbatch: loss_fn(wholes, microbatch))
             is_first = is_plain and not looked_at
             watched = (
-                hints.random_draws(device_of(params)) if is_first else nullcontext()
+                hints.warn_of_random_draws(first_device(params))
+                if is_first
+                else nullcontext()
             )
             with watched:
                 sums = accumulate(
@@ -89,34 +97,45 @@ def make_eval_step(
             if is_first:
                 looked_at.append(True)
             losses = [sums.loss] if group.microbatches else []
-            loss = total_loss(losses, tree.leaves_of(params)[0])
+            loss = sum_losses(losses, tree.leaves(params)[0])
             sums = session.all_reduce_grads(sums._replace(loss=loss), ())
         loss = sums.loss
         if known is None:
-            total = sums.counted
-            loss = (loss / divisors_of(total).num_tokens).to(loss.dtype)
-        return detached(EvalMetrics(loss, *total, sums.aux))
+            total = sums.counts
+            loss = (loss / denominators(total).num_tokens).to(loss.dtype)
+        return detach_unless_transformed(EvalMetrics(loss, *total, sums.aux))
 
     return eval_step
 
 
-def device_of(params: Params) -> torch.device:
+def first_device(params: Params) -> torch.device:
     """Returns the device of the first leaf."""
-    leaf: Tensor = tree.leaves_of(params)[0]
+    leaf: Tensor = tree.leaves(params)[0]
     return leaf.device
 
 
-def forward(losses_of: Callable[[Microbatch], Tensor | LossTerms]) -> ReverseModes:
+def forward_backend(
+    losses_of: Callable[[Microbatch], Tensor | LossOutput],
+) -> GradBackends:
     """The loss of a microbatch, of which nothing is differentiated."""
 
-    def mode(inputs: Inputs, sums: Gradients, ready: Ready | None) -> Beside:
-        part = part_of(lambda _, microbatch: losses_of(microbatch), (), *inputs[2:5])
-        terms, cotangents = detached((part.terms, part.cotangents))
-        return Beside(value(terms, cotangents), part.weights, detached(part.aux), True)
+    def mode(
+        inputs: MicrobatchInputs, sums: Gradients, ready: GradHook | None
+    ) -> MicrobatchResult:
+        part = forward_microbatch(
+            lambda _, microbatch: losses_of(microbatch), (), *inputs[2:5]
+        )
+        terms, cotangents = detach_unless_transformed((part.terms, part.cotangents))
+        return MicrobatchResult(
+            weighted_sum(terms, cotangents),
+            part.weights,
+            detach_unless_transformed(part.aux),
+            True,
+        )
 
-    return ReverseModes(mode, mode)
+    return GradBackends(mode, mode)
 
 
-def detached(values: T) -> T:
+def detach_unless_transformed(values: T) -> T:
     """Detaches a tree, but under transforms: there its derivative would be 0 without a word."""
-    return cast("T", tree.detached(values)) if tree.untransformed() else values
+    return cast("T", tree.detach(values)) if tree.can_write() else values

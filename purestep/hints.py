@@ -21,7 +21,7 @@ _TARGET_SIZE = re.compile(
 
 
 @contextmanager
-def loss_errors() -> Iterator[None]:
+def annotate_loss_errors() -> Iterator[None]:
     """Adds a note to an error inside of a loss: how it is called, and what its text may mean."""
     try:
         yield
@@ -39,13 +39,15 @@ def loss_errors() -> Iterator[None]:
 
 
 @contextmanager
-def swapped_arguments(init: Any, params: Params, opt_state: OptState) -> Iterator[None]:
+def annotate_swapped_arguments(
+    init: Any, params: Params, opt_state: OptState
+) -> Iterator[None]:
     """Adds a note to an error if params and opt_state have changed places."""
     try:
         yield
     except Exception as error:
         with suppress(Exception):
-            if tree.difference(params, init(opt_state), "opt_state") is None:
+            if tree.describe_mismatch(params, init(opt_state), "opt_state") is None:
                 error.add_note(
                     "params and opt_state are swapped: call update_step(params, opt_state, "
                     "microbatches)"
@@ -64,12 +66,12 @@ def check_shifted(microbatches: Sequence[Microbatch]) -> None:
     first = microbatches[0] if len(microbatches) else None
     if not isinstance(first, Mapping):
         return
-    labels = values_of(first.get("labels"))
+    labels = read_values(first.get("labels"))
     if labels is None or labels.ndim < 2:
         return
     counted = labels != IGNORE_INDEX
     for name in first.keys() - {"labels"}:
-        tokens = values_of(first[name])
+        tokens = read_values(first[name])
         if tokens is None or tokens.shape != labels.shape or counted.sum() < 2:
             continue
         if torch.equal(tokens[counted], labels[counted]):
@@ -82,15 +84,15 @@ def check_shifted(microbatches: Sequence[Microbatch]) -> None:
             return
 
 
-def values_of(tensor: Any) -> Tensor | None:
+def read_values(tensor: Any) -> Tensor | None:
     """Returns the values of a tensor of whole numbers, where the host can read them."""
     if not isinstance(tensor, Tensor) or tensor.is_floating_point() or tensor.is_nested:
         return None
-    return tree.at_hand(tensor)
+    return tree.concrete(tensor)
 
 
 @contextmanager
-def random_draws(device: torch.device) -> Iterator[None]:
+def warn_of_random_draws(device: torch.device) -> Iterator[None]:
     """Warns if what runs in the context draws from torch's generators, as dropout does."""
     before = generator_states(device)
     yield

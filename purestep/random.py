@@ -17,7 +17,7 @@ from purestep.types import Tree
 
 __all__ = [
     "key", "fold_in", "split", "bits", "uniform", "normal", "bernoulli", "dropout",
-    "TokenKeys", "token_keys", "with_keys",
+    "PackedKeys", "token_keys", "with_keys",
 ]  # fmt: skip
 
 
@@ -36,12 +36,12 @@ _FOLD, _SPLIT, _DIMENSION = range(3)
 _NEW_KEY = _LOW
 
 
-class TokenKeys(NamedTuple):
+class PackedKeys(NamedTuple):
     """Each token's key, and its position in its example, for rows of several examples.
 
     ``token_keys`` makes them. ``dropout`` and ``fold_in`` take them instead of keys.
 
-    >>> packed = TokenKeys(torch.tensor([[5, 5, 6]]), torch.tensor([[0, 1, 0]]))
+    >>> packed = PackedKeys(torch.tensor([[5, 5, 6]]), torch.tensor([[0, 1, 0]]))
     >>> dropout(torch.ones(1, 3), 0.5, packed)[:, 2] == dropout(torch.ones(1), 0.5, torch.tensor(6))
     tensor([True])
     """
@@ -50,8 +50,8 @@ class TokenKeys(NamedTuple):
     positions: Tensor
 
 
-Keys: TypeAlias = Tensor | TokenKeys
-_K = TypeVar("_K", bound=Tensor | TokenKeys)
+Keys: TypeAlias = Tensor | PackedKeys
+_K = TypeVar("_K", bound=Tensor | PackedKeys)
 
 
 def key(seed: int, device: torch.device | str | None = None) -> Tensor:
@@ -76,11 +76,11 @@ def fold_in(key: _K, data: int | Tensor) -> _K:
     >>> bool(a != b), bool(b == fold_in(key(0), 1))
     (True, True)
     """
-    if isinstance(key, TokenKeys):
-        return cast(_K, TokenKeys(fold_in(key.keys, data), key.positions))
+    if isinstance(key, PackedKeys):
+        return cast(_K, PackedKeys(fold_in(key.keys, data), key.positions))
     if isinstance(data, Tensor) and (data.is_floating_point() or data.is_complex()):
         raise TypeError(
-            f"fold_in: data is {tree.kind(data)}, and must be whole numbers"
+            f"fold_in: data is {tree.format_leaf(data)}, and must be whole numbers"
         )
     return cast(_K, _new_key(key, data, _FOLD))
 
@@ -182,7 +182,7 @@ def scaled(x: Tensor, dropped: Tensor, p: float) -> Tensor:
     return torch.where(dropped, 0, x * (1 / (1 - p) if p < 1 else 0.0))
 
 
-def token_keys(keys: Tensor, segments: Tensor, positions: Tensor) -> TokenKeys:
+def token_keys(keys: Tensor, segments: Tensor, positions: Tensor) -> PackedKeys:
     """Makes the keys of tokens in rows of several examples, from the leaves of ``pack_documents``.
 
     Args:
@@ -206,7 +206,7 @@ def token_keys(keys: Tensor, segments: Tensor, positions: Tensor) -> TokenKeys:
             "(rows, length), (rows, length)"
         )
     of_token = torch.gather(keys, -1, (segments.to(torch.int64) - 1).clamp(min=0))
-    return TokenKeys(of_token, positions.to(torch.int64))
+    return PackedKeys(of_token, positions.to(torch.int64))
 
 
 def with_keys(
@@ -264,12 +264,13 @@ def drawn_for(x: Tensor, key: Keys, of: Callable[[Tensor], Tensor]) -> Tensor:
     >>> drawn_for(torch.ones(2), key(0), lambda word: word).equal(bits(key(0), (2,)))
     True
     """
-    _check_keys(key.keys if isinstance(key, TokenKeys) else key)
-    if isinstance(key, TokenKeys):
+    _check_keys(key.keys if isinstance(key, PackedKeys) else key)
+    if isinstance(key, PackedKeys):
         return _drawn_for_tokens(x.shape, key, of)
     if x.shape[: key.ndim] != key.shape:
         raise ValueError(
-            f"keys of shape {tuple(key.shape)} for {tree.kind(x)}: its first dimensions must be "
+            f"keys of shape {tuple(key.shape)} for {tree.format_leaf(x)}: its first "
+            "dimensions must be "
             "those of the keys, one key for each example"
         )
     return _drawn(key, x.shape[key.ndim :], of)
@@ -308,7 +309,7 @@ def _drawn_by_fours(
 
 
 def _drawn_for_tokens(
-    shape: Sequence[int], key: TokenKeys, of: Callable[[Tensor], Tensor]
+    shape: Sequence[int], key: PackedKeys, of: Callable[[Tensor], Tensor]
 ) -> Tensor:
     keys, positions = key
     if (*shape[:-1],) == keys.shape:
@@ -390,6 +391,7 @@ def below(p: float) -> Callable[[Tensor], Tensor]:
 def _check_keys(key: Any) -> None:
     if not isinstance(key, Tensor) or key.dtype != torch.int64:
         raise TypeError(
-            f"{tree.kind(key)} is no key: keys are tensors of dtype int64, as ps.random.key(seed) "
+            f"{tree.format_leaf(key)} is no key: keys are tensors of dtype int64, as "
+            "ps.random.key(seed) "
             "makes them"
         )

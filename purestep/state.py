@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from purestep import tree as trees
-from purestep.tree.shard import Place, Shard
+from purestep.tree.shard import Shard, ShardSpec
 from purestep.types import Tree
 
-Slot: TypeAlias = Tensor | Shard
+NamedLeaf: TypeAlias = Tensor | Shard
 """What has a name where the state of all ranks is one: a tensor, or this rank's piece of one."""
 
 SHOWN = 8
@@ -68,49 +68,54 @@ def load_state_dict(like: Tree, flat: Mapping[str, Tensor]) -> Tree:
     """
     wanted = _tensors(like)
     check_fit(
-        {name: trees.kind(tensor) for name, tensor in flat.items()}, wanted, "flat"
+        {name: trees.format_leaf(tensor) for name, tensor in flat.items()},
+        wanted,
+        "flat",
     )
     fresh = [
-        local(empty_like(w)).copy_(flat[name].detach()) for name, w in wanted.items()
+        local_tensor(empty_like(w)).copy_(flat[name].detach())
+        for name, w in wanted.items()
     ]
     return trees.unflatten(trees.flatten(like)[1], fresh)
 
 
-def slots(tree: Tree) -> dict[str, Slot]:
+def named_leaves(tree: Tree) -> dict[str, NamedLeaf]:
     """The tensors by name, where ranks are one: a ``Shard`` has the name of the whole tensor."""
     named = _named(tree, within=Shard)
-    places = trees.spread(trees.flatten(tree)[1]) or [None] * len(named)
+    places = trees.shard_specs(trees.flatten(tree)[1]) or [None] * len(named)
     pairs = zip(named, places, strict=True)
     return {name: _slot(name, leaf, place) for (name, leaf), place in pairs}
 
 
-def _slot(name: str, leaf: Any, place: Place | None) -> Slot:
+def _slot(name: str, leaf: Any, place: ShardSpec | None) -> NamedLeaf:
     """A tensor, or the piece of one at this place; anything else is refused by its name."""
     tensor = _plain(name, leaf)
     if place is None or tensor.ndim != len(place.shape):  # such as an optimizer's count
         return tensor
-    place.check(f"{name}.piece", tensor)
+    place.check(f"{name}.local", tensor)
     return Shard(tensor, *place)
 
 
-def local(slot: Slot) -> Tensor:
+def local_tensor(slot: NamedLeaf) -> Tensor:
     """What this rank holds of it."""
-    return slot.piece if isinstance(slot, Shard) else slot
+    return slot.local if isinstance(slot, Shard) else slot
 
 
-def put(slot: Slot, tensor: Tensor) -> Slot:
+def assign_leaf(slot: NamedLeaf, tensor: Tensor) -> NamedLeaf:
     """The slot with this tensor in it."""
-    return Shard(tensor, *slot.place) if isinstance(slot, Shard) else tensor
+    return Shard(tensor, *slot.spec) if isinstance(slot, Shard) else tensor
 
 
-def kind(slot: Slot) -> str:
+def format_named_leaf(slot: NamedLeaf) -> str:
     """The dtype and shape of a tensor; of a piece, the shape of the whole."""
-    return f"{local(slot).dtype} of shape {tuple(slot.shape)}"
+    return f"{local_tensor(slot).dtype} of shape {tuple(slot.shape)}"
 
 
-def check_fit(found: Mapping[str, str], wanted: Mapping[str, Slot], what: str) -> None:
+def check_fit(
+    found: Mapping[str, str], wanted: Mapping[str, NamedLeaf], what: str
+) -> None:
     """Refuses kinds ``found`` by name that are not those of the tensors ``wanted``."""
-    expected = {name: kind(slot) for name, slot in wanted.items()}
+    expected = {name: format_named_leaf(slot) for name, slot in wanted.items()}
     differences = [
         f"{name} is {found.get(name, 'missing')}; like has {expected.get(name, 'no such leaf')}"
         for name in sorted(found.keys() | expected.keys(), key=str)
@@ -124,9 +129,9 @@ def check_fit(found: Mapping[str, str], wanted: Mapping[str, Slot], what: str) -
         )
 
 
-def empty_like(slot: Slot) -> Slot:
+def empty_like(slot: NamedLeaf) -> NamedLeaf:
     """Fresh memory for a leaf, in its memory order: in another, a product may round differently."""
-    return put(slot, torch.empty_like(local(slot), requires_grad=False))
+    return assign_leaf(slot, torch.empty_like(local_tensor(slot), requires_grad=False))
 
 
 def _tensors(tree: Tree) -> dict[str, Tensor]:
@@ -167,7 +172,7 @@ def _is_stable(key: Any) -> bool:
 def _plain(name: str, leaf: Any) -> Tensor:
     if not isinstance(leaf, Tensor):
         raise TypeError(
-            f"{name} is {trees.kind(leaf)}: state is tensors alone; make it one, as in "
+            f"{name} is {trees.format_leaf(leaf)}: state is tensors alone; make it one, as in "
             "torch.tensor(3), or leave it out"
         )
     if type(leaf) not in _PLAIN or leaf.layout is not torch.strided or leaf.is_meta:

@@ -18,18 +18,29 @@ from torch import Tensor
 from purestep import hints, tree, validation
 from purestep.axis import Axis, LocalAxis
 from purestep.compiling import Compiler
-from purestep.counts import count, label_weights, weigh
+from purestep.counts import count_tokens, label_weights, with_weights
 from purestep.grads.accumulate import accumulate, profiler_range
-from purestep.grads.backends import reverse_modes
+from purestep.grads.backends import make_backends
 from purestep.grads.grad_and_value import grad_and_value
-from purestep.grads.per_microbatch import joined, per_backward, per_microbatch
-from purestep.objective import divisors_of
-from purestep.optim.base import Optimizer, check_optimizer, explain, held_back, in_place
+from purestep.grads.per_microbatch import (
+    gather_in_loss,
+    gather_per_microbatch,
+    pad_microbatches,
+)
+from purestep.objective import denominators
+from purestep.optim.base import (
+    Optimizer,
+    check_optimizer,
+    mask_grads,
+    reraise_with_hint,
+    update_in_place,
+)
 from purestep.sync.session import open_session
 from purestep.tree import foreach
 from purestep.types import (
     Gather,
     GradAndValue,
+    GradSums,
     LossFn,
     Microbatch,
     OptState,
@@ -37,7 +48,6 @@ from purestep.types import (
     ParamsT,
     StateT,
     StepMetrics,
-    Sums,
     UpdateStep,
     WeightFn,
 )
@@ -70,10 +80,10 @@ def make_update_step(
     params and state stay as they are, to the bit.
 
     Args:
-        loss_fn: ``loss_fn(params, microbatch)`` returns one loss per token, or ``LossTerms``.
+        loss_fn: ``loss_fn(params, microbatch)`` returns one loss per token, or ``LossOutput``.
         optimizer: a ``ps.optim.Optimizer``; ``optimizer.init(params)`` makes ``opt_state``.
         weight_fn: ``weight_fn(microbatch)`` returns each token's weight. By default the label
-            counts unless it is -100. None: the loss returns ``LossTerms(weights=)``.
+            counts unless it is -100. None: the loss returns ``LossOutput(weights=)``.
         axis: the ranks over which tokens are spread. Tensor-parallel ranks are not among them.
         normalize: "loss" starts the backward pass from weights / N; "grads" divides the sums.
         grad_and_value: any function with the signature of ``torch.func.grad_and_value``.
@@ -101,11 +111,11 @@ def make_update_step(
     validation.check_choice("gather", gather, Gather)
     validation.check_choice("on_nonfinite", on_nonfinite, OnNonfinite)
     validation.check_normalize(normalize, weight_fn, accum_dtype)
-    modes = reverse_modes(loss_fn, grad_and_value, compile)
+    modes = make_backends(loss_fn, grad_and_value, compile)
     if gather == "microbatch":
-        modes = per_microbatch(modes)
+        modes = gather_per_microbatch(modes)
     elif gather == "loss":
-        modes = per_backward(modes)
+        modes = gather_in_loss(modes)
     settings = {
         "normalize": normalize,
         "weight_fn": "given" if weight_fn else "None",
@@ -113,7 +123,7 @@ def make_update_step(
         "gather": gather,
         "on_nonfinite": on_nonfinite,
     }
-    checked: dict[int, list[tree.Structure]] = {}  # by rank, where threads share it
+    checked: dict[int, list[tree.TreeSpec]] = {}  # by rank, where threads share it
 
     def update_step(
         params: ParamsT,
@@ -127,22 +137,28 @@ def make_update_step(
                 "is missing, which optimizer.init(params) makes"
             )
         with open_session(axis, gather, settings) as session:
-            new = is_new(checked, session.rank, params)
+            new = needs_checks(checked, session.rank, params)
             if new:
-                with hints.swapped_arguments(optimizer.init, params, opt_state):
+                with hints.annotate_swapped_arguments(
+                    optimizer.init, params, opt_state
+                ):
                     validation.check_inputs(
                         params, opt_state, microbatches, axis, donate
                     )
             with profiler_range("purestep.count"):
-                group = weigh(microbatches, weight_fn if normalize == "loss" else None)
+                group = with_weights(
+                    microbatches, weight_fn if normalize == "loss" else None
+                )
                 if new and weight_fn is label_weights:
                     hints.check_shifted(group.microbatches)
                 total = session.all_reduce_counts(
-                    count(group), params, opt_state, len(microbatches)
+                    count_tokens(group), params, opt_state, len(microbatches)
                 )
             ready = session.grad_hook(params, accum_dtype)
             if gather == "microbatch":
-                group = joined(group, session.max_microbatches(len(microbatches)))
+                group = pad_microbatches(
+                    group, session.max_microbatches(len(microbatches))
+                )
             sums = accumulate(
                 loss_fn,
                 session.params_for_loss(params),
@@ -158,8 +174,8 @@ def make_update_step(
                 sums = session.all_reduce_grads(sums, params)
 
         if normalize == "grads":
-            total = sums.counted
-            sums = divided(sums)
+            total = sums.counts
+            sums = normalize_sums(sums)
         # An N that has overflowed on a device, where the host cannot refuse it, is not applied.
         applied = (total.num_tokens > 0) & total.num_tokens.isfinite()
         if on_nonfinite == "skip":
@@ -173,37 +189,37 @@ def make_update_step(
             aux=sums.aux,
         )
         with profiler_range("purestep.optimizer"):
-            new_params, new_opt_state = transition(
+            new_params, new_opt_state = apply_update(
                 optimizer, sums.grads, opt_state, params, applied, donate=donate
             )
-        if axis.own_programs:
-            validation.check_unrecorded(new_params, axis)
+        if axis.is_multi_program:
+            validation.check_no_graph(new_params, axis)
         # A loss is checked where it is called, and in part only where nothing is recorded.
-        if new and len(microbatches) and tree.eager(params, opt_state):
+        if new and len(microbatches) and tree.is_plain_eager(params, opt_state):
             checked[session.rank] = [
                 *checked.get(session.rank, [])[-7:],
                 tree.flatten(params)[1],
             ]
         # Under torch.func, where nobody would notice that a derivative is gone, they keep it.
         may_require_grad = sums.loss.requires_grad or not tree.is_empty(sums.aux)
-        if may_require_grad and tree.untransformed():
-            metrics = tree.detached(metrics)
+        if may_require_grad and tree.can_write():
+            metrics = tree.detach(metrics)
         return new_params, new_opt_state, metrics
 
     update_step.__qualname__ = "update_step"  # as errors name it
     return update_step
 
 
-def divided(sums: Sums) -> Sums:
+def normalize_sums(sums: GradSums) -> GradSums:
     """Plain sums of gradients and losses, divided by N once: gradients in their buffers.
 
-    >>> from purestep.types import Count
+    >>> from purestep.types import TokenCounts
     >>> counted = Count(torch.tensor(4), torch.tensor(1))
-    >>> divided(Sums(torch.tensor(8.0), torch.tensor(2.0), counted, ())).grads
+    >>> normalize_sums(GradSums(torch.tensor(8.0), torch.tensor(2.0), counted, ())).grads
     tensor(2.)
     """
-    n, limits = divisors_of(sums.counted).num_tokens, torch.finfo(sums.loss.dtype)
-    known = tree.number_at_hand(n)
+    n, limits = denominators(sums.counts).num_tokens, torch.finfo(sums.loss.dtype)
+    known = tree.concrete_scalar(n)
     if known is not None and not limits.tiny <= known <= limits.max:
         raise ValueError(
             f"num_tokens, the sum of all weights, is {known}, by which losses in {sums.loss.dtype} "
@@ -211,17 +227,19 @@ def divided(sums: Sums) -> Sums:
         )
 
     loss = (sums.loss / n).to(sums.loss.dtype)
-    if tree.eager(sums.grads):
-        foreach.divide_(tree.leaves_of(sums.grads), n)
+    if tree.is_plain_eager(sums.grads):
+        foreach.divide_(tree.leaves(sums.grads), n)
         return sums._replace(loss=loss)
     grads = tree.map(lambda total: (total / n).to(total.dtype), sums.grads)
     return sums._replace(grads=grads, loss=loss)
 
 
-def is_new(checked: dict[int, list[tree.Structure]], rank: int, params: Params) -> bool:
+def needs_checks(
+    checked: dict[int, list[tree.TreeSpec]], rank: int, params: Params
+) -> bool:
     """Whether a rank has not checked params of this structure yet.
 
-    >>> [is_new({0: [tree.flatten([1, 2])[1]]}, 0, params) for params in ([3], [4, 5])]
+    >>> [needs_checks({0: [tree.flatten([1, 2])[1]]}, 0, params) for params in ([3], [4, 5])]
     [True, False]
     """
     if torch.compiler.is_dynamo_compiling():
@@ -233,7 +251,7 @@ def is_new(checked: dict[int, list[tree.Structure]], rank: int, params: Params) 
     return True
 
 
-def transition(
+def apply_update(
     optimizer: Optimizer,
     grads: Params,
     opt_state: OptState,
@@ -255,20 +273,20 @@ def transition(
     >>> from purestep.optim import sgd
     >>> params, optimizer = {"w": torch.tensor(1.0)}, sgd(0.5)
     >>> state, no, yes = optimizer.init(params), torch.tensor(False), torch.tensor(True)
-    >>> transition(optimizer, {"w": torch.tensor(1.0)}, state, params, yes, donate=False)[0]
+    >>> apply_update(optimizer, {"w": torch.tensor(1.0)}, state, params, yes, donate=False)[0]
     {'w': tensor(0.5000)}
-    >>> transition(optimizer, {"w": torch.tensor(1.0)}, state, params, no, donate=False)[0]
+    >>> apply_update(optimizer, {"w": torch.tensor(1.0)}, state, params, no, donate=False)[0]
     {'w': tensor(1.)}
     """
     try:
         leaves, structure = tree.flatten((params, opt_state, grads))
-        if not tree.eager() or any(map(_RECORDED, leaves)):
-            known = tree.at_hand(applied)
+        if not tree.is_plain_eager() or any(map(_RECORDED, leaves)):
+            known = tree.concrete(applied)
             if known is not None and not known.any():  # in no member of an ensemble
                 params, opt_state = tree.map(torch.clone, (params, opt_state))
                 return params, opt_state
-            moved = optimizer.update(held_back(grads, applied), opt_state, params)
-            params, opt_state = tree.select(applied, moved, (params, opt_state))
+            moved = optimizer.update(mask_grads(grads, applied), opt_state, params)
+            params, opt_state = tree.where(applied, moved, (params, opt_state))
             return params, opt_state
         num_params, num_state = (
             structure.child(0).num_leaves,
@@ -277,7 +295,7 @@ def transition(
         firsts = {"params": 0, "opt_state": num_params} if num_state else {"params": 0}
         for name, position in firsts.items():
             if validation.DONATED in leaves[position].__dict__:
-                raise validation.donated_again(name)
+                raise validation.reused_donation_error(name)
         donated = [leaves[position] for position in firsts.values()] if donate else []
         if donate:
             for position in firsts.values():
@@ -294,11 +312,11 @@ def transition(
         params, opt_state, grads = tree.unflatten(structure, leaves)
         if not applied.is_cpu or applied:
             where = None if applied.is_cpu else applied
-            update_ = optimizer.update_ or in_place(optimizer)
+            update_ = optimizer.update_ or update_in_place(optimizer)
             params, opt_state = update_(grads, opt_state, params, where)
         for leaf in donated:  # A step that fails has consumed nothing.
             validation.mark_donated(leaf)
         return params, opt_state
     except Exception as error:
-        explain(optimizer.init, opt_state, params, error)
+        reraise_with_hint(optimizer.init, opt_state, params, error)
         raise

@@ -27,7 +27,7 @@ ParamsT = TypeVar("ParamsT", default=Params)
 ReadParams = TypeVar("ReadParams", default=Params, contravariant=True)
 StateT = TypeVar("StateT", default=OptState)
 
-Ready: TypeAlias = Callable[[int, Tensor], Tensor]
+GradHook: TypeAlias = Callable[[int, Tensor], Tensor]
 """Takes a leaf's position and its final sum, and returns where the sum lies from now on."""
 
 
@@ -35,13 +35,14 @@ Gather: TypeAlias = Literal["step", "microbatch", "loss"]
 """Where sharded params are gathered: once a step, once a microbatch, or by the loss itself."""
 
 
-class LossTerms(NamedTuple):
+class LossOutput(NamedTuple):
     """What a loss function returns if it has more than one loss per token.
 
     Attributes:
-        tokens: one loss per token. The step sums them with their weights and divides by the global
+        losses: one loss per token. The step sums them with their weights and divides by the global
             count.
-        microbatch: a scalar auxiliary loss, such as load balancing. The step adds its mean over all
+        microbatch_loss: a scalar auxiliary loss, such as load balancing. The step adds its mean
+        over all
             microbatches with tokens, on all ranks. This term **depends on the cut**. Microbatches
             without tokens compute it too, at weight 0: it must be finite there.
         aux: a tree of tensors, summed over microbatches and ranks into ``metrics.aux``. Return sums
@@ -50,12 +51,12 @@ class LossTerms(NamedTuple):
             ``weight_fn=None`` and ``normalize="grads"``. No gradient flows through weights.
 
     >>> import torch
-    >>> LossTerms(torch.ones(2, 3), aux={"correct": torch.tensor(4)}).aux["correct"]
+    >>> LossOutput(torch.ones(2, 3), aux={"correct": torch.tensor(4)}).aux["correct"]
     tensor(4)
     """
 
-    tokens: Tensor
-    microbatch: Tensor | None = None
+    losses: Tensor
+    microbatch_loss: Tensor | None = None
     aux: Tree = ()
     weights: Tensor | None = None
 
@@ -73,7 +74,7 @@ class LossFn(Protocol[ReadParams]):
 
     def __call__(
         self, params: ReadParams, microbatch: Microbatch, /
-    ) -> Tensor | LossTerms: ...
+    ) -> Tensor | LossOutput: ...
 
 
 class WeightFn(Protocol):
@@ -111,39 +112,39 @@ class GradAndValue(Protocol):
     ) -> Callable[..., Any]: ...
 
 
-class Count(NamedTuple):
+class TokenCounts(NamedTuple):
     """The denominators of an update: N = Σ wᵢ, and the number of microbatches with tokens.
 
     >>> import torch
-    >>> from purestep import count
-    >>> count([torch.ones(2), torch.ones(3), torch.zeros(4)], lambda x: x > 0)
-    Count(num_tokens=tensor(5), num_microbatches=tensor(2))
+    >>> from purestep import count_tokens
+    >>> count_tokens([torch.ones(2), torch.ones(3), torch.zeros(4)], lambda x: x > 0)
+    TokenCounts(num_tokens=tensor(5), num_microbatches=tensor(2))
     """
 
     num_tokens: Tensor
     num_microbatches: Tensor
 
 
-class Sums(NamedTuple):
+class GradSums(NamedTuple):
     """The sums over the tokens of a group, on one rank or on all.
 
     Attributes:
         grads: the gradient of ``loss``, a tree like the params.
         loss: Σ wᵢ ℓᵢ(θ), divided by N if ``accumulate`` got ``total=``.
-        counted: the ``Count`` of these microbatches.
-        aux: the sum of ``LossTerms.aux``, or ``()``.
+        counts: the ``TokenCounts`` of these microbatches.
+        aux: the sum of ``LossOutput.aux``, or ``()``.
 
     >>> import torch
     >>> from purestep import accumulate
     >>> group = [torch.tensor([1.0, 2.0]), torch.tensor([3.0])]
     >>> sums = accumulate(lambda w, x: w * x, torch.tensor(1.0), group, weight_fn=torch.ones_like)
-    >>> sums.grads, sums.loss, sums.counted.num_microbatches, sums.aux
+    >>> sums.grads, sums.loss, sums.counts.num_microbatches, sums.aux
     (tensor(6.), tensor(6.), tensor(2), ())
     """
 
     grads: Tree
     loss: Tensor
-    counted: Count
+    counts: TokenCounts
     aux: Tree
 
 
@@ -158,7 +159,7 @@ class StepMetrics(NamedTuple):
         num_microbatches: how many microbatches have tokens.
         grad_norm: ‖∇L(θ)‖₂, before any clipping.
         applied: False if params and state stay as they are: no tokens, or a skipped gradient.
-        aux: the sum of ``LossTerms.aux``, or ``()``.
+        aux: the sum of ``LossOutput.aux``, or ``()``.
 
     >>> import torch
     >>> from purestep import make_update_step, optim

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from purestep import tree
-from purestep.axis import Axis, check_axis, overlap, within
+from purestep.axis import Axis, check_axis, is_subaxis, shares_ranks
 from purestep.torch_private import version
 from purestep.types import LossFn, Microbatch, OptState, Params, WeightFn
 
@@ -59,10 +59,10 @@ def check_normalize(
             'weight_fn=None means that the forward pass brings the weights, but normalize="loss" '
             'counts them before it: pass normalize="grads", or a weight_fn'
         )
-    if accum_dtype is not None and accum_dtype not in tree.SUM_DTYPES:
+    if accum_dtype is not None and accum_dtype not in tree.FLOAT_DTYPES:
         raise ValueError(
             f"{accum_dtype=} must be a floating point dtype for sums: one of "
-            + ", ".join(map(str, tree.SUM_DTYPES))
+            + ", ".join(map(str, tree.FLOAT_DTYPES))
         )
 
 
@@ -75,14 +75,14 @@ def check_inputs(
 ) -> None:
     """Refuses what an update cannot take, at the first one with params of this structure."""
     check_params(params, axis)
-    if donate and tree.eager(params, opt_state):
+    if donate and tree.is_plain_eager(params, opt_state):
         data = microbatches if isinstance(microbatches, list | tuple) else ()
-        check_apart(params, opt_state, data)
+        check_no_aliasing(params, opt_state, data)
 
 
 def check_params(params: Params, axis: Axis) -> None:
     """Refuses params that cannot be differentiated, or that the axis does not fit."""
-    leaves = tree.leaves_of(params)
+    leaves = tree.leaves(params)
     if isinstance(params, torch.nn.Module):
         raise TypeError(
             f"params is a module, {type(params).__name__}: take params, apply = "
@@ -93,13 +93,14 @@ def check_params(params: Params, axis: Axis) -> None:
     for position, leaf in enumerate(leaves):
         if (
             not isinstance(leaf, Tensor)
-            or leaf.dtype not in tree.SUM_DTYPES
+            or leaf.dtype not in tree.FLOAT_DTYPES
             or leaf.is_sparse
         ):
-            _refuse_leaf(_path(params, position), leaf)
+            _raise_not_a_param(_path_of(params, position), leaf)
         if hasattr(leaf, "__tensor_flatten__"):
             raise TypeError(
-                f"{_path(params, position)} is a {type(leaf).__name__}, which holds its values on "
+                f"{_path_of(params, position)} is a {type(leaf).__name__}, which "
+                "holds its values on "
                 "several ranks or in several tensors: params are plain tensors. Of a DTensor, as "
                 "fully_shard and distribute_tensor make them, pass leaf.full_tensor(), or "
                 "ps.from_dtensor(params, axis), and say by axis=ps.MeshAxis(mesh, ...) where the "
@@ -107,24 +108,25 @@ def check_params(params: Params, axis: Axis) -> None:
             )
         if leaf.device != leaves[0].device:
             raise ValueError(
-                f"{_path(params, 0)} is on {leaves[0].device}, but {_path(params, position)} is on "
+                f"{_path_of(params, 0)} is on {leaves[0].device}, but "
+                f"{_path_of(params, position)} is on "
                 f"{leaf.device}: the params of a step are on one device; move them there"
             )
-    _check_pieces(params, leaves, axis)
+    _check_shards(params, leaves, axis)
 
 
-def check_unrecorded(params: Params, axis: Axis) -> None:
+def check_no_graph(params: Params, axis: Axis) -> None:
     """Refuses new params that depend on a learning rate, each rank's piece in another way."""
-    if tree.requires_grad(params):
+    if tree.any_requires_grad(params):
         raise ValueError(
             f"a step over {axis} is not recorded, but the new params require grad, as where a "
             "learning rate does: detach it, or differentiate through the step with ps.VmapAxis"
         )
 
 
-def check_no_graphless(params: Params, leaves: Sequence[Any]) -> None:
+def check_no_grad_leaves(params: Params, leaves: Sequence[Any]) -> None:
     """Refuses leaves of autograd that require grad: their graph would grow from step to step."""
-    is_plain = tree.eager()
+    is_plain = tree.is_plain_eager()
     for position, leaf in enumerate(leaves):
         # Under a transform, its own variables look like leaves.
         is_graphless = isinstance(leaf, torch.nn.Parameter) or (
@@ -132,14 +134,14 @@ def check_no_graphless(params: Params, leaves: Sequence[Any]) -> None:
         )
         if leaf.requires_grad and is_graphless:
             raise TypeError(
-                f"{_path(params, position)} requires grad and was computed from nothing, as an "
+                f"{_path_of(params, position)} requires grad and was computed from nothing, as an "
                 "nn.Parameter: each step would be recorded behind the one before. Take params, "
                 "apply = ps.from_module(module), or p.detach() of each; and p.clone() where you "
                 "differentiate through steps"
             )
 
 
-def donated_again(name: str) -> ValueError:
+def reused_donation_error(name: str) -> ValueError:
     """The error for a tree that an earlier step has consumed."""
     return ValueError(
         f"{name} was donated to an earlier step, which wrote the new values over it: go on with "
@@ -152,7 +154,7 @@ def mark_donated(leaf: Tensor) -> None:
     leaf.__dict__[DONATED] = True
 
 
-def unreached() -> ValueError:
+def no_dependence_error() -> ValueError:
     """The error for losses that no param leads to."""
     return ValueError(
         "loss_fn gives losses that do not depend on params: no gradient reaches any of their "
@@ -162,7 +164,7 @@ def unreached() -> ValueError:
     )
 
 
-def _refuse_leaf(path: str, leaf: Any) -> NoReturn:
+def _raise_not_a_param(path: str, leaf: Any) -> NoReturn:
     found = leaf.dtype if isinstance(leaf, Tensor) else type(leaf).__name__
     raise TypeError(
         f"{path} is {found}: params are dense tensors in bfloat16 or wider, in containers that "
@@ -171,40 +173,41 @@ def _refuse_leaf(path: str, leaf: Any) -> NoReturn:
     )
 
 
-def _check_pieces(params: Params, leaves: Sequence[Tensor], axis: Axis) -> None:
+def _check_shards(params: Params, leaves: Sequence[Tensor], axis: Axis) -> None:
     """Refuses pieces of a wrong shape, or over an axis that shares some ranks with the step's."""
-    places = tree.spread(tree.flatten(params)[1])
+    places = tree.shard_specs(tree.flatten(params)[1])
     for position, place in enumerate(places):
         if place is None:
             continue
-        if overlap(place.axis, axis) and not within(place.axis, axis):
+        if shares_ranks(place.axis, axis) and not is_subaxis(place.axis, axis):
             raise ValueError(
-                f"{_path(params, position)} is sharded over {place.axis}, some of whose ranks are "
+                f"{_path_of(params, position)} is sharded over {place.axis}, some of "
+                "whose ranks are "
                 f"of {axis}, over which this step is: shard it over that axis itself, over some of "
                 "its dimensions, or over an axis whose ranks hold the same tokens, as in tensor "
                 "parallelism"
             )
-        place.check(_path(params, position), leaves[position])
+        place.check(_path_of(params, position), leaves[position])
 
 
-def check_apart(
+def check_no_aliasing(
     params: Params, opt_state: OptState, microbatches: Sequence[Microbatch] = ()
 ) -> None:
     """Refuses donated leaves that share a storage with each other, or with a microbatch."""
     owners: dict[torch.UntypedStorage, str] = {}
-    for name, leaf in _named((params, opt_state), "(params, opt_state)"):
+    for name, leaf in _name_of((params, opt_state), "(params, opt_state)"):
         if leaf.numel() * leaf.element_size() > leaf.untyped_storage().nbytes():
             raise ValueError(
                 f"donate=True needs memory for each element, but {name} overlaps itself, as expand "
                 "makes it: clone it"
             )
-        _refuse_shared(owners, name, leaf)
+        _raise_aliased(owners, name, leaf)
         owners[leaf.untyped_storage()] = name
-    for name, leaf in _named(tree.plain([*microbatches]), "microbatches"):
-        _refuse_shared(owners, name, leaf)
+    for name, leaf in _name_of(tree.mappings_to_dicts([*microbatches]), "microbatches"):
+        _raise_aliased(owners, name, leaf)
 
 
-def _refuse_shared(
+def _raise_aliased(
     owners: dict[torch.UntypedStorage, str], name: str, leaf: Tensor
 ) -> None:
     if leaf.numel() and leaf.untyped_storage() in owners:
@@ -214,9 +217,9 @@ def _refuse_shared(
         )
 
 
-def _named(value: Any, name: str) -> Iterator[tuple[str, Tensor]]:
+def _name_of(value: Any, name: str) -> Iterator[tuple[str, Tensor]]:
     """Each strided tensor of a tree, by its path."""
-    for path, leaf in zip(tree.paths(value, name), tree.leaves_of(value), strict=True):
+    for path, leaf in zip(tree.paths(value, name), tree.leaves(value), strict=True):
         if (
             isinstance(leaf, Tensor)
             and leaf.layout is torch.strided
@@ -225,37 +228,37 @@ def _named(value: Any, name: str) -> Iterator[tuple[str, Tensor]]:
             yield path, leaf
 
 
-def _path(params: Params, position: int) -> str:
+def _path_of(params: Params, position: int) -> str:
     return tree.paths(params, "params")[position]
 
 
-def versions_of(leaves: Sequence[Tensor]) -> list[int]:
+def version_counters(leaves: Sequence[Tensor]) -> list[int]:
     """How often each was written to; nothing for tensors made under inference mode."""
     return (
         [] if any(leaf.is_inference() for leaf in leaves) else [*map(version, leaves)]
     )
 
 
-def check_untouched(
+def check_not_mutated(
     params: Params, leaves: Sequence[Tensor], versions: Sequence[int]
 ) -> None:
     """Refuses a loss that has written to params since they had these versions."""
     for position, before in enumerate(versions):
         if version(leaves[position]) != before:
             raise ValueError(
-                f"loss_fn wrote to {_path(params, position)} in place, which is the caller's: "
+                f"loss_fn wrote to {_path_of(params, position)} in place, which is the caller's: "
                 "compute a new tensor, or give a module that updates its buffers a clone of them"
             )
 
 
-def leaves_behind(terms: Sequence[Tensor]) -> list[Tensor]:
+def reachable_leaves(terms: Sequence[Tensor]) -> list[Tensor]:
     """The leaves by which autograd can differentiate these terms.
 
     Refuses reentrant checkpoints, whose own backward pass may reach params that this one skips.
     torch refuses those that it runs, but not one behind an input that no param leads to.
 
     >>> w = torch.ones((), requires_grad=True)
-    >>> leaves_behind([3 * w])[0] is w
+    >>> reachable_leaves([3 * w])[0] is w
     True
     """
     nodes, seen = [term.grad_fn for term in terms], set[Any]()
@@ -289,7 +292,9 @@ def warn_of_constants(leaves: Sequence[Tensor], params: Sequence[Tensor]) -> Non
     for p in params if others else ():
         by_shape.setdefault(p.shape, []).append(p)
     copied = [
-        x for x in others if any(_equals(x, p) for p in by_shape.get(x.shape, ()))
+        x
+        for x in others
+        if any(_is_same_tensor(x, p) for p in by_shape.get(x.shape, ()))
     ]
     if copied:
         warnings.warn(
@@ -301,14 +306,14 @@ def warn_of_constants(leaves: Sequence[Tensor], params: Sequence[Tensor]) -> Non
         )
 
 
-def _equals(x: Tensor, p: Tensor) -> bool:
+def _is_same_tensor(x: Tensor, p: Tensor) -> bool:
     """Whether the host sees equal values, which are not zeros or ones as in any new layer."""
     if not (x.is_cpu and p.is_cpu and x.numel() and x.dtype == p.dtype):
         return False
     return torch.equal(x, p) and bool(x.min() != x.max())
 
 
-class recomputation(TorchFunctionMode):  # noqa: N801
+class forbid_module_recompute(TorchFunctionMode):  # noqa: N801
     """A context in which no checkpoint may recompute with a module's own parameters.
 
     ``torch.func.functional_call`` gives a module its own parameters back before the backward pass
@@ -328,7 +333,7 @@ class recomputation(TorchFunctionMode):  # noqa: N801
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         if torch.is_grad_enabled() and not torch.compiler.is_dynamo_compiling():
-            for value in tree.leaves_of((args, kwargs)):
+            for value in tree.leaves((args, kwargs)):
                 if isinstance(value, torch.nn.Parameter) and (
                     value.untyped_storage() not in self._leaves
                 ):

@@ -80,7 +80,7 @@ def compiled(
 def assert_close(ours: Any, theirs: Any) -> None:
     """The gradients are exact: what differs are dozens of roundings in few optimizer steps."""
     roundings = 100 * torch.finfo(torch.float64).eps
-    for leaves in zip(tree.leaves_of(ours), tree.leaves_of(theirs), strict=True):
+    for leaves in zip(tree.leaves(ours), tree.leaves(theirs), strict=True):
         a, b = map(Tensor.double, leaves)
         assert ((a - b).abs() <= roundings * (1 + b.abs())).all()
 

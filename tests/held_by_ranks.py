@@ -108,6 +108,6 @@ def load(_: int, path: Path, dims: str = "dp", dim: int = 0) -> None:
     found = ps.checkpoint.load(path, like)
     expected = in_pieces(whole(), axis(dims), dim)
     assert tree.flatten(found)[1] == tree.flatten(like)[1]
-    assert_same_bits(tree.leaves_of(found), tree.leaves_of(expected))
-    for one, two in zip(tree.leaves_of(found), tree.leaves_of(like), strict=True):
+    assert_same_bits(tree.leaves(found), tree.leaves(expected))
+    for one, two in zip(tree.leaves(found), tree.leaves(like), strict=True):
         assert one.stride() == two.stride()

@@ -6,13 +6,13 @@ from typing import Any
 
 from torch import Tensor
 
-from purestep.tree import leaves_of
+from purestep.tree import leaves
 from tests.torch_private import TorchDispatchMode
 
 
 def tensors(*values: Any) -> list[Tensor]:
     """The tensors among the leaves."""
-    return [leaf for leaf in leaves_of(values) if isinstance(leaf, Tensor)]
+    return [leaf for leaf in leaves(values) if isinstance(leaf, Tensor)]
 
 
 class LiveBytes(TorchDispatchMode):

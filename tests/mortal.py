@@ -89,9 +89,9 @@ def live(folder: Path, store: Path, rank: int, size: int, in_background: bool) -
             DeviceMesh("cpu", [*range(size)], mesh_dim_names=("dp",)), "dp"
         )
         state = *ps.shard(state[:2], axis), state[2]
-    if last := ps.checkpoint.latest(folder):
+    if last := ps.checkpoint.latest_checkpoint(folder):
         state = ps.checkpoint.load(last, like=state)
-    with ps.checkpoint.Background() as background:
+    with ps.checkpoint.AsyncCheckpointer() as background:
         save = background.save_step if in_background else ps.checkpoint.save_step
         train(state, axis, lambda step, state: save(folder, step, state, KEEP))
     if size > 1:
@@ -155,8 +155,11 @@ def kill_at_random(folder: Path, draw: random.Random, number: int) -> bool:
     first = 0 if victims == processes else 1
     try:
         for _ in range(draw.randrange(first, 3)):
-            before = ps.checkpoint.latest(folder)
-            wait_until(lambda: ps.checkpoint.latest(folder) != before, processes[0])  # noqa: B023
+            before = ps.checkpoint.latest_checkpoint(folder)
+            wait_until(
+                lambda: ps.checkpoint.latest_checkpoint(folder) != before,  # noqa: B023
+                processes[0],
+            )
         time.sleep(draw.uniform(0, 0.04))
         if number % 2 == 0:
             wait_until(lambda: unfinished(folder), processes[0])
@@ -182,10 +185,10 @@ def main(folder: Path) -> None:
     folder.mkdir()
     for number in range(LIVES):
         in_saves += kill_at_random(folder, draw, number)
-        if last := ps.checkpoint.latest(folder):
+        if last := ps.checkpoint.latest_checkpoint(folder):
             ps.checkpoint.load(last, like=begin())
     assert [*ends(life(folder, 3, in_background=False))] == [0, 0, 0]
-    last = ps.checkpoint.latest(folder)
+    last = ps.checkpoint.latest_checkpoint(folder)
     assert last
     found = ps.checkpoint.load(last, like=begin())
     expected = train(begin(), ps.LocalAxis(), lambda step, state: None)

@@ -42,7 +42,7 @@ def bits(tensor: Tensor) -> list[int]:
 def assert_same_bits(actual: Any, expected: Any) -> None:
     """Trees of one structure, equal to the bit."""
     ours, structure = tree.flatten(actual)
-    for one, two in zip(ours, tree.leaves_like(structure, expected), strict=True):
+    for one, two in zip(ours, tree.leaves_matching(structure, expected), strict=True):
         assert (one.dtype, one.shape) == (two.dtype, two.shape)
         assert bits(one) == bits(two)
 

@@ -12,9 +12,9 @@ from torch.profiler import profile
 import purestep as ps
 from proofs.devices import Waits, device as lazy
 from purestep import tree
-from purestep.axis.mesh import LOST
-from purestep.objective import value
-from purestep.sharding.layout import sharded, sum_axes
+from purestep.axis.mesh import LOST_CONNECTION
+from purestep.objective import weighted_sum
+from purestep.sharding.layout import reduce_axes, shards_over
 from purestep.testing import ThreadAxis
 from tests.held_by_ranks import group_of_one
 from tests.memory import Operations
@@ -68,7 +68,7 @@ def test_an_argument_that_a_backend_does_not_take_is_no_dead_rank() -> None:
     ],
 )
 def test_what_backends_say_of_lost_ranks(text: str) -> None:
-    assert LOST.search(text)
+    assert LOST_CONNECTION.search(text)
 
 
 def test_a_group_that_meets_on_the_host_beside_a_device() -> None:
@@ -96,7 +96,7 @@ class Compared(ps.LocalAxis):
         self.ranks, self.count = frozenset(ranks), 0
 
     @property
-    def members(self) -> frozenset[int]:  # type: ignore[override]
+    def global_ranks(self) -> frozenset[int]:  # type: ignore[override]
         self.count += 1
         return self.ranks
 
@@ -105,12 +105,12 @@ class Compared(ps.LocalAxis):
 def test_axes_are_compared_once_for_all_leaves(number: int) -> None:
     """Not once a leaf: of thousands of ranks that takes as long as a kernel."""
     whole, part = Compared(0, 1, 2, 3), Compared(4, 5)
-    places = tree.spread(
+    places = tree.shard_specs(
         tree.flatten([ps.Shard(torch.ones(1), part, (1,))] * number)[1]
     )
     assert len(places) == number
-    assert sharded(places, whole) == {}
-    assert sum_axes(places, whole) == [whole] * number
+    assert shards_over(places, whole) == {}
+    assert reduce_axes(places, whole) == [whole] * number
     assert (whole.count, part.count) == (2, 4)
 
 
@@ -118,7 +118,7 @@ def test_the_losses_are_masked_once_where_the_host_cannot_look() -> None:
     terms = [torch.tensor([1.0, torch.nan], device=HOST).to(lazy())]
     cotangents = [torch.tensor([0.5, 0.0], device=HOST).to(lazy())]
     with Waits() as waits, Operations() as operations:
-        total = value(terms, cotangents, constant=True)
+        total = weighted_sum(terms, cotangents, constant=True)
     assert waits.seen == []
     assert (
         operations.names["aten.sum.default"] == operations.names["aten.mul.Tensor"] == 1

@@ -33,11 +33,11 @@ def test_accum_dtype(asked: torch.dtype | None, group: list[Tensor]) -> None:
 def test_aux_sums_wide() -> None:
     """Flags are counted, halves are summed in float32; None is no aux."""
 
-    def loss_fn(w: Tensor, m: Tensor) -> ps.LossTerms:
+    def loss_fn(w: Tensor, m: Tensor) -> ps.LossOutput:
         aux = (
             {"flag": m[0] > 0, "half": m[0].to(torch.float16)} if len(m) == 1 else None
         )
-        return ps.LossTerms(w * m, aux=aux)
+        return ps.LossOutput(w * m, aux=aux)
 
     def aux_of(group: list[Tensor]) -> Any:
         return ps.accumulate(loss_fn, ONE, group, weight_fn=torch.ones_like).aux
@@ -50,11 +50,11 @@ TERMS: list[tuple[dict[str, Any], Any, str]] = [
     (
         {"aux": {"n": 3}},
         TypeError,
-        r"LossTerms\.aux\['n'\] must be a tensor, got int; wrap it",
+        r"LossOutput\.aux\['n'\] must be a tensor, got int; wrap it",
     ),
-    ({"microbatch": ONE[None]}, ValueError, r"a scalar tensor, got shape \(1,\)"),
+    ({"microbatch_loss": ONE[None]}, ValueError, r"a scalar tensor, got shape \(1,\)"),
     (
-        {"microbatch": ONE},
+        {"microbatch_loss": ONE},
         ValueError,
         'known before the backward pass: use normalize="loss"',
     ),
@@ -62,7 +62,7 @@ TERMS: list[tuple[dict[str, Any], Any, str]] = [
     (
         {"weight_fn": None},
         ValueError,
-        "weight_fn=None needs a loss_fn that returns LossTerms",
+        "weight_fn=None needs a loss_fn that returns LossOutput",
     ),
 ]
 
@@ -72,7 +72,7 @@ def test_loss_terms_that_are_refused(terms: Any, error: Any, message: str) -> No
     weight_fn, two = terms.pop("weight_fn", torch.ones_like), torch.ones(2)
     with pytest.raises(error, match=message):
         ps.accumulate(
-            lambda w, m: ps.LossTerms(two, **terms), two, [two], weight_fn=weight_fn
+            lambda w, m: ps.LossOutput(two, **terms), two, [two], weight_fn=weight_fn
         )
 
 
@@ -160,9 +160,9 @@ def test_half_precision_is_summed_wide_under_vmap() -> None:
 def test_a_term_of_a_microbatch_without_tokens_may_be_anything() -> None:
     """A mean over its tokens, say. So may its value where another member of an ensemble has some."""
 
-    def loss_fn(w: Tensor, m: dict[str, Tensor]) -> ps.LossTerms:
+    def loss_fn(w: Tensor, m: dict[str, Tensor]) -> ps.LossOutput:
         mean = (m["w"] * w * m["x"]).sum() / m["w"].sum()
-        return ps.LossTerms(w * m["x"], microbatch=mean)
+        return ps.LossOutput(w * m["x"], microbatch_loss=mean)
 
     sgd, full = ps.optim.sgd(0.5), {"x": torch.ones(2), "w": torch.ones(2)}
     step = ps.make_update_step(loss_fn, sgd, weight_fn=lambda m: m["w"])

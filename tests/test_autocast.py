@@ -28,7 +28,7 @@ def test_autocast_inside_the_loss_and_around_the_step() -> None:
     """Gradients and state in float32, and the bits of the loop that everyone writes."""
     params, groups = training(torch.float32)
     leaves = tree.map(lambda leaf: leaf.clone().requires_grad_(), params)
-    usual = torch.optim.SGD(tree.leaves_of(leaves), lr=0.1, momentum=0.9)
+    usual = torch.optim.SGD(tree.leaves(leaves), lr=0.1, momentum=0.9)
     optimizer = ps.optim.from_torch(torch.optim.SGD, lr=0.1, momentum=0.9)
     states = {}
     losses: Any = {
@@ -44,7 +44,7 @@ def test_autocast_inside_the_loss_and_around_the_step() -> None:
                 *state, metrics = step(*state, group)  # type: ignore[assignment]
         assert all(
             leaf.dtype == torch.float32
-            for leaf in tree.leaves_of((state[0], metrics.loss))
+            for leaf in tree.leaves((state[0], metrics.loss))
         )
         states[name] = state
     for group in groups:

@@ -22,15 +22,15 @@ from tests.modules import (
 
 
 def test_buffers_are_carried(fresh_compiler: None) -> None:
-    """As ``LossTerms.aux``: their mean over microbatches is that of what the module itself makes of each."""
+    """As ``LossOutput.aux``: their mean over microbatches is that of what the module itself makes of each."""
     module = normed()
     params, apply = ps.from_module(module)
     start = dict(module.named_buffers())
     kept = {name: buffer.clone() for name, buffer in start.items()}
 
-    def loss_fn(p: Any, m: Any) -> ps.LossTerms:
+    def loss_fn(p: Any, m: Any) -> ps.LossOutput:
         output, buffers = apply(p, m["x"], buffers=m["buffers"])
-        return ps.LossTerms(losses(output), aux=(buffers, torch.tensor(1)))
+        return ps.LossOutput(losses(output), aux=(buffers, torch.tensor(1)))
 
     # The last one holds padding alone.
     every, held = (

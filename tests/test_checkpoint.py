@@ -39,10 +39,8 @@ def test_what_is_saved_comes_back_to_the_bit(state: Any, path: Path) -> None:
     ps.checkpoint.save(path, state)
     found = ps.checkpoint.load(str(path), zeros(state))
     assert_same_bits(found, state)
-    assert not tree.requires_grad(found)
-    for one, two in zip(
-        tree.leaves_of(found), tree.leaves_of(zeros(state)), strict=True
-    ):
+    assert not tree.any_requires_grad(found)
+    for one, two in zip(tree.leaves(found), tree.leaves(zeros(state)), strict=True):
         assert one.stride() == two.stride()
     assert_same_bits(safetensors.torch.load_file(path), ps.state_dict(state))
     assert [*path.parent.iterdir()] == [path]
@@ -68,7 +66,7 @@ def test_what_is_held_in_memory(path: Path) -> None:
             found = ps.checkpoint.load(path, state)
         assert live.peak <= size + size // 4
         assert_same_bits(found, state)
-    with ps.checkpoint.Background() as background:
+    with ps.checkpoint.AsyncCheckpointer() as background:
         for most in (size, 0):  # Into the same memory.
             with LiveBytes() as live:
                 background.save(path, [*rows])
@@ -155,7 +153,7 @@ def test_export_writes_what_others_read(path: Path) -> None:
     """Tensors that share memory, or lie otherwise, too; what others would mistake is refused."""
     w, one = noise(torch.bfloat16, 7, 3), torch.ones(2)
     model = {"wte.weight": w, "head": w, "rows": w.T, "b": noise(torch.float32)}
-    ps.checkpoint.export(path, model)
+    ps.checkpoint.export_safetensors(path, model)
     with safetensors.safe_open(path, "pt") as file:
         assert file.metadata()["format"] == "pt"
     refusals: dict[str, Any] = {
@@ -164,7 +162,7 @@ def test_export_writes_what_others_read(path: Path) -> None:
     }  # fmt: skip
     for text, wrong in refusals.items():
         with pytest.raises(TypeError, match=text):
-            ps.checkpoint.export(path, wrong)
+            ps.checkpoint.export_safetensors(path, wrong)
     assert_same_bits(safetensors.torch.load_file(path), model)
 
 
@@ -198,7 +196,7 @@ def test_what_cannot_be_written_leaves_all_as_it_was(
 
 def test_what_is_saved_in_the_background_is_what_it_was(path: Path) -> None:
     """Though it is written to; T16 says so of pieces on ranks."""
-    with ps.checkpoint.Background() as background:
+    with ps.checkpoint.AsyncCheckpointer() as background:
         state = {"w": torch.ones(1000)}
         for number in range(2):
             background.save(path.with_name(f"file{number}"), state)
@@ -212,7 +210,7 @@ def test_what_is_saved_in_the_background_is_what_it_was(path: Path) -> None:
 
 def test_what_goes_wrong_in_the_background_is_raised_once(path: Path) -> None:
     """By the next call, by ``wait``, or at the end of the block, unless that has an error."""
-    nowhere, background = path / "nowhere", ps.checkpoint.Background()
+    nowhere, background = path / "nowhere", ps.checkpoint.AsyncCheckpointer()
     for act in (background.wait, lambda: background.save(path, STATE)):
         background.save(nowhere, STATE)
         with pytest.raises(OSError, match="nowhere cannot be written"):
@@ -267,7 +265,7 @@ def test_rights_and_links_stay(path: Path) -> None:
 def test_the_last_steps_are_kept(tmp_path: Path) -> None:
     """What is not a checkpoint stays, and what a killed program left goes with its step."""
     folder, state = tmp_path / "run", {"w": torch.ones(1)}
-    assert ps.checkpoint.latest(folder) is None
+    assert ps.checkpoint.latest_checkpoint(folder) is None
     ps.checkpoint.save_step(folder, 5, state)
     left = ["00000004.0123abcd", "00000003"]
     kept = ["999999999.0123abcd", "mine", "7"]
@@ -278,12 +276,12 @@ def test_the_last_steps_are_kept(tmp_path: Path) -> None:
         (folder / name).write_text("mine")
     for step in (7, 20, 20, 21):
         ps.checkpoint.save_step(folder, step, state, keep=9)
-    with ps.checkpoint.Background() as background:
+    with ps.checkpoint.AsyncCheckpointer() as background:
         background.save_step(folder, 100000000, state)
     expected = {"00000020", "00000021", "100000000", "notes", "7", "00000001.txt"}
     expected |= {f"{name}.unfinished" for name in kept}
     assert files(folder) == expected
-    assert ps.checkpoint.latest(folder) == folder / "100000000"
+    assert ps.checkpoint.latest_checkpoint(folder) == folder / "100000000"
     wrong: list[tuple[Any, Any, str]] = [
         *((*pair, "must be a whole number, [01] or more") for pair in [(True, 1), (1.0, 1), (1, 0), (1, None)]),
         (30, 1, r"run holds step 100000000, which is later than 30: remove"),

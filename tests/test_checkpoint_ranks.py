@@ -103,7 +103,7 @@ for number in range(6):
     folder, rank = f"{{sys.argv[1]}}/{{number // 2}}", number % 2
     dist.init_process_group("gloo", init_method=f"file://{{folder}}.store", rank=rank, world_size=2)
     axis = ps.MeshAxis(init_device_mesh("cpu", (2,), mesh_dim_names=("dp",)), "dp")
-    ps.checkpoint.Background().save(folder, ps.shard([torch.ones({LARGE})] * 8, axis))
+    ps.checkpoint.AsyncCheckpointer().save(folder, ps.shard([torch.ones({LARGE})] * 8, axis))
     exec({ENDS}[number // 2])
     break
 else:
@@ -140,7 +140,7 @@ def save_small(_: int, path: Path) -> None:
 
 
 def save_behind(_: int, path: Path) -> None:
-    with ps.checkpoint.Background() as background:
+    with ps.checkpoint.AsyncCheckpointer() as background:
         background.save_step(path, 1, sharded([torch.randn(10**5)]))
 
 
@@ -148,7 +148,7 @@ ACTS: dict[str, Callable[[int, Path], Any]] = {
     "save": save_small,
     "load": lambda rank, path: ps.checkpoint.load(path, sharded(SMALL)),
     "load other": lambda rank, path: ps.checkpoint.load(path, sharded(OTHER)),
-    "export": lambda rank, path: ps.checkpoint.export(path, sharded(SMALL)),
+    "export": lambda rank, path: ps.checkpoint.export_safetensors(path, sharded(SMALL)),
     "save an earlier step": lambda rank, path: ps.checkpoint.save_step(path, 1, sharded(SMALL)),
     "save a number": lambda rank, path: ps.checkpoint.save(path, with_number(rank)),
     "load a number": lambda rank, path: ps.checkpoint.load(path, with_number(rank)),
@@ -157,7 +157,7 @@ ACTS: dict[str, Callable[[int, Path], Any]] = {
     "save simulated": lambda rank, path: ps.checkpoint.save(path, {"w": ps.Shard(torch.ones(3), ps.LocalAxis(), (3,))}),
     "save much": lambda rank, path: ps.checkpoint.save(path / "state", sharded([torch.randn(10**5)])),
     "save behind": save_behind,
-    "export much": lambda rank, path: ps.checkpoint.export(path / "state", sharded({"w": torch.randn(10**5)})),
+    "export much": lambda rank, path: ps.checkpoint.export_safetensors(path / "state", sharded({"w": torch.randn(10**5)})),
 }  # fmt: skip
 
 
@@ -252,7 +252,7 @@ NO_STATE = {
     "save a number": r"tree\['n'\] is int, no tensor",
     "load a number": r"tree\['n'\] is int, no tensor",
     "save other names": r"rank 1 differs .* tree\['w'\], torch.float32 of shape \(1,\): ",
-    "save a short piece": r"tree\['w'\].piece has shape \(2,\), but this rank's piece of",
+    "save a short piece": r"tree\['w'\].local has shape \(2,\), but this rank's piece of",
     "save simulated": r"a Shard over LocalAxis\(\) cannot be a DTensor",
 }
 
@@ -288,7 +288,7 @@ def test_pieces_that_no_processes_hold_are_refused(path: Path) -> None:
     threads = ps.testing.ThreadAxis(2)
     with group_of_one():
         state = {"w": ps.shard(torch.ones(3), axis())}
-    acts = (ps.checkpoint.save, ps.checkpoint.load, ps.checkpoint.export)
+    acts = (ps.checkpoint.save, ps.checkpoint.load, ps.checkpoint.export_safetensors)
     simulated = threads.map(
         lambda w: ps.checkpoint.save(path, {"w": ps.shard(w, threads)})
     )
@@ -313,7 +313,7 @@ def test_ranks_keep_the_last_ones(three: World, tmp_path: Path) -> None:
     together(three, save_steps, tmp_path)
     assert files(tmp_path) == {"00000003", "00000004"}
     last = tmp_path / "00000004"
-    assert ps.checkpoint.latest(tmp_path) == last
+    assert ps.checkpoint.latest_checkpoint(tmp_path) == last
     assert "__7_0.distcp" not in files(last)
     assert torch.equal(ps.checkpoint.load(last, torch.zeros(5)), torch.full((5,), 4.0))
     for kind, text in together(three, attempt, "save an earlier step", tmp_path):

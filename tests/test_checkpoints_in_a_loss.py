@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import purestep as ps
-from purestep.sharding.buckets import Buckets
+from purestep.sharding.buckets import GradBuckets
 from tests.squares import x_ones
 
 W, GROUP = torch.tensor([3.0]), [{"x": torch.ones(1)}] * 3
@@ -52,7 +52,7 @@ def test_a_function_with_a_backward_pass_of_its_own() -> None:
     assert ps.accumulate(loss_fn, W, GROUP, weight_fn=x_ones)[0] == 18
 
     def rank(_: Any) -> None:
-        buckets = Buckets(axis, {0: W}, [W.dtype])
+        buckets = GradBuckets(axis, {0: W}, [W.dtype])
         ps.accumulate(loss_fn, W, GROUP, weight_fn=x_ones, ready=buckets.ready)
 
     axis = ps.testing.ThreadAxis(1)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import purestep as ps
 from proofs.strategies import assert_same
-from purestep.compiling.graph import without_libraries, without_surroundings
+from purestep.compiling.graph import drop_guards, drop_library_guards
 from tests import counted_graphs
 from tests.counted_graphs import (
     AOT,
@@ -199,7 +199,7 @@ def test_a_whole_step_has_few_guards_on_globals() -> None:
     found: list[str] = []
 
     def kept(guards: list[Any]) -> list[bool]:
-        keep = without_libraries(guards)
+        keep = drop_library_guards(guards)
         found.extend(
             g.name
             for g, stays in zip(guards, keep, strict=True)
@@ -226,6 +226,6 @@ def test_guards_on_libraries_are_left_out_by_name() -> None:
         "L['loss_fn'].__closure__[0].cell_contents": True,
     }
     guards = [SimpleNamespace(name=name, guard_type="ID_MATCH") for name in names]
-    assert without_libraries(guards) == [*names.values()]
+    assert drop_library_guards(guards) == [*names.values()]
     stack = [SimpleNamespace(name="", guard_type="FUNCTORCH_STACK_MATCH")]
-    assert (without_libraries(stack), without_surroundings(stack)) == ([True], [False])
+    assert (drop_library_guards(stack), drop_guards(stack)) == ([True], [False])

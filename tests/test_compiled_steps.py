@@ -142,7 +142,7 @@ def test_a_compiler_at_work_in_another_thread_is_not_ours() -> None:
             with pytest.raises(ValueError, match="one is -1"):
                 ps.count_tokens([torch.tensor([1.0, -1.0])], lambda m: m)
             old = torch.ones(2, requires_grad=True).clone()
-            assert tree.overwrite(old, torch.zeros(2), None) is not old
+            assert tree.copy_(old, torch.zeros(2), None) is not old
             assert torch.equal(old, torch.ones(2))
         finally:
             go_on.set()
@@ -209,13 +209,13 @@ def test_what_a_compiled_loss_closes_over_is_a_constant(whole: bool) -> None:
     """Nothing is recorded of it, nor of ``aux`` (one tensor here), and its ``.grad`` is not written."""
     scale = torch.tensor(2.0, dtype=torch.float64, requires_grad=True)
 
-    def scaled(params: Any, m: Any) -> ps.LossTerms:
+    def scaled(params: Any, m: Any) -> ps.LossOutput:
         losses = loss_fn(params, m) * scale
-        return ps.LossTerms(losses, aux=losses.sum())
+        return ps.LossOutput(losses, aux=losses.sum())
 
     step = make(SGD, scaled, compile=False if whole else AOT)
     step = ps.compile(step, backend="eager", fullgraph=True) if whole else step
-    assert not tree.requires_grad(step(start(), SGD.init(start()), GROUPS[0]))
+    assert not tree.any_requires_grad(step(start(), SGD.init(start()), GROUPS[0]))
     assert scale.grad is None
     if whole:
         recorded = tree.map(lambda leaf: leaf.requires_grad_(), start())

@@ -15,7 +15,7 @@ import purestep as ps
 from purestep.compiling.cpu import (
     LEAST,
     MANY,
-    compute_once,
+    hoist_scalars,
     options,
     product,
     split_addmm,
@@ -85,7 +85,7 @@ def operators_after(
 def operators(
     function: Any, step: Tensor, leaf: Tensor, mode: Any = "fake"
 ) -> list[str]:
-    return operators_after(compute_once, function, step, leaf, mode=mode)
+    return operators_after(hoist_scalars, function, step, leaf, mode=mode)
 
 
 @pytest.mark.parametrize("case", TIMES_KEPT)

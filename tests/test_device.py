@@ -60,7 +60,7 @@ def on_both(run: Callable[..., Any], *arguments: Any) -> tuple[Any, Any]:
     with Waits() as waits:
         actual = run(*there)
     assert waits.seen == []
-    assert {leaf.device for leaf in tree.leaves_of(actual)} == {device()}
+    assert {leaf.device for leaf in tree.leaves(actual)} == {device()}
     return placed(actual, expected), expected
 
 
@@ -190,13 +190,13 @@ def test_steps_that_are_recorded() -> None:
 
     def after(params: Any, state: Any, batch: Batch) -> Tensor:
         new = step(params, state, [batch])[0]
-        return torch.stack([leaf.sum() for leaf in tree.leaves_of(new)]).sum()
+        return torch.stack([leaf.sum() for leaf in tree.leaves(new)]).sum()
 
     def recorded(params: Any, batch: Batch) -> Any:
         state = optimizer.init(params)
         own = tree.map(lambda leaf: leaf.clone().requires_grad_(), params)
         copies = tree.map(torch.clone, own)
-        grads = torch.autograd.grad(after(copies, state, batch), tree.leaves_of(own))
+        grads = torch.autograd.grad(after(copies, state, batch), tree.leaves(own))
         return torch.func.grad(after)(params, state, batch), [*grads]
 
     assert_same(*on_both(recorded, *problem()))

@@ -13,7 +13,7 @@ from tests.line import MICROBATCH, PARAMS, SGD, loss_fn, weight_fn
 def test_outputs_are_no_views_of_inputs() -> None:
     """What a loss hands out as aux may be a parameter; the metrics hold a copy."""
     step = ps.make_update_step(
-        lambda p, m: ps.LossTerms(loss_fn(p, m), aux=p["w"]),
+        lambda p, m: ps.LossOutput(loss_fn(p, m), aux=p["w"]),
         SGD,
         weight_fn=weight_fn,
         donate=True,

@@ -155,7 +155,7 @@ def test_a_killed_run_ends_in_the_same_bits(undisturbed: Run, tmp_path: Path) ->
     resumable = [*TRAINING, "--checkpoint", str(checkpoint), "--save-every", "2"]
 
     with running(tmp_path, *TORCHRUN, "--max-restarts", "1", *resumable) as run:
-        run.wait_until(lambda: ps.checkpoint.latest(checkpoint) is not None)
+        run.wait_until(lambda: ps.checkpoint.latest_checkpoint(checkpoint) is not None)
         attempt = run.workers()
         os.kill(min(attempt), signal.SIGKILL)
         run.wait_until(lambda: not attempt & run.workers())
@@ -187,7 +187,9 @@ def test_an_interrupted_run_goes_on_over_other_ranks(
     resumable += ["--shard", "microbatch"]
 
     with two_ranks(tmp_path, *resumable) as (first, second):
-        first.wait_until(lambda: ps.checkpoint.latest(checkpoint) is not None)
+        first.wait_until(
+            lambda: ps.checkpoint.latest_checkpoint(checkpoint) is not None
+        )
         assert interrupt(first, second) == [130, 130], first.stderr + second.stderr
     assert first.complaints == [
         f"interrupted; the same command goes on from {checkpoint}"

@@ -166,7 +166,7 @@ FAULTS = {
                                **state(c=torch.ones(1))),
     "another dtype": difference("params", *PARAMS_B, **state(b=torch.tensor(1.0))),
     "another opt_state": difference("opt_state", TRACE, "the structure ()", opt_state=()),
-    "another aux": difference("LossTerms.aux", "the structure ()", "LossTerms.aux['small']: torch.int64 of shape ()",
+    "another aux": difference("LossOutput.aux", "the structure ()", "LossOutput.aux['small']: torch.int64 of shape ()",
                               ranks="0, 3", loss_fn=uneven.loss_with_aux),
     "aux beside a rank without microbatches": Fault(
         lambda _: {"loss_fn": uneven.loss_with_aux},
@@ -203,7 +203,7 @@ def faulty_step(axis: ps.Axis, rank: int, name: str, how: Arguments) -> Any:
     arguments, fault = {**sound(rank), **how}, FAULTS[name]
     if rank in fault.ranks:
         arguments |= fault.change(arguments)
-    leaves = tree.leaves_of((arguments["params"], arguments["opt_state"]))
+    leaves = tree.leaves((arguments["params"], arguments["opt_state"]))
     before = tree.map(torch.clone, leaves)
     error = caught(partial(step, axis, arguments))
     assert_same(leaves, before)
@@ -329,7 +329,9 @@ def test_counts_that_overflow_together(ranks: Run, case: str, normalize: str) ->
     """No rank's count is too large, and their sum is: an error on every rank."""
     for text, count in ranks(overflowing, OVERFLOWS[case], [normalize] * 4):
         assert "num_tokens, the sum of all weights, overflows" in text
-        assert ("more than EXACT=9007199254740992" in text) == ("integers" in case)
+        assert ("more than MAX_EXACT_INT=9007199254740992" in text) == (
+            "integers" in case
+        )
         assert count == 4
 
 
@@ -487,7 +489,7 @@ def test_a_failed_step_keeps_nothing(
         fail_at("weights", weights)
         return weights
 
-    def loss(params: Any, microbatch: Batch) -> ps.LossTerms:
+    def loss(params: Any, microbatch: Batch) -> ps.LossOutput:
         own = {**params, "w": activation(params["w"] * params["b"])}
         losses = (broken_backward(kind) if where == "backward" else loss_fn)(
             own, microbatch
@@ -495,7 +497,7 @@ def test_a_failed_step_keeps_nothing(
         fail_at("loss", losses)
         fail_at("evaluation", losses)
         aux = activation(losses.detach())
-        return ps.LossTerms(
+        return ps.LossOutput(
             losses, aux=aux.as_subclass(Unruly) if where == "aux" else aux.sum()
         )
 

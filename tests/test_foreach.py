@@ -7,7 +7,7 @@ from torch import Tensor
 from proofs.devices import Waits, device as lazy
 from proofs.strategies import assert_same
 from purestep import optim, torch_private, tree
-from purestep.step import transition
+from purestep.step import apply_update
 from purestep.tree import foreach_where
 from tests.memory import Operations
 
@@ -94,7 +94,7 @@ def test_an_update_runs_as_many_operations_for_ten_leaves_as_for_thousands(
             )
             with Operations() as operations:
                 tree.global_norm(grads)
-                transition(optimizer, grads, state, params, applied, donate=donate)
+                apply_update(optimizer, grads, state, params, applied, donate=donate)
         assert waits.seen == []
         counts.append(operations.names.total())
     assert counts[0] == counts[1] <= MOST

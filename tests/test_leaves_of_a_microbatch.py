@@ -190,7 +190,7 @@ def with_run(run: Run) -> Any:
     return mine
 
 
-def sums_by(run: Run, dtype: torch.dtype = torch.float32) -> ps.Sums:
+def sums_by(run: Run, dtype: torch.dtype = torch.float32) -> ps.GradSums:
     how, w = (
         {"weight_fn": x_ones, "grad_and_value": with_run(run)},
         torch.ones(1, dtype=dtype),
@@ -209,9 +209,9 @@ def test_it_differentiates_a_function_of_the_list_of_leaves(compile: Any) -> Non
         seen.append((type(leaves), [leaf.shape for leaf in leaves]))
         return torch.func.grad_and_value(func, has_aux=True)(leaves)
 
-    def loss_fn(params: dict[str, Tensor], m: dict[str, Tensor]) -> ps.LossTerms:
+    def loss_fn(params: dict[str, Tensor], m: dict[str, Tensor]) -> ps.LossOutput:
         losses = (params["w"] * m["x"]).square() + params["b"]
-        return ps.LossTerms(losses, aux={"sum": losses.detach().sum()})
+        return ps.LossOutput(losses, aux={"sum": losses.detach().sum()})
 
     sgd, params = ps.optim.sgd(0.5), {"w": torch.ones(1), "b": torch.zeros(())}
     one, other = (
@@ -233,7 +233,7 @@ def test_what_it_returns_is_what_is_added() -> None:
 
     sums = sums_by(shortened)
     assert [
-        float(each) for each in (sums.grads, sums.loss, sums.counted.num_tokens)
+        float(each) for each in (sums.grads, sums.loss, sums.counts.num_tokens)
     ] == [3, 7, 3]
 
 

@@ -199,7 +199,7 @@ def test_linear_under_transforms(transform: str) -> None:
     labels[0, 1] = -100
     how: Any = {"soft_cap": 2.0, "label_smoothing": 0.1, "z_loss": 0.01}
     found, expected = (
-        tree.leaves_of(TRANSFORMS[transform](loss)(hidden, case.weight, BIAS, labels))
+        tree.leaves(TRANSFORMS[transform](loss)(hidden, case.weight, BIAS, labels))
         for loss in (
             lambda h, w, b, y: (
                 linear_cross_entropy(h, w, y, b, chunk=3, **how).square().sum()

@@ -124,9 +124,9 @@ def test_mse_is_torchs_over_all_rows() -> None:
     x, y = torch.arange(24.0).reshape(2, 3, 4), torch.ones(2, 3, 4)
     squares = (x - y).square()
     assert torch.equal(ps.losses.mse(x, y), squares.mean((1, 2)))
-    assert torch.equal(ps.losses.mse(x, y, unit_dims=2), squares.mean(2))
-    assert torch.equal(ps.losses.mse(x, y, unit_dims=3), squares)
-    assert torch.equal(ps.losses.mse(x, y, unit_dims=0), functional.mse_loss(x, y))
+    assert torch.equal(ps.losses.mse(x, y, batch_dims=2), squares.mean(2))
+    assert torch.equal(ps.losses.mse(x, y, batch_dims=3), squares)
+    assert torch.equal(ps.losses.mse(x, y, batch_dims=0), functional.mse_loss(x, y))
     torch.testing.assert_close(ps.losses.mse(x, y).mean(), functional.mse_loss(x, y))
 
 
@@ -188,7 +188,7 @@ REFUSED: list[tuple[Any, str]] = [
     (lambda a, b: ps.losses.linear_kl_divergence(a, a, b, b[:1]), r"the same classes"),
     (lambda a, b: ps.losses.linear_kl_divergence(a, a, a, b), r"weight of shape \(2, 1\) against hidden"),
     (lambda a, b: ps.losses.mse(a, b), r"targets of shape \(2, 1\) against predictions of shape \(2, 2\)"),
-    (lambda a, b: ps.losses.mse(a, a, unit_dims=3), r"unit_dims=3 .* from 0 to 2"),
+    (lambda a, b: ps.losses.mse(a, a, batch_dims=3), r"batch_dims=3 .* from 0 to 2"),
     (lambda a, b: ps.losses.dpo(a, a, b, a), r"reference_chosen of shape \(2, 1\)"),
     (lambda a, b: ps.losses.policy_gradient(a, a, b), r"advantages of shape \(2, 1\)"),
     (lambda a, b: ps.losses.policy_gradient(a, a, a, clip=(2.0, 0.1)), r"clip=\(2.0, 0.1\)"),

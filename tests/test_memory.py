@@ -186,7 +186,7 @@ def test_a_lora_step_holds_nothing_the_size_of_the_frozen_rest(
         model, LoraConfig(r=2, target_modules=["q_proj", "v_proj"])
     )
     params, opt_state, peak = trained(adapted, donate)
-    adapters = sum(leaf.nbytes for leaf in tree.leaves_of(params))
+    adapters = sum(leaf.nbytes for leaf in tree.leaves(params))
     assert adapters == 4 * 2 * 2 * (512 + 512) * 4 < whole / 800
-    assert sum(leaf.nbytes for leaf in tree.leaves_of(opt_state)) == 2 * adapters + 8
+    assert sum(leaf.nbytes for leaf in tree.leaves(opt_state)) == 2 * adapters + 8
     assert peak < matrix < whole / 17

@@ -32,8 +32,8 @@ def pieces_as_dtensors(axis: ps.MeshAxis) -> None:
         for dtensors in (made, theirs):
             assert_same(ps.from_dtensor(dtensors, axis), pieces)
             assert_same(ps.unshard(ps.from_dtensor(dtensors, axis))["w"], whole)
-        back = ps.from_dtensor(made, axis)["w"].piece
-        assert back.data_ptr() == pieces["w"].piece.data_ptr(), "without a copy"
+        back = ps.from_dtensor(made, axis)["w"].local
+        assert back.data_ptr() == pieces["w"].local.data_ptr(), "without a copy"
     replicated = distribute_tensor(torch.ones(3), axis.mesh, [Replicate()])
     assert type(ps.from_dtensor(replicated, axis)) is Tensor
 
@@ -111,7 +111,7 @@ def sum_through_local_parts(rank: int) -> None:
     grads, *_ = ps.accumulate(
         loss_fn, params, [torch.ones(1, 2)] * 3, weight_fn=lambda x: x[:, 0]
     )
-    assert [leaf.to_local().tolist() for leaf in tree.leaves_of(grads)] == [[3, 3]] * 3
+    assert [leaf.to_local().tolist() for leaf in tree.leaves(grads)] == [[3, 3]] * 3
 
 
 @pytest.mark.parametrize("program", [refusals, axes_of_a_grid, sum_through_local_parts])

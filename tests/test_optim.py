@@ -15,7 +15,7 @@ from proofs.strategies import assert_same, labels, matrices
 from proofs.test_t06_purity import storages
 from proofs.test_t08_optimizers import random_grads, random_params
 from purestep import tree
-from purestep.step import transition
+from purestep.step import apply_update
 from tests.halves import HALVES
 from tests.optimizers import GRADS, PARAMS, RECIPES, TRANSFORMS, states_of, updated
 
@@ -61,7 +61,7 @@ def test_a_state_is_complete_and_detached_and_update_leaves_it_alone(name: str) 
     """The structure never changes, and params that require grad do not reach into the state."""
     optimizer = RECIPES[name](0.1)
     state = optimizer.init(tree.map(lambda leaf: leaf.clone().requires_grad_(), PARAMS))
-    assert not any(leaf.requires_grad for leaf in tree.leaves_of(state))
+    assert not any(leaf.requires_grad for leaf in tree.leaves(state))
     assert len([*states_of(optimizer, PARAMS, [GRADS] * 2)]) == 2
     with pytest.raises(ValueError, match="this update reads the params"):
         optimizer.update(GRADS, state, None)
@@ -86,7 +86,7 @@ def test_gradients_that_require_grad_move_the_same(name: str) -> None:
             params, state, _ = step(params, state, [torch.tensor([scale])])
         found.append((params, state))
     assert found[1][0]["w"].requires_grad
-    torch.testing.assert_close(tree.detached(found[1]), found[0])
+    torch.testing.assert_close(tree.detach(found[1]), found[0])
 
 
 PAPERS: dict[str, tuple[Any, dict[str, Any]]] = {
@@ -192,7 +192,7 @@ def test_an_optimizer_that_swaps_its_buffers(donate: bool) -> None:
         tree.zeros_like, lambda grads, state, params: (state, params)
     )
     params, state = tree.map(torch.clone, (PARAMS, swap.init(PARAMS)))
-    moved, after = transition(
+    moved, after = apply_update(
         swap, GRADS, state, params, torch.tensor(True), donate=donate
     )
     assert_same((moved, after), (tree.zeros_like(PARAMS), PARAMS))

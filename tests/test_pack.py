@@ -242,7 +242,7 @@ def test_examples_of_length_0_cost_nothing(lengths: list[int], at: int) -> None:
     else:
         assert [*documents] == ["tokens", "labels", "positions", "segments"]
         assert {leaf.shape for leaf in documents.values()} == {(0, 6)}
-        assert ps.count_tokens([documents]) == 0
+        assert ps.count_tokens([documents]).num_tokens == 0
         assert str(ps.pack_documents([EMPTY], row_tokens=6)) == str(documents)
         assert ps.pack([EMPTY], max_tokens=1) == []
     assert sum(map(len, ps.balance(more, 2))) == len(more)

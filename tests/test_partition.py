@@ -63,7 +63,7 @@ def test_each_part_is_its_optimizer_by_itself(matrix: Any, rest: Any) -> None:
             )
             assert_same(split(moved)[label], mine, label)
             assert_same(
-                tree.leaves_of(after[label]), tree.leaves_of(state), f"{label}'s state"
+                tree.leaves(after[label]), tree.leaves(state), f"{label}'s state"
             )
 
 
@@ -192,8 +192,8 @@ def test_labels_as_a_tree_a_prefix_or_one_for_all(written: Any) -> None:
     optimizer = ps.optim.partition(written, SGD)
     moved, _ = optimizer.update(GRADS[0], optimizer.init(PARAMS), PARAMS)
     rates = [0.5] * 6 if written == "fast" else [0.125, 0.125, 0.5, 0.5, 0.125, 0.125]
-    leaves = zip(tree.leaves_of(PARAMS), tree.leaves_of(GRADS[0]), rates, strict=True)
-    assert_same(tree.leaves_of(moved), [p - rate * g for p, g, rate in leaves])
+    leaves = zip(tree.leaves(PARAMS), tree.leaves(GRADS[0]), rates, strict=True)
+    assert_same(tree.leaves(moved), [p - rate * g for p, g, rate in leaves])
 
 
 def test_labels_are_asked_once_for_params_that_agree() -> None:

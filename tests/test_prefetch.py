@@ -71,12 +71,12 @@ def test_prefetch_copies_again_one_at_a_time() -> None:
     assert len(list(group)) == len(copied) == 3
     next(iter(group))
     assert len(copied) == 4
-    assert ps.count_tokens(group, lambda m: zero_labels(m) * 2) == 12, (
+    assert ps.count_tokens(group, lambda m: zero_labels(m) * 2).num_tokens == 12, (
         "by weights of another kind"
     )
 
 
-BARE: list[Any] = [{"labels": TWO}, TWO, ps.Count(TWO, TWO)]
+BARE: list[Any] = [{"labels": TWO}, TWO, ps.TokenCounts(TWO, TWO)]
 REFUSED: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: next(ps.prefetch([labelled(1)], "cpu", weight_fn=lambda _: next(iter([])))), RuntimeError, "raised StopIteration"),
     (lambda: next(ps.prefetch([[TWO]], "cpu")), ValueError, r"reads microbatch\['labels'\]"),

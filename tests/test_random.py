@@ -16,7 +16,7 @@ from torch import Tensor
 import purestep as ps
 from proofs.devices import Waits, device
 from proofs.strategies import assert_same
-from purestep.random import TokenKeys, philox as words_of
+from purestep.random import PackedKeys, philox as words_of
 
 MASK = 2**32 - 1
 
@@ -107,9 +107,9 @@ def test_keys_of_keys() -> None:
     assert len(torch.cat(many).unique()) == 2001
 
 
-def tokens(key: Tensor) -> TokenKeys:
+def tokens(key: Tensor) -> PackedKeys:
     """The keys of four tokens of one example."""
-    return TokenKeys(
+    return PackedKeys(
         key[..., None].expand(*key.shape, 4), torch.arange(4).expand(*key.shape, 4)
     )
 
@@ -254,7 +254,7 @@ def test_token_keys_are_keys() -> None:
     folded = ps.random.fold_in(packed, 9)
     assert torch.equal(folded.keys[:, :2], ps.random.fold_in(keys, 9))
     assert torch.equal(folded.positions, packed.positions)
-    assert [leaf.shape for leaf in ps.tree.leaves_of(packed)] == [(1, 3), (1, 3)]
+    assert [leaf.shape for leaf in ps.tree.leaves(packed)] == [(1, 3), (1, 3)]
 
 
 EXAMPLES = [{"id": torch.tensor(40 + i), "x": torch.ones(2)} for i in range(3)]
@@ -281,13 +281,13 @@ REFUSED: list[tuple[Callable[[], object], str]] = [
     (lambda: ps.random.split(torch.ones(2)), r"float32 of shape \(2,\) is no key"),
     (lambda: ps.random.split(3), "is no key"),  # type: ignore[arg-type]
     (lambda: ps.random.token_keys(torch.ones(2, 3), *torch.ones(2, 2, 3)), r"float32 of shape \(2, 3\) is no key"),
-    (lambda: ps.random.dropout(SQUARE, 0.5, TokenKeys(SQUARE, SQUARE)), r"float32 of shape \(3, 2\) is no key"),
+    (lambda: ps.random.dropout(SQUARE, 0.5, PackedKeys(SQUARE, SQUARE)), r"float32 of shape \(3, 2\) is no key"),
     (lambda: ps.random.dropout(SQUARE, 0.5, 3), "is no key: keys are tensors"),  # type: ignore[arg-type]
     (lambda: ps.random.fold_in(KEY, torch.ones(1)), "must be whole numbers"),
     (lambda: ps.random.bernoulli(KEY, 1.5), "p=1.5 must be a probability"),
     (lambda: ps.random.dropout(SQUARE, -0.5, KEY), "p=-0.5 must be"),
     (lambda: ps.random.dropout(SQUARE, 0.5, TWO), r"keys of shape \(2,\) for torch.float32 of shape \(3, 2\)"),
-    (lambda: ps.random.dropout(SQUARE, 0.5, TokenKeys(*torch.zeros(2, 3, 3).long())), r"token keys of shape \(3, 3\) for a tensor of shape \(3, 2\)"),
+    (lambda: ps.random.dropout(SQUARE, 0.5, PackedKeys(*torch.zeros(2, 3, 3).long())), r"token keys of shape \(3, 3\) for a tensor of shape \(3, 2\)"),
     (lambda: ps.random.token_keys(TWO, torch.ones(2, 3), torch.ones(2, 3)), "must be those of pack_documents"),
     (lambda: ps.random.with_keys(EXAMPLES, KEY, name="id"), r"examples\[0\] has 'id' already"),
     (lambda: ps.random.with_keys(EXAMPLES, KEY, identity="number"), r"examples\[0\] has no 'number', only \['id'"),

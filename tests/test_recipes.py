@@ -52,7 +52,7 @@ def gradient(loss_fn: Any, params: Any, group: list[Batch], *tokens: int) -> Any
     def weight_fn(m: Batch) -> Tensor:
         return torch.ones(len(m["x"]), *tokens)
 
-    total = ps.count(group, weight_fn)
+    total = ps.count_tokens(group, weight_fn)
     return ps.accumulate(loss_fn, params, group, weight_fn=weight_fn, total=total).grads
 
 

@@ -22,7 +22,7 @@ SCHEDULER = torch.optim.lr_scheduler.StepLR
 
 def with_aux(aux: Any) -> Any:
     """A loss with what this function makes of a microbatch as aux."""
-    return lambda p, m: ps.LossTerms(loss_fn(p, m), aux=aux(m))
+    return lambda p, m: ps.LossOutput(loss_fn(p, m), aux=aux(m))
 
 
 REDUCED = r'shape \(\) against .*\(2,\).*one loss per token.*mean.*reduction="none"'
@@ -63,7 +63,7 @@ MISTAKES: list[tuple[dict[str, Any], type[Exception], str]] = [
     (SHIFTING, ValueError, SHIFTED),
     ({**SHIFTING, "normalize": "grads"}, ValueError, SHIFTED),
     *(({"loss": lambda p, m, output=output: output}, TypeError, NO_LOSS) for output in (3.0, None, torch.tensor([1, 2]))),
-    ({"loss": lambda p, m: (loss_fn(p, m), 1)}, TypeError, r"one loss per token, or name the parts as ps\.LossTerms\(tokens.* got tuple"),
+    ({"loss": lambda p, m: (loss_fn(p, m), 1)}, TypeError, r"one loss per token, or name the parts as ps\.LossOutput\(tokens.* got tuple"),
     ({"weight_fn": lambda m: torch.tensor([0, -1])}, ValueError, "weights must be finite and not negative, but one is -1"),
     *(({"optimizer": optimizer}, TypeError, hint) for optimizer, hint in NO_OPTIMIZER),
     ({"optimizer": ps.optim.Optimizer(lambda p: {"t": 0}, lambda g, s, p: (p, s))}, TypeError, r"opt_state\['t'\] is of type int, no tensor: init and update return trees of tensors"),

@@ -103,9 +103,7 @@ def test_every_transform_of_nested_functions(name: str) -> None:
         return TRANSFORMS[name](chain(remat(twice)))
 
     expected = nested(lambda fn: fn)
-    assert any(leaf.any() for leaf in tree.leaves_of(expected)), (
-        "zero would say nothing"
-    )
+    assert any(leaf.any() for leaf in tree.leaves(expected)), "zero would say nothing"
     assert_same(nested(ps.remat), expected)
 
 

@@ -23,7 +23,7 @@ def noise(*shape: int) -> Tensor:
 
 def assert_close(actual: Any, expected: Any) -> None:
     """Trees of one structure whose leaves are close."""
-    torch.testing.assert_close(tree.leaves_of(actual), tree.leaves_of(expected))
+    torch.testing.assert_close(tree.leaves(actual), tree.leaves(expected))
 
 
 def test_compiled() -> None:
@@ -83,7 +83,7 @@ def test_states_are_trees_of_nodes() -> None:
     params = {"w": ps.Shard(TWO, LOCAL, (2,), dim=-1)}
     assert params["w"].dim == 0
     assert isinstance(ps.optim.adamw(0.1).init(params).mu["w"], ps.Shard)
-    assert list(ps.state_dict(params)) == ["tree['w'].piece"]
+    assert list(ps.state_dict(params)) == ["tree['w'].local"]
     with pytest.raises(ValueError, match="differ in structure"):
         tree.map(torch.add, params, {"w": ps.Shard(TWO, LOCAL, (4,))})
     count = torch.tensor(3)
@@ -169,16 +169,16 @@ REFUSED: dict[str, tuple[Any, type[Exception], str]] = {
     ),
     "another piece": (
         lambda: TP.map(lambda w: step_once(LOCAL, ps.Shard(w, TP, (4,))))(torch.ones(2, 3)),
-        ValueError, r"params\['w'\]\.piece has shape \(3,\).*has shape \(2,\)",
+        ValueError, r"params\['w'\]\.local has shape \(3,\).*has shape \(2,\)",
     ),
     "Muon": (
         lambda: ps.optim.from_torch(torch.optim.Muon).init(ps.Shard(torch.ones(2, 2), TP, (4, 2))),
         ValueError, "Muon may look at all of a parameter",
     ),
-    "more than the axis": (over_more_than_the_axis, ValueError, r"params\['w'\]\.piece is sharded over .*some of whose ranks"),
+    "more than the axis": (over_more_than_the_axis, ValueError, r"params\['w'\]\.local is sharded over .*some of whose ranks"),
     "different tensors": (
         of_different_tensors,
-        ValueError, r"disagree on params.*rank 0 with params\['w'\]\.piece: torch.float64, of shape \(4,\) in pieces.*\(5,\)",
+        ValueError, r"disagree on params.*rank 0 with params\['w'\]\.local: torch.float64, of shape \(4,\) in pieces.*\(5,\)",
     ),
 }  # fmt: skip
 

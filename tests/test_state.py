@@ -99,7 +99,7 @@ def test_what_lies_by_itself_is_not_copied() -> None:
         "again": w,
         "column": torch.randn(3, 2).T,
     }
-    places = {leaf.data_ptr() for leaf in tree.leaves_of(state)}
+    places = {leaf.data_ptr() for leaf in tree.leaves(state)}
     own = [
         name for name, leaf in ps.state_dict(state).items() if leaf.data_ptr() in places
     ]
@@ -117,10 +117,10 @@ def test_what_is_loaded_is_fresh_and_lies_as_like_does() -> None:
     found = ps.load_state_dict(like, flat)
     assert found["column"].stride() == like["column"].stride() == (1, 3)
     theirs = {
-        t.untyped_storage().data_ptr() for t in [*flat.values(), *tree.leaves_of(like)]
+        t.untyped_storage().data_ptr() for t in [*flat.values(), *tree.leaves(like)]
     }
-    assert not theirs & {t.untyped_storage().data_ptr() for t in tree.leaves_of(found)}
-    assert not tree.requires_grad(found)
+    assert not theirs & {t.untyped_storage().data_ptr() for t in tree.leaves(found)}
+    assert not tree.any_requires_grad(found)
     assert_same_bits(found, state)
 
 
@@ -146,7 +146,7 @@ TREES = st.recursive(
 @given(TREES)
 def test_names_are_unique_and_say_where_a_leaf_is(state: Any) -> None:
     flat = ps.state_dict(state)
-    leaves = tree.leaves_of(state)
+    leaves = tree.leaves(state)
     assert len(flat) == len(leaves)
     names = {"tree": state, "Part": Part, "torch": torch}
     for name, leaf in zip(flat, leaves, strict=True):

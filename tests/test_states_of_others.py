@@ -57,12 +57,10 @@ def test_a_state_of_other_params_is_refused(name: str, other: str) -> None:
             step(params, tree.map(torch.clone, state), [torch.ones(3, 2)])
         message = str(caught.value)
         for each in (state, right):
-            assert tree.describe(tree.flatten(each)[1]) in message
+            assert tree.format_spec(tree.flatten(each)[1]) in message
         where = {*tree.paths(state, "opt_state"), *tree.paths(right, "opt_state")}
         assert message.split("very optimizer. ")[1].split(" ")[0] in where
-        assert donate or all(
-            map(torch.equal, tree.leaves_of(params), tree.leaves_of(PARAMS))
-        )
+        assert donate or all(map(torch.equal, tree.leaves(params), tree.leaves(PARAMS)))
     for way in WAYS if name != "of one's own" else ():
         with refusal:
             updated(optimizer, way, *tree.map(torch.clone, (GRADS, state, PARAMS)))

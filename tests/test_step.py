@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 import purestep as ps
-from purestep.step import is_new
+from purestep.step import needs_checks
 from tests.line import MICROBATCH, PARAMS, SGD, loss_fn, step_with, weight_fn
 
 
@@ -48,14 +48,16 @@ def given(microbatch: Tensor) -> Tensor:
 
 def test_a_structure_that_cannot_be_compared_is_a_new_one() -> None:
     """A node class of the user's may keep an array."""
-    assert is_new({0: [numpy.ones(2)]}, 0, PARAMS)
+    assert needs_checks({0: [numpy.ones(2)]}, 0, PARAMS)
 
 
 def test_counts_exactly() -> None:
     """Also where the weights' own dtype could not hold the count; no gradient flows."""
     for dtype in (torch.bool, torch.uint8, torch.int32, torch.float32, torch.bfloat16):
         weights = torch.ones(1000, dtype=dtype).requires_grad_(dtype.is_floating_point)
-        count = ps.count_tokens([weights, torch.ones(3, 5, dtype=dtype)], given)
+        count = ps.count_tokens(
+            [weights, torch.ones(3, 5, dtype=dtype)], given
+        ).num_tokens
         assert count == 1015
         assert count.dtype == (
             torch.float64 if dtype.is_floating_point else torch.int64
@@ -68,12 +70,18 @@ def test_labels_of_other_layouts_and_dtypes() -> None:
     """Nested, sparse, and unsigned, where -100 would wrap around to a label like any other."""
     texts = [torch.tensor([1, -100]), torch.tensor([1, 2, 3])]
     labels = torch.nested.nested_tensor(texts, layout=torch.jagged)
-    assert ps.count_tokens([{"labels": labels}]) == 4
+    assert ps.count_tokens([{"labels": labels}]).num_tokens == 4
     some = torch.tensor([[True, False], [True, True]])
-    assert ps.count_tokens([some, some.to_sparse()], given) == 6
-    assert ps.count_tokens([{"labels": torch.arange(256, dtype=torch.uint8)}]) == 256
-    assert ps.count_tokens([]) == 0
-    assert ps.count_tokens([torch.tensor([True]), torch.tensor([0.5])], given) == 1.5
+    assert ps.count_tokens([some, some.to_sparse()], given).num_tokens == 6
+    assert (
+        ps.count_tokens([{"labels": torch.arange(256, dtype=torch.uint8)}]).num_tokens
+        == 256
+    )
+    assert ps.count_tokens([]).num_tokens == 0
+    assert (
+        ps.count_tokens([torch.tensor([True]), torch.tensor([0.5])], given).num_tokens
+        == 1.5
+    )
 
 
 @pytest.mark.parametrize("bad", [-1.0, float("nan"), float("inf"), -2])
@@ -82,7 +90,7 @@ def test_bad_weights(bad: float) -> None:
         ValueError, match=f"must be finite and not negative, but one is {bad}"
     ):
         ps.count_tokens([torch.tensor([1, bad])], given)
-    under_vmap = torch.vmap(lambda w: ps.count_tokens([w], given))
+    under_vmap = torch.vmap(lambda w: ps.count_tokens([w], given).num_tokens)
     with pytest.raises(ValueError, match=f"one is {bad}"):
         under_vmap(torch.tensor([[1], [bad]]))
 

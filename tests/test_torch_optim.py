@@ -182,7 +182,7 @@ def test_nothing_else_is_written(name: str, enabled: bool) -> None:
     """Neither global state, nor a ``.grad``; a new state is zeros in memory that nothing shares."""
     make, params, grads = drawn(name, torch.float32, 2)
     optimizer, params = from_torch(make), recorded(params) if enabled else params
-    for leaf in tree.leaves_of(params):
+    for leaf in tree.leaves(params):
         leaf.grad = torch.full_like(leaf, 7.0)
     before, detached = tree.map(Tensor.clone, params), tree.map(Tensor.detach, params)
     with torch.set_grad_enabled(enabled):
@@ -193,10 +193,10 @@ def test_nothing_else_is_written(name: str, enabled: bool) -> None:
         assert globals_of() == world
     assert_same(*states)
     assert not storages(states[0]) & storages((states[1], params))
-    assert not any(leaf.any() for leaf in tree.leaves_of(states))
-    made = tree.leaves_of((states, results))
+    assert not any(leaf.any() for leaf in tree.leaves(states))
+    made = tree.leaves((states, results))
     assert not any(leaf.requires_grad or leaf.grad is not None for leaf in made)
-    assert all((leaf.grad == 7).all() for leaf in tree.leaves_of(params))
+    assert all((leaf.grad == 7).all() for leaf in tree.leaves(params))
     assert_same(params, before, "params")
 
 

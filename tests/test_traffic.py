@@ -46,7 +46,7 @@ class Collectives(TorchDispatchMode):
         ):
             assert func.__name__.startswith("allreduce_")
             tensors = [
-                leaf for leaf in tree.leaves_of(args[0]) if isinstance(leaf, Tensor)
+                leaf for leaf in tree.leaves(args[0]) if isinstance(leaf, Tensor)
             ]
             self.bytes.append(
                 sum(leaf.numel() * leaf.element_size() for leaf in tensors)
@@ -63,10 +63,10 @@ MIXED = {
 def bytes_of_a_step(axis: ps.Axis, microbatches: int, aux: bool, normalize: Any) -> Any:
     """The bytes of each collective of a step, and the new params."""
 
-    def loss(params: Any, microbatch: Tensor) -> ps.LossTerms:
+    def loss(params: Any, microbatch: Tensor) -> ps.LossOutput:
         total = sum(leaf.double().sum() for leaf in params.values())
         numbers = {"n": torch.tensor(1), "m": torch.tensor(2)} if aux else ()
-        return ps.LossTerms(microbatch * total, aux=numbers)
+        return ps.LossOutput(microbatch * total, aux=numbers)
 
     how: Any = {"weight_fn": torch.ones_like, "axis": axis, "normalize": normalize}
     optimizer = ps.optim.sgd(0.5)

@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from purestep import tree
-from purestep.tree.norms import SMALL
-from purestep.tree.ops import kind
-from purestep.tree.tracing import at_hand
+from purestep.tree.norms import SMALL_LEAF
+from purestep.tree.ops import format_leaf
+from purestep.tree.tracing import concrete
 from tests.torch_private import FakeTensorMode
 
 register: Any = optree.dataclasses.dataclass
@@ -43,11 +43,13 @@ def test_plain_makes_dicts_of_mappings_alone() -> None:
         """Of which optree knows nothing, either."""
 
     inner = Own(b=UserDict(c=1))
-    done = tree.plain([UserDict(a=inner), Layer(UserDict(d=2)), {"e": (3, None)}])
+    done = tree.mappings_to_dicts(
+        [UserDict(a=inner), Layer(UserDict(d=2)), {"e": (3, None)}]
+    )
     assert done == [{"a": {"b": {"c": 1}}}, Layer({"d": 2}), {"e": (3, None)}]
     assert [type(done[0]), type(done[0]["a"]), type(done[0]["a"]["b"])] == [dict] * 3
     same = {"x": [1]}
-    assert tree.plain(same) is same
+    assert tree.mappings_to_dicts(same) is same
 
 
 LIKE: list[tuple[Any, Any]] = [
@@ -77,7 +79,7 @@ def test_structures_are_compared_alike_in_a_trace(
     """Dicts without the order of their keys, which a compiler's own structures count."""
 
     def is_same(one: Any, other: Any) -> bool:
-        return tree.is_same_structure(tree.flatten(one)[1], tree.flatten(other)[1])
+        return tree.is_same_spec(tree.flatten(one)[1], tree.flatten(other)[1])
 
     def tensors(values: Any) -> Any:
         return optree.tree_map(torch.tensor, values)
@@ -96,7 +98,7 @@ def test_map_refuses_another_structure(other: object) -> None:
     ):
         tree.map(lambda a, b: a, {"w": 1}, other)
     with pytest.raises(ValueError, match="trees differ in structure"):
-        tree.select(torch.tensor(True), {"w": torch.ones(())}, other)
+        tree.where(torch.tensor(True), {"w": torch.ones(())}, other)
 
 
 def test_accumulation_dtype() -> None:
@@ -120,7 +122,7 @@ def test_global_norm() -> None:
 
 
 @pytest.mark.parametrize("rest", [[], [3.0, 4.0]])
-@pytest.mark.parametrize("sizes", [(2,), (2, 0, 3), (SMALL, 2)])
+@pytest.mark.parametrize("sizes", [(2,), (2, 0, 3), (SMALL_LEAF, 2)])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_the_norm_of_zero_has_the_derivative_zero(
     dtype: Any, sizes: Any, rest: Any
@@ -151,7 +153,7 @@ def test_the_norm_of_zero_has_the_derivative_zero(
             torch.func.grad(lambda x: sum(leaf.sum() for leaf in slope(x)))(zeros)
         )
         found.append(jvp(slope, (zeros,), (ones,))[1])
-    assert all((leaf == 0).all() for leaf in tree.leaves_of(found))
+    assert all((leaf == 0).all() for leaf in tree.leaves(found))
 
 
 SCALED = torch.ones(2).to(torch.float8_e4m3fn)
@@ -169,7 +171,7 @@ DIFFERENCES: list[tuple[Any, Any, str | None]] = [
         (
             other,
             torch.ones(2),
-            f"s is {kind(other)}, and {kind(torch.ones(2))} was expected",
+            f"s is {format_leaf(other)}, and {format_leaf(torch.ones(2))} was expected",
         )
         for other in (torch.ones(2).long(), SCALED, torch.ones(2, 1))
     ),
@@ -178,7 +180,7 @@ DIFFERENCES: list[tuple[Any, Any, str | None]] = [
 
 @pytest.mark.parametrize(("found", "wanted", "difference"), DIFFERENCES)
 def test_the_first_difference(found: Any, wanted: Any, difference: str | None) -> None:
-    assert tree.difference(found, wanted, "s") == difference
+    assert tree.describe_mismatch(found, wanted, "s") == difference
 
 
 def test_the_host_reads_values_below_wrappers() -> None:
@@ -187,7 +189,7 @@ def test_the_host_reads_values_below_wrappers() -> None:
     seen: list[Any] = []
 
     def look(x: torch.Tensor) -> torch.Tensor:
-        seen.append(at_hand(x))
+        seen.append(concrete(x))
         return x.sum()
 
     look(x)
@@ -195,8 +197,8 @@ def test_the_host_reads_values_below_wrappers() -> None:
     torch.func.jvp(look, (x,), (x,))
     assert [list(values.flatten()) for values in seen] == [[1.0, 2.0]] * 3
     with FakeTensorMode():
-        assert at_hand(torch.ones(2)) is None
-    assert at_hand(torch.ones(2, device="meta")) is None
+        assert concrete(torch.ones(2)) is None
+    assert concrete(torch.ones(2, device="meta")) is None
 
 
 LAYERS = {"layers": [Layer({"a": 1, "b": 2}), Layer(3)], "last": Layer(4)}

@@ -44,9 +44,9 @@ def test_a_closure_is_a_constant(how: dict[str, Any]) -> None:
     teacher = torch.nn.Parameter(torch.tensor([3.0]))
     w, axis = torch.ones(1), ps.testing.ThreadAxis(2)
 
-    def loss_fn(w: Tensor, m: dict[str, Tensor]) -> ps.LossTerms:
+    def loss_fn(w: Tensor, m: dict[str, Tensor]) -> ps.LossOutput:
         losses = (w * m["x"] - teacher).square()
-        return ps.LossTerms(losses, aux=losses.sum())
+        return ps.LossOutput(losses, aux=losses.sum())
 
     alone = ps.make_update_step(loss_fn, SGD, weight_fn=x_ones, **how)
     ranks = axis.map(

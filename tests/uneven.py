@@ -52,10 +52,10 @@ def loss_fn(params: Any, microbatch: Batch) -> Tensor:
     return (microbatch["x"] @ params["w"] + params["b"] - microbatch["y"]).square()
 
 
-def loss_with_aux(params: Any, microbatch: Batch) -> ps.LossTerms:
+def loss_with_aux(params: Any, microbatch: Batch) -> ps.LossOutput:
     """The same, with its sum and how many are small."""
     losses = loss_fn(params, microbatch)
-    return ps.LossTerms(losses, aux={"small": (losses < 5).sum(), "sum": losses.sum()})
+    return ps.LossOutput(losses, aux={"small": (losses < 5).sum(), "sum": losses.sum()})
 
 
 def ones(microbatch: Batch) -> Tensor:

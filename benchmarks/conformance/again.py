@@ -35,7 +35,7 @@ class Part(NamedTuple):
     """
 
     loss: Any
-    counted: float
+    counts: float
     rows: int
     labels: float
     each: Sequence[tuple[Any, float]]
@@ -160,24 +160,24 @@ def _over(number: float, by: float) -> float:
 
 def equation(parts: Sequence[Part]) -> Any:
     """Σ Sₖ / N."""
-    total = sum(p.counted for p in parts)
+    total = sum(p.counts for p in parts)
     return sum(p.loss for p in parts) / total if total else 0.0
 
 
 def mean_of_means(parts: Sequence[Part]) -> Any:
     """cₖ = 1 / (K nₖ); a microbatch without labels has the gradient 0, and counts in K."""
-    return sum(p.loss * _over(1 / len(parts), p.counted) for p in parts)
+    return sum(p.loss * _over(1 / len(parts), p.counts) for p in parts)
 
 
 def sum_of_means(parts: Sequence[Part]) -> Any:
     """cₖ = 1 / nₖ."""
-    return sum(p.loss * _over(1, p.counted) for p in parts)
+    return sum(p.loss * _over(1, p.counts) for p in parts)
 
 
 def by_rows(parts: Sequence[Part]) -> Any:
     """cₖ = rₖ / (R nₖ), with rₖ rows in the microbatch and R in all."""
     rows = sum(p.rows for p in parts)
-    return sum(p.loss * _over(p.rows / rows, p.counted) for p in parts)
+    return sum(p.loss * _over(p.rows / rows, p.counts) for p in parts)
 
 
 def by_labels(parts: Sequence[Part]) -> Any:
@@ -185,12 +185,12 @@ def by_labels(parts: Sequence[Part]) -> Any:
     total = sum(p.labels for p in parts)
     if not total:
         return sum(p.loss for p in parts) * math.nan
-    return sum(p.loss * _over(p.labels / total, p.counted) for p in parts)
+    return sum(p.loss * _over(p.labels / total, p.counts) for p in parts)
 
 
 def by_predictions(parts: Sequence[Part]) -> Any:
     """Σ Sₖ / N; 0 / 0 where there is none."""
-    if not any(p.counted for p in parts):
+    if not any(p.counts for p in parts):
         return sum(p.loss for p in parts) * math.nan
     return equation(parts)
 
@@ -209,7 +209,7 @@ def means_of_rows(parts: Sequence[Part]) -> Any:
 
 def means_or_nothing(parts: Sequence[Part]) -> Any:
     """As ``mean_of_means``, but that a microbatch without labels is 0 / 0."""
-    if not all(p.counted for p in parts):
+    if not all(p.counts for p in parts):
         return sum(p.loss for p in parts) * math.nan
     return mean_of_means(parts)
 
@@ -219,7 +219,7 @@ FORMULAS: Mapping[str, Callable[[Sequence[Part]], Any]] = {
     "mean of means": mean_of_means,
     "sum of means": sum_of_means,
     "mean of means that are there": lambda parts: mean_of_means(
-        [p for p in parts if p.counted]
+        [p for p in parts if p.counts]
     ),
     "sums": equation,
     "predictions": by_predictions,
@@ -274,7 +274,7 @@ def after(
             for share in ranks
         ]
         everything = [each for share in parts for each in share]
-        counted = sum(each.counted for each in everything)
+        counted = sum(each.counts for each in everything)
         if gives in ("equation", "evaluation", "first call", "sums"):
             total = equation(everything)
         else:
@@ -315,7 +315,7 @@ def _filtered(parts: Sequence[Part], over: float) -> float:
     value = 0.0
     for each in parts:
         loss = float(each.loss.detach()) / over
-        value += loss / each.counted if each.counted else value
+        value += loss / each.counts if each.counts else value
     return value
 
 
@@ -466,7 +466,7 @@ def biases(column: Mapping[str, Any]) -> bool:
         for update in updates:
             parts = [_by_hand(rows, column["gives"] == "mlx") for rows in update]
             total = float(FORMULAS[column["gives"]](parts))
-            counted = any(each.counted for each in parts)
+            counted = any(each.counts for each in parts)
             if counted or column["gives"] not in ("equation", "first call"):
                 moment = (0.5 if name == "momentum" else 0.0) * moment + total
                 bias -= moment

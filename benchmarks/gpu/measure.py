@@ -188,7 +188,7 @@ def count_in_ranges(launches: list[Range], ranges: list[Range]) -> dict[str, int
     """Returns how many launches begin within the ranges of each name.
 
     >>> launches = [Range("a", 1, 2), Range("a", 5, 6)]
-    >>> count_in_ranges(launches, [Range("purestep.count", 0, 3), Range("purestep.x", 8, 9)])
+    >>> count_in_ranges(launches, [Range("purestep.count_tokens", 0, 3), Range("purestep.x", 8, 9)])
     {'purestep.count': 1, 'purestep.x': 0}
     """
     counts = dict.fromkeys(sorted({event.name for event in ranges}), 0)

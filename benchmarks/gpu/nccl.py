@@ -86,7 +86,7 @@ class World:
     def loss_with_aux(self, params: Any, batch: Batch) -> Any:
         """Returns the same, and their sum beside it."""
         losses = self.loss(params, batch)
-        return ps.LossTerms(losses, aux={"sum": losses.detach().sum()})
+        return ps.LossOutput(losses, aux={"sum": losses.detach().sum()})
 
     def ways(self) -> dict[str, Way]:
         """Returns each way to take a step."""
@@ -209,7 +209,7 @@ class World:
         for name, state in {"tensors": self.params, "shards": shards}.items():
             before = [leaf.clone() for leaf in leaves_of(state)]
             with tempfile.TemporaryDirectory() as folder:
-                with ps.checkpoint.Background() as background:
+                with ps.checkpoint.AsyncCheckpointer() as background:
                     background.save(f"{folder}/state", state)
                 loaded = ps.checkpoint.load(f"{folder}/state", like=state)
             same = all_equal(leaves_of(loaded), before)

@@ -12,5 +12,5 @@ from torch import Tensor
 from purestep.axis import primitives
 
 apply_collective: Callable[..., Tensor] = torch.compiler.allow_in_graph(
-    primitives.apply_collective
+    primitives.apply_function
 )

@@ -42,11 +42,11 @@ class Axis(Protocol):
         """Which of them this is, as a scalar tensor."""
 
     @property
-    def own_programs(self) -> bool:
+    def is_multi_program(self) -> bool:
         """Whether each rank runs its own program, as processes do; such axes are ``Ranks``."""
 
     @property
-    def members(self) -> frozenset[int]:
+    def global_ranks(self) -> frozenset[int]:
         """The ranks it joins, numbered as in its world; empty where axes are not compared."""
 
     def apply(self, law: str, x: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ from purestep import tree
 from purestep.axis.base import Axis
 from purestep.types import Tree
 
-SUMMED = {torch.int64, *tree.SUM_DTYPES}
+SUM_DTYPES = {torch.int64, *tree.FLOAT_DTYPES}
 """Leaves of these dtypes are summed as they are."""
 
 
@@ -38,26 +38,28 @@ def check_axis(axis: Axis) -> None:
         )
 
 
-def overlap(one: Axis, other: Axis) -> bool:
+def shares_ranks(one: Axis, other: Axis) -> bool:
     """Whether two axes share ranks, so that what is sharded over one differs along the other.
 
     >>> from purestep import VmapAxis
     >>> dp, tp = VmapAxis(2), VmapAxis(2)
-    >>> overlap(dp, dp), overlap(dp, tp)
+    >>> shares_ranks(dp, dp), shares_ranks(dp, tp)
     (True, False)
     """
-    return one == other or len(one.members & other.members) > 1
+    return one == other or len(one.global_ranks & other.global_ranks) > 1
 
 
-def within(inner: Axis, axis: Axis) -> bool:
+def is_subaxis(inner: Axis, axis: Axis) -> bool:
     """Whether an axis is the other one, or joins a part of its ranks; all, beside one of size 1.
 
     >>> from purestep import VmapAxis
     >>> dp, tp = VmapAxis(2), VmapAxis(2)
-    >>> within(dp, dp), within(tp, dp)
+    >>> is_subaxis(dp, dp), is_subaxis(tp, dp)
     (True, False)
     """
-    return inner == axis or (len(inner.members) > 1 and inner.members <= axis.members)
+    return inner == axis or (
+        len(inner.global_ranks) > 1 and inner.global_ranks <= axis.global_ranks
+    )
 
 
 def psum(x: Tree, axis: Axis) -> Tree:
@@ -74,12 +76,12 @@ def psum(x: Tree, axis: Axis) -> Tree:
     tensor(6.)
     """
     check_axis(axis)
-    return axis.apply_tree("psum", _summable(x))
+    return axis.apply_tree("psum", _integers_to_int64(x))
 
 
-def _summable(x: Tree) -> Tree:
+def _integers_to_int64(x: Tree) -> Tree:
     """The tree, with its integers in int64."""
-    if {leaf.dtype for leaf in tree.leaves_of(x)} <= SUMMED:
+    if {leaf.dtype for leaf in tree.leaves(x)} <= SUM_DTYPES:
         return x
     return tree.map(
         lambda x: x if x.is_floating_point() or x.is_complex() else x.long(), x
@@ -156,7 +158,7 @@ def psum_scatter(x: Tree, axis: Axis, dim: int = 0, *, tiled: bool = False) -> T
                 f"psum_scatter over {axis} along dim={dim} needs {wanted} {axis.size} entries "
                 f"there, one for each rank, but the shape is {tuple(leaf.shape)}"
             )
-        blocks, at = _summable(leaf), dim % leaf.ndim
+        blocks, at = _integers_to_int64(leaf), dim % leaf.ndim
         if tiled:
             blocks = blocks.unflatten(at, (axis.size, length // axis.size))
         return axis.apply("psum_scatter", blocks.movedim(at, 0))

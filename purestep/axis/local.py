@@ -17,8 +17,8 @@ class LocalAxis:
     """
 
     size = 1
-    own_programs = False
-    members: frozenset[int] = frozenset()
+    is_multi_program = False
+    global_ranks: frozenset[int] = frozenset()
 
     @property
     def index(self) -> Tensor:

@@ -13,13 +13,13 @@ from torch import Tensor
 
 from purestep import torch_private
 from purestep.axis.base import RankError
-from purestep.axis.process import BUCKET_BYTES, Ranks, Wait
+from purestep.axis.process import BUCKET_BYTES, ProcessAxis, Wait
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
-class MeshAxis(Ranks):
+class MeshAxis(ProcessAxis):
     """The processes along one or several dimensions of a ``DeviceMesh``, such as those of
     ``torchrun``.
 
@@ -83,12 +83,12 @@ class MeshAxis(Ranks):
         self._members = frozenset(dist.get_process_group_ranks(self._group))
         self.size, self._rank = flat.size(), flat.get_local_rank()
         self.device = current_device(mesh.device_type)
-        self._where = Group(
+        self._where = MeshGroup(
             self._group.group_name, flat.size(), ", ".join(map(repr, self.dims))
         )
 
     @property
-    def where(self) -> Group:
+    def where(self) -> MeshGroup:
         """The process group."""
         return self._where
 
@@ -108,7 +108,7 @@ class MeshAxis(Ranks):
         return self._rank
 
     @property
-    def members(self) -> frozenset[int]:
+    def global_ranks(self) -> frozenset[int]:
         """The processes that it joins, by their ranks in the world."""
         return self._members
 
@@ -124,14 +124,14 @@ class MeshAxis(Ranks):
 
     def launch(self, x: Tensor, law: str = "psum") -> Wait:
         """Starts a law on contiguous memory, which holds a psum itself after the wait."""
-        with lost_ranks_explained(self.where):
+        with explain_lost_ranks(self.where):
             if law == "psum":
                 work, met = dist.all_reduce(x, group=self._group, async_op=True), x
             else:
                 work, met = None, self.where.begin(law, x.view(-1))
 
         def wait() -> Tensor:
-            with lost_ranks_explained(self.where):
+            with explain_lost_ranks(self.where):
                 if work is None:
                     return torch_private.wait(met)
                 work.wait()
@@ -142,11 +142,11 @@ class MeshAxis(Ranks):
     def gather_object(self, value: Any) -> list[Any]:
         """All processes' values, in order of rank."""
         values: list[Any] = [None] * self.size
-        with lost_ranks_explained(self.where):
+        with explain_lost_ranks(self.where):
             dist.all_gather_object(values, value, group=self._group)
         return values
 
-    def across(self, inner: Ranks) -> MeshAxis:
+    def across(self, inner: ProcessAxis) -> MeshAxis:
         """The axis over those of its ranks that hold the same piece over ``inner``, its part."""
         dims = getattr(inner, "dims", ())
         others = tuple(dim for dim in self.dims if dim not in dims)
@@ -168,7 +168,7 @@ class MeshAxis(Ranks):
         return str(self.where)
 
 
-class Group(NamedTuple):
+class MeshGroup(NamedTuple):
     """A process group, in words that a compiler can carry."""
 
     name: str
@@ -187,7 +187,7 @@ class Group(NamedTuple):
         """The law on a plain tensor."""
         if law == "pvary":
             return x.view_as(x)
-        with lost_ranks_explained(self):
+        with explain_lost_ranks(self):
             met = torch_private.wait(self.begin(law, x.reshape(-1)))
         shapes = {
             "psum": x.shape,
@@ -211,7 +211,7 @@ def current_device(kind: str) -> torch.device:
     return torch.device(kind, torch.get_device_module(kind).current_device())
 
 
-LOST = re.compile(
+LOST_CONNECTION = re.compile(
     r"connection|timed? ?out|peer|broken pipe|socket|read error|closed|aborted|remote process",
     re.IGNORECASE,
 )
@@ -219,13 +219,13 @@ LOST = re.compile(
 
 
 @contextmanager
-def lost_ranks_explained(group: object) -> Iterator[None]:
+def explain_lost_ranks(group: object) -> Iterator[None]:
     """A context in which a broken connection is an error that says what to look for."""
     try:
         yield
     except RuntimeError as error:
         what, *_ = str(error).split("\n")
-        if not isinstance(error, dist.DistError) and not LOST.search(what):
+        if not isinstance(error, dist.DistError) and not LOST_CONNECTION.search(what):
             raise  # an argument that the backend does not take
         raise RankError(
             f"a collective over {group} failed: most likely another rank has died, or is late by "

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 
-class Law(NamedTuple):
+class Collective(NamedTuple):
     """One collective, as it is over a dimension that holds all ranks.
 
     ``across(x, dim, size)`` returns the result and its dimension over ranks. ``dim`` is None where
@@ -22,11 +22,11 @@ class Law(NamedTuple):
     across: Callable[[Tensor, int | None, int], tuple[Tensor, int | None]]
 
 
-def _summed(x: Tensor, dim: int | None, size: int) -> Tensor:
+def _sum(x: Tensor, dim: int | None, size: int) -> Tensor:
     return x * size if dim is None else x.sum(dim)
 
 
-def _stacked(x: Tensor, dim: int | None, size: int) -> Tensor:
+def _stack(x: Tensor, dim: int | None, size: int) -> Tensor:
     return x.expand(size, *x.shape) if dim is None else x.movedim(dim, 0)
 
 
@@ -39,24 +39,26 @@ def _invariant(x: Tensor, dim: int | None, size: int) -> tuple[Tensor, None]:
     return x, None
 
 
-LAWS = {
-    "psum": Law("pvary", lambda x, dim, size: (_summed(x, dim, size), None)),
-    "pvary": Law("psum", lambda x, dim, size: (x.view_as(x), dim)),
-    "all_gather": Law(
-        "psum_scatter", lambda x, dim, size: (_stacked(x, dim, size), None)
+COLLECTIVES = {
+    "psum": Collective("pvary", lambda x, dim, size: (_sum(x, dim, size), None)),
+    "pvary": Collective("psum", lambda x, dim, size: (x.view_as(x), dim)),
+    "all_gather": Collective(
+        "psum_scatter", lambda x, dim, size: (_stack(x, dim, size), None)
     ),
-    "psum_scatter": Law("all_gather", lambda x, dim, size: (_summed(x, dim, size), 0)),
-    "invariant": Law("invariant", _invariant),
+    "psum_scatter": Collective(
+        "all_gather", lambda x, dim, size: (_sum(x, dim, size), 0)
+    ),
+    "invariant": Collective("invariant", _invariant),
 }
 
 
-class Where(Protocol):
+class ProcessGroup(Protocol):
     """Ranks that run their own programs: they meet for a law on one plain tensor each."""
 
     def meet(self, law: str, x: Tensor) -> Tensor: ...
 
 
-class _Collective(Function):
+class _CollectiveFunction(Function):
     """A law on one tensor, with its transpose, its tangent and its batching.
 
     Ranks that run their own programs meet in ``where``. Ranks of one program are a dimension of
@@ -66,7 +68,7 @@ class _Collective(Function):
 
     @staticmethod
     def forward(
-        x: Tensor, token: Tensor | None, law: str, where: Where | None
+        x: Tensor, token: Tensor | None, law: str, where: ProcessGroup | None
     ) -> Tensor:
         if where is None:
             raise RuntimeError(
@@ -84,7 +86,7 @@ class _Collective(Function):
     def backward(ctx: Any, cotangent: Tensor) -> Any:
         (token,) = ctx.saved_tensors
         return (
-            collective(cotangent, token, LAWS[ctx.law].transpose, ctx.where),
+            apply_op(cotangent, token, COLLECTIVES[ctx.law].transpose, ctx.where),
             None,
             None,
             None,
@@ -93,34 +95,39 @@ class _Collective(Function):
     @staticmethod
     def jvp(ctx: Any, tangent: Tensor, *_: None) -> Any:
         (token,) = ctx.saved_tensors
-        return collective(tangent, token, ctx.law, ctx.where)
+        return apply_op(tangent, token, ctx.law, ctx.where)
 
     @staticmethod
     def vmap(
-        info: Any, in_dims: Any, x: Tensor, token: Any, law: str, where: Where | None
+        info: Any,
+        in_dims: Any,
+        x: Tensor,
+        token: Any,
+        law: str,
+        where: ProcessGroup | None,
     ) -> Any:
         dim, token_dim, _, _ = in_dims
         if token_dim is not None:
-            return LAWS[law].across(x, dim, info.batch_size)
-        result = collective(x.movedim(dim, -1), token, law, where)
+            return COLLECTIVES[law].across(x, dim, info.batch_size)
+        result = apply_op(x.movedim(dim, -1), token, law, where)
         return result, result.ndim - 1
 
 
-def apply_collective(
-    x: Tensor, token: Tensor | None, law: str, where: Where | None
+def apply_function(
+    x: Tensor, token: Tensor | None, law: str, where: ProcessGroup | None
 ) -> Tensor:
     """The law on one tensor, as autograd and functorch see it."""
-    apply: Callable[..., Tensor] = _Collective.apply
+    apply: Callable[..., Tensor] = _CollectiveFunction.apply
     return apply(x, token, law, where)
 
 
-def collective(
-    x: Tensor, token: Tensor | None, law: str, where: Where | None = None
+def apply_op(
+    x: Tensor, token: Tensor | None, law: str, where: ProcessGroup | None = None
 ) -> Tensor:
     """The law on one tensor, as a compiler sees it too."""
     if torch.compiler.is_dynamo_compiling():
-        # Marks ``apply_collective`` for the compiler on import, which takes time.
+        # Marks ``apply_function`` for the compiler on import, which takes time.
         from purestep.axis import allow_in_graph
 
         return allow_in_graph.apply_collective(x, token, law, where)
-    return apply_collective(x, token, law, where)
+    return apply_function(x, token, law, where)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from purestep import tree
-from purestep.axis.primitives import Where, collective
+from purestep.axis.primitives import ProcessGroup, apply_op
 from purestep.types import Tree
 
 Wait: TypeAlias = Callable[[], Tensor]
@@ -20,13 +20,13 @@ Wait: TypeAlias = Callable[[], Tensor]
 BUCKET_BYTES = 25 * 2**20
 
 
-class Ranks(ABC):
+class ProcessAxis(ABC):
     """Ranks that run programs of their own, and may therefore disagree.
 
     They meet in ``where`` for one law on one plain tensor each, which lies on ``device``.
     """
 
-    own_programs = True
+    is_multi_program = True
     shares_backward_thread = False
     """Whether ranks are threads: the backward passes on an accelerator all run in one thread."""
     size: int
@@ -41,7 +41,7 @@ class Ranks(ABC):
 
     @property
     @abstractmethod
-    def where(self) -> Where:
+    def where(self) -> ProcessGroup:
         """Where the ranks meet."""
 
     @property
@@ -55,7 +55,7 @@ class Ranks(ABC):
         """Which rank this is."""
 
     @property
-    def members(self) -> frozenset[int]:
+    def global_ranks(self) -> frozenset[int]:
         """The ranks it joins, this one included, numbered as in its world; empty if unknown."""
         return frozenset()
 
@@ -76,20 +76,20 @@ class Ranks(ABC):
 
     def apply(self, law: str, x: Tensor) -> Tensor:
         """The law over the ranks, with its transpose, under any transform."""
-        if tree.eager(x):
+        if tree.is_plain_eager(x):
             return self.where.meet(law, x)  # without the record of a transpose
-        return collective(x, None, law, self.where)
+        return apply_op(x, None, law, self.where)
 
     def apply_tree(self, law: str, x: Tree) -> Tree:
         """Runs psum or pvary on every leaf; small leaves of one dtype are summed together."""
         leaves, spec = tree.flatten(x)
-        if not tree.eager(leaves):
+        if not tree.is_plain_eager(leaves):
             return tree.map(partial(self.apply, law), x)
         if law != "psum":
             return x
         if not self.on_host and any(leaf.is_cpu for leaf in leaves):
             # A group of a device's backend has no collectives for the host.
-            on_device = tree.map(lambda leaf: tree.brought(leaf, self.device), x)
+            on_device = tree.map(lambda leaf: tree.to_device(leaf, self.device), x)
             total = self.apply_tree(law, on_device)
             return tree.map(lambda here, leaf: here.to(leaf.device), total, x)
         return tree.unflatten(spec, self._sum_leaves(leaves))
@@ -115,7 +115,7 @@ class Ranks(ABC):
         """Starts a law on contiguous memory, which holds a psum itself after the wait."""
 
     @abstractmethod
-    def across(self, inner: Ranks) -> Ranks:
+    def across(self, inner: ProcessAxis) -> ProcessAxis:
         """The axis over those of its ranks that hold the same piece over ``inner``, its part."""
 
     def gather_object(self, value: Any) -> list[Any]:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from purestep import tree
-from purestep.axis.primitives import collective
+from purestep.axis.primitives import apply_op
 from purestep.types import Tree
 
 
@@ -30,8 +30,8 @@ class VmapAxis:
     microbatches whose weights are zero.
     """
 
-    own_programs = False
-    members: frozenset[int] = frozenset()
+    is_multi_program = False
+    global_ranks: frozenset[int] = frozenset()
 
     def __init__(self, size: int) -> None:
         if not isinstance(size, int) or size < 1:
@@ -62,11 +62,11 @@ class VmapAxis:
             shape: list[Any] = []
 
             def rank(token: Tensor, *leaves: Any) -> list[Tensor]:
-                with bound_as([self], [token]):
+                with bind_rank_indices([self], [token]):
                     output = fn(*tree.unflatten(structure, leaves))
-                    dims = _spread(out_dims, output, "out_dims")
+                    dims = _broadcast_dims(out_dims, output, "out_dims")
                     outputs, shape[:] = (
-                        tree.leaves_of(output),
+                        tree.leaves(output),
                         (tree.flatten(output)[1], dims),
                     )
                     return [
@@ -74,7 +74,7 @@ class VmapAxis:
                         for leaf, dim in zip(outputs, dims, strict=True)
                     ]
 
-            in_dims_ = (0, *_spread(in_dims, args, "in_dims"))
+            in_dims_ = (0, *_broadcast_dims(in_dims, args, "in_dims"))
             run = torch.vmap(rank, in_dims_, randomness=randomness)
             results = run(torch.arange(self.size), *leaves)
             output_structure, dims = shape
@@ -89,7 +89,7 @@ class VmapAxis:
     @property
     def index(self) -> Tensor:
         """This rank's number, 0 to size - 1: a different one on every rank of ``map``."""
-        token = _tokens().get(self)
+        token = _rank_indices().get(self)
         if token is None:
             raise RuntimeError(
                 f"{self} has ranks only while it maps: run the function that uses it through "
@@ -99,7 +99,7 @@ class VmapAxis:
 
     def apply(self, law: str, x: Tensor) -> Tensor:
         """The law over the vmap dimension of ``map``."""
-        return collective(x, self.index, law)
+        return apply_op(x, self.index, law)
 
     def apply_tree(self, law: str, x: Tree) -> Tree:
         """psum or pvary of every leaf."""
@@ -109,39 +109,41 @@ class VmapAxis:
         return f"VmapAxis({self.size})"
 
 
-_here = threading.local()
+_thread = threading.local()
 
 
-def _tokens() -> dict[VmapAxis, Tensor]:
+def _rank_indices() -> dict[VmapAxis, Tensor]:
     """Of each axis that maps in this thread, what says which rank this is."""
-    tokens: dict[VmapAxis, Tensor] = getattr(_here, "tokens", {})
+    tokens: dict[VmapAxis, Tensor] = getattr(_thread, "tokens", {})
     return tokens
 
 
-def mapping() -> list[VmapAxis]:
+def mapped_axes() -> list[VmapAxis]:
     """The axes that map in this thread."""
-    return [*_tokens()]
+    return [*_rank_indices()]
 
 
 @contextmanager
-def bound_as(axes: Sequence[VmapAxis], tokens: Sequence[Tensor]) -> Iterator[None]:
+def bind_rank_indices(
+    axes: Sequence[VmapAxis], tokens: Sequence[Tensor]
+) -> Iterator[None]:
     """Within it, these tokens are the axes' indices: while an axis maps, or is recomputed."""
-    outer = _tokens()
-    _here.tokens = outer | dict(zip(axes, tokens, strict=True))
+    outer = _rank_indices()
+    _thread.tokens = outer | dict(zip(axes, tokens, strict=True))
     try:
         yield
     finally:
-        _here.tokens = outer
+        _thread.tokens = outer
 
 
-def _spread(dims: Any, args: Tree, name: str) -> list[int | None]:
+def _broadcast_dims(dims: Any, args: Tree, name: str) -> list[int | None]:
     """The dimension of every leaf of ``args``, from a tree of dimensions that may be a prefix."""
     try:
         found = optree.broadcast_prefix(
             dims, args, none_is_leaf=True, namespace=tree.NAMESPACE
         )
     except ValueError:
-        wanted = tree.describe(tree.flatten(args)[1])
+        wanted = tree.format_spec(tree.flatten(args)[1])
         raise ValueError(f"{name}={dims} does not fit a tree like {wanted}") from None
     leaves = optree.tree_leaves(args, none_is_leaf=True, namespace=tree.NAMESPACE)
     return [dim for dim, leaf in zip(found, leaves, strict=True) if leaf is not None]

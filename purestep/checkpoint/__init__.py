@@ -9,10 +9,25 @@
 
 ``save`` writes a tree of tensors to a file of safetensors. All ranks together write a tree with
 ``ps.Shard``, to a folder of ``torch.distributed.checkpoint``. ``load`` reads either, with or
-without ``Shard``. ``Background`` saves while the training goes on. ``save_step`` keeps the last few
-checkpoints, and ``latest`` finds the last one. ``export`` writes a model for other tools.
+without ``Shard``. ``AsyncCheckpointer`` saves while the training goes on. ``save_step`` keeps the
+last few checkpoints, and ``latest_checkpoint`` finds the last one. ``export_safetensors`` writes a
+model for other tools.
 """
 
-from purestep.checkpoint.store import Background, export, latest, load, save, save_step
+from purestep.checkpoint.store import (
+    AsyncCheckpointer,
+    export_safetensors,
+    latest_checkpoint,
+    load,
+    save,
+    save_step,
+)
 
-__all__ = ["save", "load", "save_step", "latest", "Background", "export"]
+__all__ = [
+    "save",
+    "load",
+    "save_step",
+    "latest_checkpoint",
+    "AsyncCheckpointer",
+    "export_safetensors",
+]

@@ -14,8 +14,8 @@ from safetensors import SafetensorError, TensorSpec, safe_open, serialize_file
 from torch import Tensor
 
 from purestep import state
-from purestep.state import Slot
-from purestep.tree import kind
+from purestep.state import NamedLeaf
+from purestep.tree import format_leaf
 from purestep.tree.shard import Shard
 
 File: TypeAlias = str | os.PathLike[str]
@@ -46,7 +46,9 @@ def write(path: File, tensors: Mapping[str, Tensor]) -> None:
         os.replace(new, place)
 
 
-def read(path: File, slots: Mapping[str, Slot]) -> tuple[dict[str, Slot], str]:
+def read(
+    path: File, slots: Mapping[str, NamedLeaf]
+) -> tuple[dict[str, NamedLeaf], str]:
     """The values of a file in fresh memory, of a ``Shard`` the piece; and their checksum."""
     fresh = {name: state.empty_like(slot) for name, slot in slots.items()}
     found, checksum = dict[str, str](), 0
@@ -55,12 +57,15 @@ def read(path: File, slots: Mapping[str, Slot]) -> tuple[dict[str, Slot], str]:
         with safe_open(os.fspath(path), "pt", backend="pread") as file:
             for name in sorted(file.keys()):
                 values = file.get_tensor(name)
-                found[name], checksum = kind(values), _sum(name, values, checksum)
+                found[name], checksum = (
+                    format_leaf(values),
+                    _sum(name, values, checksum),
+                )
                 slot = fresh.get(name)
-                if slot is not None and state.kind(slot) == found[name]:
+                if slot is not None and state.format_named_leaf(slot) == found[name]:
                     if isinstance(slot, Shard):
-                        values = values.narrow(slot.dim, *slot.place.span)
-                    state.local(slot).copy_(values)
+                        values = values.narrow(slot.dim, *slot.spec.local_range)
+                    state.local_tensor(slot).copy_(values)
             metadata = file.metadata() or {}
     except SafetensorError as error:
         raise damaged(path) from error
@@ -102,7 +107,7 @@ def _spec(tensor: Tensor) -> TensorSpec:
 
 def _sum(name: str, tensor: Tensor, checksum: int) -> int:
     """Goes on with the checksum of names, dtypes, shapes and values."""
-    checksum = zlib.crc32(f"{name}: {kind(tensor)}".encode(), checksum)
+    checksum = zlib.crc32(f"{name}: {format_leaf(tensor)}".encode(), checksum)
     if not tensor.nbytes:
         return checksum  # Of the null pointer of an empty tensor, crc32 would begin again at 0.
     memory = (ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())

@@ -15,11 +15,11 @@ import torch.distributed as dist
 
 from purestep import state, tree as trees
 from purestep.axis import RankError
-from purestep.axis.mesh import lost_ranks_explained
+from purestep.axis.mesh import explain_lost_ranks
 from purestep.checkpoint import file
 from purestep.checkpoint.file import UNFINISHED, File, damaged, naming
 from purestep.sharding import to_dtensor
-from purestep.state import Slot
+from purestep.state import NamedLeaf
 from purestep.sync.handshake import hash64
 from purestep.tree.shard import is_shard
 from purestep.types import Tree
@@ -77,7 +77,7 @@ def agreed(
 def gather_objects(group: Group, value: Any) -> list[Any]:
     """Gathers a small object of each rank."""
     values: list[Any] = [None] * dist.get_world_size(group)
-    with lost_ranks_explained("the ranks of a checkpoint"):
+    with explain_lost_ranks("the ranks of a checkpoint"):
         dist.all_gather_object(values, value, group=group)
     return values
 
@@ -96,11 +96,11 @@ def difference(group: Group, mine: set[str]) -> ValueError:
     )
 
 
-def write(path: File, slots: Mapping[str, Slot], group: Group) -> None:
+def write(path: File, slots: Mapping[str, NamedLeaf], group: Group) -> None:
     """Writes what all ranks hold, each its pieces, and gives the folder its name; alone, a file."""
     if group is None:
         return file.write(
-            path, {name: state.local(slot) for name, slot in slots.items()}
+            path, {name: state.local_tensor(slot) for name, slot in slots.items()}
         )
     from torch.distributed.checkpoint.api import (
         CheckpointException,
@@ -130,7 +130,9 @@ def write(path: File, slots: Mapping[str, Slot], group: Group) -> None:
                 shutil.rmtree(folder, ignore_errors=True)
 
 
-def read(path: File, slots: Mapping[str, Slot]) -> tuple[dict[str, Slot], str]:
+def read(
+    path: File, slots: Mapping[str, NamedLeaf]
+) -> tuple[dict[str, NamedLeaf], str]:
     """The values of a folder in fresh memory, of a ``Shard`` the piece; and the name of its save.
 
     Each rank reads for itself, and only the files that hold its pieces.

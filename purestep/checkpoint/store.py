@@ -18,7 +18,7 @@ from purestep.checkpoint import file, folder
 from purestep.checkpoint.file import UNFINISHED, File, naming
 from purestep.checkpoint.folder import Group, agreed, is_first, world
 from purestep.sharding import unshard
-from purestep.state import Slot
+from purestep.state import NamedLeaf
 from purestep.tree.shard import Shard
 from purestep.types import Tree
 
@@ -45,19 +45,22 @@ def save(path: File, tree: Tree) -> None:
     OSError: nowhere/state cannot be written (No such file or directory): name a file in a ...
     """
     group = world(tree)
-    folder.write(path, slots_of(path, tree, group), group)
+    folder.write(path, read_named_leaves(path, tree, group), group)
 
 
-def slots_of(path: File, tree: Tree, group: Group) -> dict[str, Slot]:
+def read_named_leaves(path: File, tree: Tree, group: Group) -> dict[str, NamedLeaf]:
     """What this rank saves; refused where ranks differ."""
 
-    def kinds(slots: Mapping[str, Slot]) -> set[str]:
+    def kinds(slots: Mapping[str, NamedLeaf]) -> set[str]:
         return {
             os.fspath(path),
-            *(f"{name}, {state.kind(slot)}" for name, slot in slots.items()),
+            *(
+                f"{name}, {state.format_named_leaf(slot)}"
+                for name, slot in slots.items()
+            ),
         }
 
-    return agreed(group, lambda: state.slots(tree), kinds)
+    return agreed(group, lambda: state.named_leaves(tree), kinds)
 
 
 def load(path: File, like: Tree) -> Tree:
@@ -84,13 +87,15 @@ def load(path: File, like: Tree) -> Tree:
     read = folder.read if os.path.isdir(path) else file.read
     fresh, _ = agreed(
         world(like),
-        lambda: read(path, state.slots(like)),
+        lambda: read(path, state.named_leaves(like)),
         lambda it: {f"{path}, {it[1]}"},
     )
-    return trees.unflatten(trees.flatten(like)[1], [*map(state.local, fresh.values())])
+    return trees.unflatten(
+        trees.flatten(like)[1], [*map(state.local_tensor, fresh.values())]
+    )
 
 
-def export(path: File, tensors: Mapping[str, Tensor | Shard]) -> None:
+def export_safetensors(path: File, tensors: Mapping[str, Tensor | Shard]) -> None:
     """Writes named tensors to one file of safetensors, for tools such as transformers.
 
     If there is a ``Shard`` among them, all processes call this together. They gather one tensor
@@ -98,7 +103,7 @@ def export(path: File, tensors: Mapping[str, Tensor | Shard]) -> None:
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
-    ...     export(f"{folder}/model.safetensors", {"encoder.weight": torch.ones(2)})
+    ...     export_safetensors(f"{folder}/model.safetensors", {"encoder.weight": torch.ones(2)})
     ...     os.listdir(folder)
     ['model.safetensors']
     """
@@ -106,10 +111,11 @@ def export(path: File, tensors: Mapping[str, Tensor | Shard]) -> None:
         if not isinstance(each, Tensor | Shard) or name == "__metadata__":
             raise TypeError(
                 f"export takes tensors by name, such as the params of ps.from_module: {name!r} is "
-                f"{trees.kind(each)}; '__metadata__' is the name of something else in the format"
+                f"{trees.format_leaf(each)}; '__metadata__' is the name of something "
+                "else in the format"
             )
     group, wholes = world(dict(tensors)), {}
-    slots = slots_of(path, dict(tensors), group)
+    slots = read_named_leaves(path, dict(tensors), group)
     for name, slot in zip(sorted(tensors), slots.values(), strict=True):
         whole = unshard(slot)
         if is_first(group):
@@ -121,7 +127,7 @@ def save_step(folder: File, step: int, tree: Tree, keep: int = 3) -> None:
     """Saves to ``folder/step``, then removes all but the last ``keep`` checkpoints there.
 
     It makes the folder if it is missing, and leaves other files alone. A folder that holds a later
-    step is refused, because ``latest`` would still find that one.
+    step is refused, because ``latest_checkpoint`` would still find that one.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -132,16 +138,16 @@ def save_step(folder: File, step: int, tree: Tree, keep: int = 3) -> None:
     """
     path = begin(folder, step, keep)
     save(path, tree)
-    tidy(path, keep, world(tree))
+    prune(path, keep, world(tree))
 
 
-def latest(folder: File) -> Path | None:
+def latest_checkpoint(folder: File) -> Path | None:
     """Returns the path of the last complete checkpoint in the folder, or None.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     save_step(folder, 100, {"w": torch.ones(2)})
-    ...     latest(folder).name, latest(f"{folder}/elsewhere")
+    ...     latest_checkpoint(folder).name, latest_checkpoint(f"{folder}/elsewhere")
     ('00000100', None)
     """
     return max(_found(folder), key=_step, default=None)
@@ -156,7 +162,7 @@ def begin(folder: File, step: int, keep: int) -> Path:
             )
     with naming(folder):
         Path(folder).mkdir(exist_ok=True)
-    last = latest(folder)
+    last = latest_checkpoint(folder)
     if last is not None and _step(last) > step:
         raise ValueError(
             f"{folder} holds step {_step(last)}, which is later than {step}: remove what is later, "
@@ -165,7 +171,7 @@ def begin(folder: File, step: int, keep: int) -> Path:
     return Path(folder, f"{step:08}")
 
 
-def tidy(path: Path, keep: int, group: Group) -> None:
+def prune(path: Path, keep: int, group: Group) -> None:
     """Removes what this checkpoint makes superfluous, and what killed programs have left."""
     if not is_first(group):
         return
@@ -190,7 +196,7 @@ def _step(path: Path) -> int:
     return int(path.name.split(".")[0])
 
 
-class Background(AbstractContextManager["Background"]):
+class AsyncCheckpointer(AbstractContextManager["AsyncCheckpointer"]):
     """Runs ``save`` and ``save_step`` in a thread, one after the other, while the training goes on.
 
     Each call waits for the save before it, copies the tensors to the host, and returns. So the file
@@ -208,10 +214,10 @@ class Background(AbstractContextManager["Background"]):
     >>> import tempfile
     >>> w = torch.ones(2)
     >>> with tempfile.TemporaryDirectory() as folder:
-    ...     with Background() as background:
+    ...     with AsyncCheckpointer() as background:
     ...         background.save_step(folder, 1, w)
     ...         _ = w.zero_()
-    ...     load(latest(folder), like=w)
+    ...     load(latest_checkpoint(folder), like=w)
     tensor([1., 1.])
     """
 
@@ -244,16 +250,16 @@ class Background(AbstractContextManager["Background"]):
         if group is not None:
             self._groups[:] = self._groups or [dist.new_group(backend="gloo")]
             group = self._groups[0]
-        slots = slots_of(path, tree, group)
+        slots = read_named_leaves(path, tree, group)
         copies = {
-            name: state.put(s, self._copy(name, state.local(s)))
+            name: state.assign_leaf(s, self._copy(name, state.local_tensor(s)))
             for name, s in slots.items()
         }
 
-        def act(_: Background) -> None:
+        def act(_: AsyncCheckpointer) -> None:
             folder.write(path, copies, group)
             if keep is not None:
-                tidy(Path(path), keep, group)
+                prune(Path(path), keep, group)
 
         thread = ThreadPoolExecutor(
             1, "checkpoint"

@@ -46,16 +46,16 @@ def options() -> dict[str, Any]:
     ranks = distributed.is_available() and distributed.is_initialized()
     return {
         "cpp_wrapper": not (torch.accelerator.is_available() or ranks),
-        "post_grad_custom_post_pass": graph_pass(rewritten, __file__, _cpu_name()),
+        "post_grad_custom_post_pass": graph_pass(post_grad_pass, __file__, _cpu_name()),
     }
 
 
-def rewritten(graph: Graph) -> None:
+def post_grad_pass(graph: Graph) -> None:
     """Rewrites a graph in place."""
     split_addmm(graph)
     if onednn_is_faster(_cpu_name()):
         use_onednn(graph)
-    compute_once(graph)
+    hoist_scalars(graph)
 
 
 def _cpu_name() -> str:
@@ -141,7 +141,7 @@ def _repays(a: Tensor, b: Tensor) -> bool:
     return large and a.device.type == "cpu" and a.dtype == torch.float32
 
 
-def compute_once(graph: Graph) -> None:
+def hoist_scalars(graph: Graph) -> None:
     """Gives memory to values that are costly, few and used by many, so that no loop repeats them.
 
     A value is costly if a pointwise operation in COSTLY made it. It is kept if at least MANY times

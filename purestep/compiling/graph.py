@@ -62,29 +62,29 @@ def compile(function: Callable[..., Any], **settings: Any) -> Callable[..., Any]
 
     >>> double = compile(lambda x: 2 * x)
     """
-    options: dict[str, Any] = {"guard_filter_fn": without_libraries}
+    options: dict[str, Any] = {"guard_filter_fn": drop_library_guards}
     if settings.get("backend", "inductor") == "inductor":
         from purestep.compiling import cpu
 
         options |= cpu.options()
     if settings.get("mode") is None:
         settings["options"] = options | (settings.get("options") or {})
-    return torch.compile(_alone(function), **settings)
+    return torch.compile(with_own_cache(function), **settings)
 
 
-def without_libraries(guards: Sequence[Any]) -> list[bool]:
+def drop_library_guards(guards: Sequence[Any]) -> list[bool]:
     """Which guards stay: all but those on globals of libraries (a ``guard_filter_fn``)."""
     return [not LIBRARIES.search(guard.name) for guard in guards]
 
 
-def without_surroundings(guards: Sequence[Any]) -> list[bool]:
+def drop_guards(guards: Sequence[Any]) -> list[bool]:
     """The same, less those on transforms and on hooks: of each, ``one_graph`` runs in none."""
     kinds = ("FUNCTORCH_STACK_MATCH", "AUTOGRAD_SAVED_TENSORS_HOOKS")
-    kept = zip(without_libraries(guards), guards, strict=True)
+    kept = zip(drop_library_guards(guards), guards, strict=True)
     return [keep and guard.guard_type not in kinds for keep, guard in kept]
 
 
-def compiled(
+def compile_or_call(
     function: Callable[..., Any], compile_: bool | Compiler = True
 ) -> Callable[..., Any]:
     """The function as one graph, compiled by ``compile_``; as it is where that is False.
@@ -93,8 +93,8 @@ def compiled(
     eagerly: graphs in pieces would lose derivatives that the function takes. It runs eagerly under
     transforms and dispatch modes, too, which ask for operations one by one.
 
-    >>> double = compiled(lambda x: 2 * x)
-    >>> compiled(len, False) is len
+    >>> double = compile_or_call(lambda x: 2 * x)
+    >>> compile_or_call(len, False) is len
     True
     """
     if compile_ is False:
@@ -160,11 +160,9 @@ def one_graph(
         return function(*args)
 
     if isinstance(compile_, bool):
-        made = compile(
-            traced, fullgraph=True, options={"guard_filter_fn": without_surroundings}
-        )
+        made = compile(traced, fullgraph=True, options={"guard_filter_fn": drop_guards})
     else:
-        made = compile_(_alone(traced), fullgraph=True)
+        made = compile_(with_own_cache(traced), fullgraph=True)
 
     def run(*args: Any) -> Any:
         # A compiler that fails inside of torch.func leaves hooks disabled; this restores them.
@@ -215,7 +213,7 @@ def _check(compile_: object) -> None:
         )
 
 
-def _alone(function: Callable[..., Any]) -> Callable[..., Any]:
+def with_own_cache(function: Callable[..., Any]) -> Callable[..., Any]:
     """The same function, as code with a name that no other function has.
 
     By code the compiler keeps graphs and counts them, by name the sizes that vary. All update steps

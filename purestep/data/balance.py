@@ -39,7 +39,7 @@ def balance(
     """
 
     def length(i: int, example: Example) -> int:
-        example = tree.plain(example)
+        example = tree.mappings_to_dicts(example)
         return common_length(example, f"examples[{i}]", whole_leaves(example, whole))
 
     costs = [float(cost(e) if cost else length(i, e)) for i, e in enumerate(examples)]

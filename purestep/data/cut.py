@@ -21,7 +21,7 @@ def split(batch: Tree, k: int) -> list[Microbatch]:
     >>> split({"x": torch.arange(6)}, k=2)
     [{'x': tensor([0, 1, 2])}, {'x': tensor([3, 4, 5])}]
     """
-    batch = tree.plain(batch)
+    batch = tree.mappings_to_dicts(batch)
     leaves, structure = tree.flatten(batch)
     length = common_length(batch, "batch")
     if k < 1 or length % k:
@@ -42,7 +42,8 @@ def merge(microbatches: Sequence[Microbatch]) -> Tree:
     if not microbatches:
         raise ValueError("merge: no microbatches, so no batch to put together")
     parts = {
-        f"microbatches[{i}]": tree.plain(part) for i, part in enumerate(microbatches)
+        f"microbatches[{i}]": tree.mappings_to_dicts(part)
+        for i, part in enumerate(microbatches)
     }
     check_alike(parts)
     lengths = [common_length(part, name) for name, part in parts.items()]
@@ -64,10 +65,10 @@ def check_alike(examples: dict[str, Tree], whole: Collection[str] = ()) -> None:
     flags = whole_leaves(first, whole)
     for name, example in examples.items():
         leaves, own = tree.flatten(example)
-        if not tree.is_same_structure(own, structure):
+        if not tree.is_same_spec(own, structure):
             raise ValueError(
-                f"{name} differs in structure from {first_name}: {tree.describe(own)} against "
-                f"{tree.describe(structure)}; give all of them the same fields"
+                f"{name} differs in structure from {first_name}: {tree.format_spec(own)} against "
+                f"{tree.format_spec(structure)}; give all of them the same fields"
             )
         for i, (leaf, other, flag) in enumerate(
             zip(leaves, wanted, flags, strict=True)
@@ -75,8 +76,8 @@ def check_alike(examples: dict[str, Tree], whole: Collection[str] = ()) -> None:
             if _row_kind(leaf, flag) != _row_kind(other, flag):
                 path = tree.paths(example, "")[i]
                 raise ValueError(
-                    f"{name}{path} is {tree.kind(leaf)}, but {first_name}{path} is "
-                    f"{tree.kind(other)}: they may differ in the first dimension alone"
+                    f"{name}{path} is {tree.format_leaf(leaf)}, but {first_name}{path} is "
+                    f"{tree.format_leaf(other)}: they may differ in the first dimension alone"
                 )
 
 
@@ -97,7 +98,7 @@ def whole_leaves(example: Tree, named: Collection[str] = ()) -> list[bool]:
     [True, True, False]
     """
     flags = [
-        isinstance(leaf, Tensor) and leaf.ndim == 0 for leaf in tree.leaves_of(example)
+        isinstance(leaf, Tensor) and leaf.ndim == 0 for leaf in tree.leaves(example)
     ]
     paths = tree.paths(example, "") if named else []
     for name in named:
@@ -117,7 +118,7 @@ def is_called(path: str, name: str) -> bool:
 
 def common_length(example: Tree, name: str, whole: Sequence[bool] | None = None) -> int:
     """The first dimension that all leaves share, except those that ``whole`` flags."""
-    leaves = tree.leaves_of(example)
+    leaves = tree.leaves(example)
     along = leaves if whole is None else [*compress(leaves, map(not_, whole))]
     lengths = {
         leaf.shape[0] if isinstance(leaf, Tensor) and leaf.ndim else -1
@@ -126,7 +127,7 @@ def common_length(example: Tree, name: str, whole: Sequence[bool] | None = None)
     if len(lengths) != 1 or -1 in lengths:
         paths = tree.paths(example, name)
         found = [
-            f"{path} {tree.kind(leaf)}"
+            f"{path} {tree.format_leaf(leaf)}"
             for path, leaf in zip(paths, leaves, strict=True)
         ]
         raise ValueError(

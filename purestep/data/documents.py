@@ -40,7 +40,7 @@ def pack_documents(
     """
     if not examples:
         raise ValueError("pack_documents: no examples, so no rows")
-    examples = [tree.plain(example) for example in examples]
+    examples = [tree.mappings_to_dicts(example) for example in examples]
     for i, example in enumerate(examples):
         if not isinstance(example, Mapping) or {"positions", "segments"} & {*example}:
             found = (
@@ -55,7 +55,7 @@ def pack_documents(
     # Without any token there is no row, but a row of the first example shows the fields.
     kept = rows or [[0]]
     first = examples[kept[0][0]]
-    leaves = {i: tree.leaves_of(examples[i]) for row in kept for i in row}
+    leaves = {i: tree.leaves(examples[i]) for row in kept for i in row}
     most = max(map(len, kept))
     own = []
     fields = zip(tree.paths(first, "example"), whole_leaves(first, whole), strict=True)

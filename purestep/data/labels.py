@@ -31,7 +31,8 @@ def shift_labels(input_ids: Tensor, attention_mask: Tensor | None = None) -> Ten
     _check("input_ids", input_ids, bools=False)
     if input_ids.ndim == 0:
         raise ValueError(
-            f"shift_labels: input_ids is a single token, {tree.kind(input_ids)}: give the text"
+            "shift_labels: input_ids is a single token, "
+            f"{tree.format_leaf(input_ids)}: give the text"
         )
     length = input_ids.shape[-1]
     counted = torch.arange(length, device=input_ids.device) < length - 1
@@ -55,6 +56,6 @@ def _check(name: str, value: Tensor, *, bools: bool) -> None:
         if not (wrong and value.numel()):
             return
     raise TypeError(
-        f"shift_labels: {name} is {tree.kind(value)}, where a tensor of integers is needed: "
+        f"shift_labels: {name} is {tree.format_leaf(value)}, where a tensor of integers is needed: "
         "convert it where the data is made"
     )

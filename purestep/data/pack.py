@@ -74,7 +74,7 @@ def pack(
     >>> [(m["tokens"].tolist(), m["labels"].tolist()) for m in pack(reviews, max_tokens=4)]
     [([[1.0, 1.0], [1.0, 0.0]], [2, 1])]
     """
-    examples = [tree.plain(example) for example in examples]
+    examples = [tree.mappings_to_dicts(example) for example in examples]
     lengths = lengths_of(examples, whole)
     parts = packing(lengths, max_tokens=max_tokens, multiple_of=multiple_of)
     return [
@@ -165,12 +165,12 @@ def stack(
     tensor([[1, 2, 0],
             [3, 0, 0]])
     """
-    examples = [tree.plain(example) for example in examples]
+    examples = [tree.mappings_to_dicts(example) for example in examples]
     check_alike(
         {f"examples[{i}]": example for i, example in enumerate(examples)}, whole
     )
     structure = tree.flatten(examples[0])[1]
-    columns = [tree.leaves_like(structure, example) for example in examples]
+    columns = [tree.leaves_matching(structure, example) for example in examples]
     paths, flags = tree.paths(examples[0], "example"), whole_leaves(examples[0], whole)
     rows = [
         torch.stack(column) if is_whole else padded(column, length, pad, path)

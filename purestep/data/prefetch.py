@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from purestep import tree
-from purestep.counts import WeighedGroup, label_weights, weights_of
+from purestep.counts import PreweightedMicrobatches, compute_weights, label_weights
 from purestep.types import Microbatch, WeightFn
 
 _Groups: TypeAlias = Iterable[Sequence[Microbatch]]
@@ -84,7 +84,7 @@ class prefetch(Iterator["PrefetchedGroup"]):  # noqa: N801
         self._close()
 
 
-class PrefetchedGroup(WeighedGroup):
+class PrefetchedGroup(PreweightedMicrobatches):
     """A group on its way to the device: the first iteration waits for each microbatch in turn.
 
     Iterated again, or indexed, it is copied from the host again.
@@ -103,7 +103,7 @@ class PrefetchedGroup(WeighedGroup):
         """Those of each microbatch, on the host: known, where this is ``prefetch``'s weight_fn."""
         if weight_fn == self._copies.weight_fn:
             return self._weights
-        return [weights_of(weight_fn, microbatch) for microbatch in self._on_host]
+        return [compute_weights(weight_fn, microbatch) for microbatch in self._on_host]
 
     def __len__(self) -> int:
         return len(self._on_host)
@@ -169,8 +169,13 @@ class _Copies:
                 f"prefetch: a group is a list of microbatches, got {type(microbatches).__name__}: "
                 "group bare batches with ps.group(batches, k), or wrap each of them in a list"
             )
-        on_host = [self._pinned(tree.plain(microbatch)) for microbatch in microbatches]
-        weights = [self._pinned(weights_of(self.weight_fn, each)) for each in on_host]
+        on_host = [
+            self._pinned(tree.mappings_to_dicts(microbatch))
+            for microbatch in microbatches
+        ]
+        weights = [
+            self._pinned(compute_weights(self.weight_fn, each)) for each in on_host
+        ]
         group = PrefetchedGroup(self, on_host, weights)
         group.position = position
         with self.changed:
@@ -208,7 +213,7 @@ class _Copies:
 
     def copy(self, microbatch: Microbatch) -> Microbatch:
         """The microbatch on the device."""
-        return _map_tensors(lambda leaf: tree.brought(leaf, self.device), microbatch)
+        return _map_tensors(lambda leaf: tree.to_device(leaf, self.device), microbatch)
 
     # The consumer's side.
 
@@ -253,7 +258,7 @@ class _Copies:
         if event is not None:
             here = torch.cuda.current_stream(self.device)
             here.wait_event(event)
-            for leaf in filter(torch.is_tensor, tree.leaves_of(microbatch)):
+            for leaf in filter(torch.is_tensor, tree.leaves(microbatch)):
                 leaf.record_stream(here)
         return microbatch
 

@@ -132,7 +132,7 @@ def worst(runs: Sequence[list[Params]]) -> list[float]:
 
 def flat(params: Params) -> Tensor:
     """All parameters as one vector."""
-    return torch.cat([leaf.detach().flatten() for leaf in tree.leaves_of(params)])
+    return torch.cat([leaf.detach().flatten() for leaf in tree.leaves(params)])
 
 
 def plane(runs: Sequence[list[Params]], chosen: int) -> list[tuple[Tensor, Tensor]]:

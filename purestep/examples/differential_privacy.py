@@ -80,7 +80,7 @@ def private_update_step(
         sums = ps.accumulate(loss_fn, params, [row], weight_fn=weight_fn)
         factor = (clip / tree.global_norm(sums.grads)).clamp(max=1)
         present = (
-            sums.counted.num_tokens > 0
+            sums.counts.num_tokens > 0
         )  # a row of padding adds zero, whatever is in it
         return tree.map(lambda grad: torch.where(present, grad * factor, 0), sums.grads)
 

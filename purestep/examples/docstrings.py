@@ -282,7 +282,7 @@ def resume(folder: Path | None, settings: Settings, begun: Any) -> Any:
     if folder is None:
         return begun
     folder.mkdir(exist_ok=True)
-    last = ps.checkpoint.latest(folder)
+    last = ps.checkpoint.latest_checkpoint(folder)
     if last is None:
         return begun
     saved, state = ps.checkpoint.load(last, like=(written(settings), begun))
@@ -300,7 +300,7 @@ def resume(folder: Path | None, settings: Settings, begun: Any) -> Any:
 def fingerprint(params: Any) -> str:
     """The first 12 hexadecimal digits of the SHA-256 of all parameters: equal for equal bits."""
     digest = hashlib.sha256()
-    for leaf in tree.leaves_of(params):
+    for leaf in tree.leaves(params):
         digest.update(leaf.contiguous().numpy().tobytes())
     return digest.hexdigest()[:12]
 
@@ -323,7 +323,7 @@ def train(options: argparse.Namespace, axis: ps.MeshAxis) -> None:
     params, opt_state, taken, position = state
     first = int(taken)
     if speaks:
-        kept = sum(leaf.nbytes for leaf in tree.leaves_of((params, opt_state))) / 2**20
+        kept = sum(leaf.nbytes for leaf in tree.leaves((params, opt_state))) / 2**20
         print(lengths_of(corpus))
         print(f"from step {first} to {options.steps} over {axis.size} ranks")
         print(f"each of them keeps {kept:.1f} MiB of state")
@@ -416,7 +416,9 @@ def main() -> None:
         else:
             compare(options)
     except KeyboardInterrupt:
-        saved = options.checkpoint and ps.checkpoint.latest(options.checkpoint)
+        saved = options.checkpoint and ps.checkpoint.latest_checkpoint(
+            options.checkpoint
+        )
         goes_on = (
             f"; the same command goes on from {options.checkpoint}" if saved else ""
         )

@@ -126,7 +126,7 @@ def train(
     optimizer = ps.optim.chain(ps.optim.clip_by_global_norm(1.0), ps.optim.adamw(rate))
     opt_state = optimizer.init(params)
     size, state = (
-        sum(leaf.numel() for leaf in tree.leaves_of(t)) for t in (params, opt_state)
+        sum(leaf.numel() for leaf in tree.leaves(t)) for t in (params, opt_state)
     )
     print(f"{size:,} parameters train, the optimizer keeps {state:,} numbers")
     update_step = ps.make_update_step(loss_of(apply), optimizer, donate=True)

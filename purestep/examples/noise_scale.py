@@ -73,7 +73,7 @@ def measured_update_step(
     >>> found.trace  # 2 · 3² + 1 · 6² - 3 · 4²
     tensor(6., dtype=torch.float64)
     """
-    total = ps.psum(ps.count(microbatches, weight_fn), axis)
+    total = ps.psum(ps.count_tokens(microbatches, weight_fn), axis)
     num_tokens, num_microbatches = total
     grads = ps.accumulate(
         loss_fn, params, [], weight_fn=weight_fn, total=total
@@ -86,7 +86,7 @@ def measured_update_step(
         grads = tree.map(torch.add, grads, here.grads)
         # here.grads is nₖ gₖ / N; a microbatch without tokens adds zero.
         norm = num_tokens * tree.global_norm(here.grads).double()
-        squares = squares + norm**2 / here.counted.num_tokens.clamp(min=1)
+        squares = squares + norm**2 / here.counts.num_tokens.clamp(min=1)
 
     grads, squares = ps.psum((grads, squares), axis)
     square = tree.global_norm(grads).double() ** 2
@@ -105,7 +105,7 @@ def direct(params: Params, data: Batch) -> NoiseScale:
         grads: Params = torch.func.grad(loss)(params)
         return grads
 
-    grads = tree.leaves_of(torch.vmap(gradient)(data["x"], data["labels"]))
+    grads = tree.leaves(torch.vmap(gradient)(data["x"], data["labels"]))
     trace = sum(grad.double().var(0, correction=0).sum() for grad in grads)
     squared_norm = sum(grad.double().mean(0).square().sum() for grad in grads)
     return NoiseScale(torch.as_tensor(trace), torch.as_tensor(squared_norm))

@@ -15,23 +15,29 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from purestep import tree, validation
-from purestep.counts import Group, count_of, has_tokens, label_weights, weights_of
-from purestep.grads.backends import ReverseModes, reverse_modes
+from purestep.counts import (
+    WeightedMicrobatches,
+    compute_weights,
+    has_tokens,
+    label_weights,
+    sum_weights,
+)
+from purestep.grads.backends import GradBackends, make_backends
 from purestep.grads.grad_and_value import grad_and_value
-from purestep.grads.inplace import filled
-from purestep.grads.microbatch import Inputs, Sums as Gradients
-from purestep.objective import divisors_of
+from purestep.grads.inplace import zeros_for_missing
+from purestep.grads.microbatch import GradAccumulator as Gradients, MicrobatchInputs
+from purestep.objective import denominators
 from purestep.torch_private import is_profiling
 from purestep.tree import accumulation_dtype
-from purestep.tree.opaque import detach, has_graph
+from purestep.tree.opaque import detach_opaque, has_graph
 from purestep.types import (
-    Count,
     GradAndValue,
+    GradHook,
+    GradSums,
     LossFn,
     Microbatch,
     Params,
-    Ready,
-    Sums,
+    TokenCounts,
     Tree,
     WeightFn,
 )
@@ -42,16 +48,16 @@ _NOTHING = nullcontext()
 def accumulate(
     loss_fn: LossFn,
     params: Params,
-    microbatches: Group | Sequence[Microbatch],
+    microbatches: WeightedMicrobatches | Sequence[Microbatch],
     *,
     weight_fn: WeightFn | None = label_weights,
-    total: Count | None = None,
+    total: TokenCounts | None = None,
     grad_and_value: GradAndValue = grad_and_value,
     accum_dtype: torch.dtype | None = None,
-    ready: Ready | None = None,
-    modes: ReverseModes | None = None,
+    ready: GradHook | None = None,
+    modes: GradBackends | None = None,
     check: bool = True,
-) -> Sums:
+) -> GradSums:
     """Computes this rank's part of loss and gradients, over a group of microbatches.
 
         loss  = Σₘ ( Σᵢ wᵢ ℓᵢ(θ) / num_tokens  +  [m has tokens] · term(θ) / num_microbatches )
@@ -61,10 +67,10 @@ def accumulate(
     so only one tree of them is alive. The loss may do what it may do in ``make_update_step``.
 
     Args:
-        loss_fn: returns one loss per token, or ``LossTerms``.
+        loss_fn: returns one loss per token, or ``LossOutput``.
         params: a tree of floating-point tensors. The loss sees a ``Shard`` as it is.
         microbatches: a sequence of microbatches, of any shapes. An empty one gives exact zeros.
-        weight_fn: returns one weight per token. None: ``LossTerms.weights`` brings them.
+        weight_fn: returns one weight per token. None: ``LossOutput.weights`` brings them.
         total: the global ``count``, which divides loss and gradients. None: plain sums.
         grad_and_value: any function with the signature of ``torch.func.grad_and_value``. It
             differentiates a function of the list of the params' leaves.
@@ -72,15 +78,15 @@ def accumulate(
             dtype.
         ready: called during the last backward pass with a leaf's index and its final sum. It
             returns where the sum lies from then on.
-        modes: the ``reverse_modes`` of this loss, if you made them before.
+        modes: the ``make_backends`` of this loss, if you made them before.
         check: whether to look for a loss that writes to params, or that recomputes with other
             params.
 
     Returns:
-        ``Sums(grads, loss, counted, aux)``. ``counted`` counts these microbatches only.
+        ``GradSums(grads, loss, counted, aux)``. ``counted`` counts these microbatches only.
 
     >>> group = [{"x": torch.tensor([1.0, 2.0])}, {"x": torch.tensor([6.0])}]
-    >>> from purestep import count
+    >>> from purestep import count_tokens
     >>> def ones(m):
     ...     return torch.ones_like(m["x"])
     >>> total = count(group, ones)
@@ -89,17 +95,21 @@ def accumulate(
     >>> sums.grads, sums.loss
     (tensor(3.), tensor(3.))
     """
-    modes = modes or reverse_modes(loss_fn, grad_and_value)
+    modes = modes or make_backends(loss_fn, grad_and_value)
     leaves, structure = tree.flatten(params)
     dtypes = []
     for leaf in leaves:
         dtypes.append(accum_dtype or accumulation_dtype(leaf.dtype))
     sums = Gradients([None] * len(leaves), dtypes)
-    divisors = total and divisors_of(total)
-    recorded = not tree.eager() or tree.any_requires_grad([*leaves, *(total or ())])
+    divisors = total and denominators(total)
+    recorded = not tree.is_plain_eager() or tree.leaves_require_grad(
+        [*leaves, *(total or ())]
+    )
     if recorded:
-        validation.check_no_graphless(params, leaves)
-    versions = validation.versions_of(leaves) if check and tree.eager() else []
+        validation.check_no_grad_leaves(params, leaves)
+    versions = (
+        validation.version_counters(leaves) if check and tree.is_plain_eager() else []
+    )
     losses: list[Tensor] = []
     asked: list[Tensor] = []
     aux: Tree = ()
@@ -107,15 +117,15 @@ def accumulate(
 
     group = (
         microbatches
-        if isinstance(microbatches, Group)
-        else Group(microbatches, None, None)
+        if isinstance(microbatches, WeightedMicrobatches)
+        else WeightedMicrobatches(microbatches, None, None)
     )
     last = len(group.microbatches)
     given: Sequence[Tensor | None] = group.weights or [None] * last
     pairs = zip(group.microbatches, given, strict=True)
     for position, (microbatch, weights) in enumerate(pairs, 1):
         if weights is None and weight_fn is not None:
-            weights = weights_of(weight_fn, microbatch)
+            weights = compute_weights(weight_fn, microbatch)
         data, kind = tree.flatten(microbatch)
         others = []
         for leaf in data:
@@ -124,31 +134,33 @@ def accumulate(
         recorded = recorded or any(map(has_graph, others))
         if not recorded:
             # A loss that marks its data, by requires_grad_() say, does not mark the caller's.
-            data = [*map(detach if others else Tensor.detach, data)]
+            data = [*map(detach_opaque if others else Tensor.detach, data)]
             microbatch = tree.unflatten(kind, data)
-        inputs = Inputs(leaves, structure, microbatch, weights, divisors, check)
+        inputs = MicrobatchInputs(
+            leaves, structure, microbatch, weights, divisors, check
+        )
         run = modes.recorded if recorded else modes.plain
         with profiler_range("purestep.microbatch"):
             beside = run(inputs, sums, ready if position == last else None)
         losses.append(beside.loss)
-        if group.counted is None:
+        if group.counts is None:
             asked.append(beside.weights)
         if not tree.is_empty(beside.aux):
-            aux = plus(aux, beside.aux)
+            aux = add_aux(aux, beside.aux)
         reached = reached or beside.reached
         del microbatch, weights, data, inputs, beside  # before the next one is made
 
-    counted = group.counted or count_of(asked)
+    counted = group.counts or sum_weights(asked)
     if losses and not reached and has_tokens(counted):
-        raise validation.unreached()
+        raise validation.no_dependence_error()
     if versions:
-        validation.check_untouched(params, leaves, versions)
-    grads = filled(sums, leaves)
-    if recorded and tree.eager(grads):
+        validation.check_not_mutated(params, leaves, versions)
+    grads = zeros_for_missing(sums, leaves)
+    if recorded and tree.is_plain_eager(grads):
         # Nothing is recorded after all: they may be written to, whatever a Function returned.
         grads = [grad.clone() for grad in grads]
-    loss = total_loss(losses, leaves[0] if leaves else torch.zeros(()))
-    return Sums(tree.unflatten(structure, grads), loss, counted, aux)
+    loss = sum_losses(losses, leaves[0] if leaves else torch.zeros(()))
+    return GradSums(tree.unflatten(structure, grads), loss, counted, aux)
 
 
 def profiler_range(name: str) -> AbstractContextManager[Any]:
@@ -166,29 +178,29 @@ def profiler_range(name: str) -> AbstractContextManager[Any]:
     return record_function(name)
 
 
-def plus(so_far: Tree, aux: Tree) -> Tree:
-    """The sum of ``LossTerms.aux``, in memory that a loss does not share.
+def add_aux(so_far: Tree, aux: Tree) -> Tree:
+    """The sum of ``LossOutput.aux``, in memory that a loss does not share.
 
-    >>> plus({"correct": torch.tensor(2)}, {"correct": torch.tensor(3)})
+    >>> add_aux({"correct": torch.tensor(2)}, {"correct": torch.tensor(3)})
     {'correct': tensor(5)}
     """
     own = tree.map(lambda leaf: leaf.to(accumulation_dtype(leaf.dtype), copy=True), aux)
-    return own if tree.is_empty(so_far) else tree.map(_added, so_far, own)
+    return own if tree.is_empty(so_far) else tree.map(_add_aux_leaf, so_far, own)
 
 
-def _added(one: Tensor, other: Tensor) -> Tensor:
+def _add_aux_leaf(one: Tensor, other: Tensor) -> Tensor:
     if one.shape != other.shape:
         raise ValueError(
-            f"LossTerms.aux has a leaf of shape {tuple(one.shape)} in one microbatch and "
+            f"LossOutput.aux has a leaf of shape {tuple(one.shape)} in one microbatch and "
             f"{tuple(other.shape)} in another: it is summed, so return sums over the tokens"
         )
     return one + other
 
 
-def total_loss(losses: list[Tensor], like: Tensor) -> Tensor:
+def sum_losses(losses: list[Tensor], like: Tensor) -> Tensor:
     """The sum of all microbatches' losses, added in float64; without any, a zero like a param.
 
-    >>> total_loss([torch.tensor(1.0), torch.tensor(2.0)], torch.tensor(0.0))
+    >>> sum_losses([torch.tensor(1.0), torch.tensor(2.0)], torch.tensor(0.0))
     tensor(3.)
     """
     if not losses:

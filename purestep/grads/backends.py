@@ -13,27 +13,33 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from purestep.compiling import Compiler
-from purestep.grads.compiled import compiled
-from purestep.grads.functional import by_users, returning
+from purestep.grads.compiled import compiled_backward
+from purestep.grads.functional import from_user_grad_and_value, functional_backward
 from purestep.grads.grad_and_value import grad_and_value as plain_grad_and_value
-from purestep.grads.inplace import by_vjp, in_place
-from purestep.grads.microbatch import Reverse
+from purestep.grads.inplace import inplace_backward, vjp_grads
+from purestep.grads.microbatch import GradFn
 from purestep.types import GradAndValue, LossFn
 
 
-class ReverseModes(NamedTuple):
+class GradBackends(NamedTuple):
     """The reverse mode of a plain step, and of one that is transformed or recorded."""
 
-    plain: Reverse
-    recorded: Reverse
+    plain: GradFn
+    recorded: GradFn
 
 
-def reverse_modes(
+def make_backends(
     loss_fn: LossFn, grad_and_value: GradAndValue, compile: bool | Compiler = False
-) -> ReverseModes:
+) -> GradBackends:
     """The reverse modes of a loss, made once, so that a compiler compiles it once."""
     if grad_and_value is not plain_grad_and_value:
-        mode = returning(loss_fn, by_users(grad_and_value), compile, copy=True)
-        return ReverseModes(mode, mode)
-    eager = in_place(loss_fn) if compile is False else compiled(loss_fn, compile)
-    return ReverseModes(eager, returning(loss_fn, by_vjp))
+        mode = functional_backward(
+            loss_fn, from_user_grad_and_value(grad_and_value), compile, copy=True
+        )
+        return GradBackends(mode, mode)
+    eager = (
+        inplace_backward(loss_fn)
+        if compile is False
+        else compiled_backward(loss_fn, compile)
+    )
+    return GradBackends(eager, functional_backward(loss_fn, vjp_grads))

@@ -19,74 +19,81 @@ from torch import Tensor
 
 from purestep import tree
 from purestep.compiling import Compiler, graph
-from purestep.grads.microbatch import Beside, Inputs, Reverse, Sums
-from purestep.objective import part_of, value
+from purestep.grads.microbatch import (
+    GradAccumulator,
+    GradFn,
+    MicrobatchInputs,
+    MicrobatchResult,
+)
+from purestep.objective import forward_microbatch, weighted_sum
 from purestep.torch_private import check_inference_mode
-from purestep.types import Count, GradAndValue, LossFn, Microbatch, Ready, Tree
+from purestep.types import GradAndValue, GradHook, LossFn, Microbatch, TokenCounts, Tree
 
-Differentiate = Callable[..., tuple[list[Tensor], Tensor, list[Tensor]]]
+GradsOf = Callable[..., tuple[list[Tensor], Tensor, list[Tensor]]]
 """From ``function(*leaves) -> (value, aux)`` and leaves to gradients, value and aux."""
 
 
-def returning(
+def functional_backward(
     loss_fn: LossFn,
-    differentiate: Differentiate,
+    differentiate: GradsOf,
     compile: bool | Compiler = False,
     *,
     copy: bool = False,
-) -> Reverse:
+) -> GradFn:
     """A reverse mode that returns gradients, which are added out of place; ``copy`` what it keeps.
 
     By ``torch.func.vjp`` it serves transforms, derivatives and compilers: sums keep their graph.
     """
-    run = graph.compiled(functools.partial(gradients, loss_fn, differentiate), compile)
+    run = graph.compile_or_call(
+        functools.partial(microbatch_grads, loss_fn, differentiate), compile
+    )
 
-    def reverse(inputs: Inputs, sums: Sums, ready: Ready | None) -> Beside:
+    def reverse(
+        inputs: MicrobatchInputs, sums: GradAccumulator, ready: GradHook | None
+    ) -> MicrobatchResult:
         params = tree.unflatten(inputs.structure, inputs.leaves)
-        beside: Beside
+        beside: MicrobatchResult
         grads, beside = run(params, *inputs[2:5])
-        given = tree.leaves_of(
-            (inputs.leaves, inputs.microbatch, inputs.divisors or ())
-        )
-        if not tree.differentiated(given):
-            grads, beside = constant(grads, beside)
-        add(sums, grads, copy=copy)
+        given = tree.leaves((inputs.leaves, inputs.microbatch, inputs.divisors or ()))
+        if not tree.may_be_differentiated(given):
+            grads, beside = detach_results(grads, beside)
+        add_grads(sums, grads, copy=copy)
         return beside._replace(loss=beside.loss.clone()) if copy else beside
 
     return reverse
 
 
-def gradients(
+def microbatch_grads(
     loss_fn: LossFn,
-    differentiate: Differentiate,
+    differentiate: GradsOf,
     params: Tree,
     microbatch: Microbatch,
     weights: Tensor | None,
-    divisors: Count | None,
-) -> tuple[list[Tensor], Beside]:
+    divisors: TokenCounts | None,
+) -> tuple[list[Tensor], MicrobatchResult]:
     """The gradients of the microbatch's part, and the results beside them, with their graph."""
     leaves, structure = tree.flatten(params)
     reached, kind = True, None
 
     def loss_of(*leaves: Tensor) -> tuple[Tensor, list[Tensor]]:
         nonlocal reached, kind
-        params = tree.unflatten(structure, tree.known_to_compilers(leaves))
+        params = tree.unflatten(structure, tree.views_for_dynamo(leaves))
         with (
             graph.flat_linear()
             if torch.compiler.is_dynamo_compiling()
             else nullcontext()
         ):
-            part = part_of(loss_fn, params, microbatch, weights, divisors)
-        loss = value(part.terms, part.cotangents)
-        reached = loss.requires_grad or not tree.any_requires_grad(leaves)
+            part = forward_microbatch(loss_fn, params, microbatch, weights, divisors)
+        loss = weighted_sum(part.terms, part.cotangents)
+        reached = loss.requires_grad or not tree.leaves_require_grad(leaves)
         aux, kind = tree.flatten(part.aux)
         return loss, [part.weights, *aux]
 
     grads, loss, (weights, *aux) = differentiate(loss_of, leaves)
-    return grads, Beside(loss, weights, tree.unflatten(kind, aux), reached)
+    return grads, MicrobatchResult(loss, weights, tree.unflatten(kind, aux), reached)
 
 
-def by_users(grad_and_value: GradAndValue) -> Differentiate:
+def from_user_grad_and_value(grad_and_value: GradAndValue) -> GradsOf:
     """The same by the user's ``grad_and_value(f, has_aux=True)(leaves)``."""
 
     def differentiate(
@@ -100,14 +107,20 @@ def by_users(grad_and_value: GradAndValue) -> Differentiate:
     return differentiate
 
 
-def constant(grads: list[Tensor], beside: Beside) -> tuple[list[Tensor], Beside]:
+def detach_results(
+    grads: list[Tensor], beside: MicrobatchResult
+) -> tuple[list[Tensor], MicrobatchResult]:
     """The same, detached: what the loss closes over is a constant, even if it requires grad."""
     loss, weights, aux, reached = beside
-    beside = Beside(loss.detach(), weights.detach(), tree.detached(aux), reached)
-    return tree.cut_off(grads), beside
+    beside = MicrobatchResult(
+        loss.detach(), weights.detach(), tree.detach(aux), reached
+    )
+    return tree.detach_leaves(grads), beside
 
 
-def add(sums: Sums, grads: Sequence[Tensor], *, copy: bool = False) -> None:
+def add_grads(
+    sums: GradAccumulator, grads: Sequence[Tensor], *, copy: bool = False
+) -> None:
     """Adds gradients out of place, so that sums may be recorded; ``copy`` of what others hold."""
     values, dtypes = sums
     for index, grad in enumerate(grads):

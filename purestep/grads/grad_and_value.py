@@ -10,8 +10,13 @@ import torch
 from torch import Tensor
 
 from purestep import tree, validation
-from purestep.grads.inplace import backward, by_vjp, filled, inference
-from purestep.grads.microbatch import Sums
+from purestep.grads.inplace import (
+    is_inference,
+    run_backward_into,
+    vjp_grads,
+    zeros_for_missing,
+)
+from purestep.grads.microbatch import GradAccumulator
 from purestep.types import Tree
 
 
@@ -51,34 +56,36 @@ def grad_and_value(
         leaves, structure = tree.flatten(
             tuple(args[position] for position in positions)
         )
-        aux_structure: tree.Structure = None
+        aux_structure: tree.TreeSpec = None
 
         def over_leaves(*leaves: Tensor) -> tuple[Tensor, list[Tensor]]:
             nonlocal aux_structure
             filled = list(args)
-            given = tree.unflatten(structure, tree.known_to_compilers(leaves))
+            given = tree.unflatten(structure, tree.views_for_dynamo(leaves))
             for position, argument in zip(positions, given, strict=True):
                 filled[position] = argument
             value, aux = _value_and_aux(func(*filled, **kwargs), has_aux)
             aux_leaves, aux_structure = tree.flatten(aux)
             return value, aux_leaves
 
-        plain = tree.eager(args, kwargs) and not inference(leaves)
+        plain = tree.is_plain_eager(args, kwargs) and not is_inference(leaves)
         if plain:
-            sums = Sums([None] * len(leaves), [leaf.dtype for leaf in leaves])
+            sums = GradAccumulator(
+                [None] * len(leaves), [leaf.dtype for leaf in leaves]
+            )
             own = [leaf.detach().requires_grad_() for leaf in leaves]
             with torch.enable_grad():
                 value, aux_leaves = over_leaves(*own)
             # What else it depends on may be differentiated later, as in a loss.
-            others = {*map(id, validation.leaves_behind([value]))} - {*map(id, own)}
+            others = {*map(id, validation.reachable_leaves([value]))} - {*map(id, own)}
             plain = not (others and torch.is_grad_enabled())
         if plain:
-            with validation.recomputation(own):
-                backward([value], [torch.ones_like(value)], own, sums)
-            pulled = filled(sums, leaves)
-            value, aux_leaves = tree.detached((value, aux_leaves))
+            with validation.forbid_module_recompute(own):
+                run_backward_into([value], [torch.ones_like(value)], own, sums)
+            pulled = zeros_for_missing(sums, leaves)
+            value, aux_leaves = tree.detach((value, aux_leaves))
         else:
-            pulled, value, aux_leaves = by_vjp(over_leaves, leaves)
+            pulled, value, aux_leaves = vjp_grads(over_leaves, leaves)
         grads = tree.unflatten(structure, pulled)
         grads = grads if isinstance(argnums, tuple) else grads[0]
         if has_aux:

@@ -19,10 +19,15 @@ import torch
 from torch import Tensor
 
 from purestep import hints, tree, validation
-from purestep.grads.microbatch import Beside, Inputs, Reverse, Sums
-from purestep.objective import part_of, value
+from purestep.grads.microbatch import (
+    GradAccumulator,
+    GradFn,
+    MicrobatchInputs,
+    MicrobatchResult,
+)
+from purestep.objective import forward_microbatch, weighted_sum
 from purestep.torch_private import check_inference_mode, run_backward
-from purestep.types import LossFn, Ready, Tree
+from purestep.types import GradHook, LossFn, Tree
 
 _GRAD, _DTYPE, _REQUIRES_GRAD = map(attrgetter, ["grad", "dtype", "requires_grad"])
 
@@ -30,39 +35,41 @@ _GRAD, _DTYPE, _REQUIRES_GRAD = map(attrgetter, ["grad", "dtype", "requires_grad
 _NOTHING: AbstractContextManager[None] = nullcontext()
 
 
-def in_place(loss_fn: LossFn) -> Reverse:
+def inplace_backward(loss_fn: LossFn) -> GradFn:
     """Autograd's own backward pass, on leaves made for this microbatch alone.
 
     What a loss does to its leaves, by hooks or backward passes, ends with them.
     """
 
-    def reverse(inputs: Inputs, sums: Sums, ready: Ready | None) -> Beside:
+    def reverse(
+        inputs: MicrobatchInputs, sums: GradAccumulator, ready: GradHook | None
+    ) -> MicrobatchResult:
         own = [*map(Tensor.requires_grad_, map(Tensor.detach, inputs.leaves))]
         params = tree.unflatten(inputs.structure, own)
-        noted = hints.loss_errors() if inputs.check else _NOTHING
+        noted = hints.annotate_loss_errors() if inputs.check else _NOTHING
         with torch.enable_grad(), noted:
-            terms, cotangents, weights, aux = part_of(
+            terms, cotangents, weights, aux = forward_microbatch(
                 loss_fn, params, inputs.microbatch, inputs.weights, inputs.divisors
             )
-        loss = value(terms, cotangents, constant=True)
+        loss = weighted_sum(terms, cotangents, constant=True)
         data = inputs.microbatch
-        reached = backward(
+        reached = run_backward_into(
             terms, cotangents, own, sums, ready, data=data, check=inputs.check
         )
         torch.clear_autocast_cache()  # Its casts of these leaves are of no use any more.
-        return Beside(
-            loss, weights, tree.detached(aux) if not tree.is_empty(aux) else (), reached
+        return MicrobatchResult(
+            loss, weights, tree.detach(aux) if not tree.is_empty(aux) else (), reached
         )
 
     return reverse
 
 
-def backward(
+def run_backward_into(
     terms: list[Tensor],
     cotangents: list[Tensor],
     own: list[Tensor],
-    sums: Sums,
-    ready: Ready | None = None,
+    sums: GradAccumulator,
+    ready: GradHook | None = None,
     *,
     data: Tree = (),
     check: bool = False,
@@ -87,25 +94,25 @@ def backward(
         leaf.grad = so_far
     if ready is not None:
         for index, leaf in enumerate(own):
-            hand_over = functools.partial(_handed_over, ready, before, index)
+            hand_over = functools.partial(_call_grad_hook, ready, before, index)
             leaf.register_post_accumulate_grad_hook(hand_over)
     given: Any = tuple(terms), tuple(cotangents), False, False, tuple(own)
     if check:
-        validation.warn_of_constants(validation.leaves_behind(terms), own)
-        with validation.recomputation(own):
+        validation.warn_of_constants(validation.reachable_leaves(terms), own)
+        with validation.forbid_module_recompute(own):
             run_backward(*given, allow_unreachable=True, accumulate_grad=True)
     else:
         run_backward(*given, allow_unreachable=True, accumulate_grad=True)
     if ready is not None or not begun:  # Else autograd has added to the same tensors.
         sums.values[:] = map(_GRAD, own)
-        unshare(sums.values, [*cotangents, *own, *tree.flatten(data)[0]], before)
+        clone_aliased(sums.values, [*cotangents, *own, *tree.flatten(data)[0]], before)
     for leaf in own:
         leaf.grad = None  # A loss that keeps its leaves does not keep the sums.
     return any(map(is_not, sums.values, repeat(None)))
 
 
-def _handed_over(
-    ready: Ready, before: list[Tensor | None], index: int, leaf: Tensor
+def _call_grad_hook(
+    ready: GradHook, before: list[Tensor | None], index: int, leaf: Tensor
 ) -> None:
     total = leaf.grad
     if total is not None:  # A Function may have none for it.
@@ -113,7 +120,7 @@ def _handed_over(
         before[index] = leaf.grad if leaf.grad is not total else before[index]
 
 
-def unshare(
+def clone_aliased(
     values: list[Any], others: Iterable[Any] = (), before: Sequence[Tensor | None] = ()
 ) -> None:
     """Clones each new gradient that shares memory, so that it can be added to.
@@ -122,9 +129,9 @@ def unshare(
     and a Function may return what it has saved, such as a param or data. ``others`` are these.
     Where a sum was there ``before``, the gradient is in it.
     """
-    taken = {None, *_addresses(others)}
+    taken = {None, *_storage_addresses(others)}
     for index, (grad, address) in enumerate(
-        zip(values, _addresses(values), strict=True)
+        zip(values, _storage_addresses(values), strict=True)
     ):
         if grad is None or (before and before[index] is not None):
             continue
@@ -135,7 +142,7 @@ def unshare(
         taken.add(address)
 
 
-def _addresses(tensors: Iterable[Any]) -> list[int | None]:
+def _storage_addresses(tensors: Iterable[Any]) -> list[int | None]:
     """Where each tensor's storage begins; None of a subclass, which may hold its values elsewhere.
 
     None as well on a device that computes later.
@@ -151,7 +158,7 @@ def _addresses(tensors: Iterable[Any]) -> list[int | None]:
     return found
 
 
-def filled(sums: Sums, leaves: Sequence[Tensor]) -> list[Tensor]:
+def zeros_for_missing(sums: GradAccumulator, leaves: Sequence[Tensor]) -> list[Tensor]:
     """The sums, with zeros for leaves that no gradient has reached."""
     values, dtypes = sums
     for index, so_far in enumerate(values):
@@ -160,12 +167,12 @@ def filled(sums: Sums, leaves: Sequence[Tensor]) -> list[Tensor]:
     return cast("list[Tensor]", values)
 
 
-def by_vjp(
+def vjp_grads(
     function: Callable[..., tuple[Tensor, list[Tensor]]], leaves: Sequence[Tensor]
 ) -> tuple[list[Tensor], Tensor, list[Tensor]]:
     """The gradients of ``function(*leaves) -> (value, aux)``, its value, and aux.
 
-    >>> by_vjp(lambda w: (w**2, [2 * w]), [torch.tensor(3.0)])
+    >>> vjp_grads(lambda w: (w**2, [2 * w]), [torch.tensor(3.0)])
     ([tensor(6.)], tensor(9.), [tensor(6.)])
     """
     check_inference_mode()
@@ -174,6 +181,6 @@ def by_vjp(
     return [*pull(torch.ones_like(value), retain_graph=False)], value, aux
 
 
-def inference(leaves: Sequence[Tensor]) -> bool:
+def is_inference(leaves: Sequence[Tensor]) -> bool:
     """Whether autograd would record nothing, where ``torch.func`` does."""
     return torch.is_inference_mode_enabled() or any(map(Tensor.is_inference, leaves))

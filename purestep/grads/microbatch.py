@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from purestep import tree
-from purestep.types import Count, Microbatch, Ready, Tree
+from purestep.types import GradHook, Microbatch, TokenCounts, Tree
 
 
-class Inputs(NamedTuple):
+class MicrobatchInputs(NamedTuple):
     """One microbatch, and the params at which its part of the objective is differentiated.
 
     ``divisors`` of None leave plain sums, ``weights`` of None come from the loss. ``check``:
@@ -19,14 +19,14 @@ class Inputs(NamedTuple):
     """
 
     leaves: list[Tensor]
-    structure: tree.Structure
+    structure: tree.TreeSpec
     microbatch: Microbatch
     weights: Tensor | None
-    divisors: Count | None
+    divisors: TokenCounts | None
     check: bool = False
 
 
-class Beside(NamedTuple):
+class MicrobatchResult(NamedTuple):
     """The results beside gradients, and whether the loss depends on any of the leaves."""
 
     loss: Tensor
@@ -35,16 +35,16 @@ class Beside(NamedTuple):
     reached: bool
 
 
-class Sums(NamedTuple):
+class GradAccumulator(NamedTuple):
     """The sum of each leaf's gradients so far, None before the first, and the dtype of each."""
 
     values: list[Tensor | None]
     dtypes: list[torch.dtype]
 
 
-class Reverse(Protocol):
+class GradFn(Protocol):
     """Adds the gradients of one microbatch to the sums."""
 
     def __call__(
-        self, inputs: Inputs, sums: Sums, ready: Ready | None, /
-    ) -> Beside: ...
+        self, inputs: MicrobatchInputs, sums: GradAccumulator, ready: GradHook | None, /
+    ) -> MicrobatchResult: ...

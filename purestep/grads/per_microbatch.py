@@ -12,21 +12,27 @@ import torch
 from torch import Tensor
 
 from purestep import tree, validation
-from purestep.counts import Group
-from purestep.grads.backends import ReverseModes
-from purestep.grads.inplace import filled as zeros_for_none
-from purestep.grads.microbatch import Beside, Inputs, Reverse, Sums
-from purestep.sharding.gather import filled, scatter
-from purestep.types import Ready
+from purestep.counts import WeightedMicrobatches
+from purestep.grads.backends import GradBackends
+from purestep.grads.inplace import zeros_for_missing as zeros_for_none
+from purestep.grads.microbatch import (
+    GradAccumulator,
+    GradFn,
+    MicrobatchInputs,
+    MicrobatchResult,
+)
+from purestep.sharding.gather import gather_shards, make_reduce_scatter
+from purestep.types import GradHook
 
 JOIN = object()
 """A microbatch that this rank does not have while others do."""
 
 
-def joined(group: Group, rounds: int) -> Group:
+def pad_microbatches(group: WeightedMicrobatches, rounds: int) -> WeightedMicrobatches:
     """The group, and ``JOIN`` until there are so many microbatches.
 
-    >>> len(joined(Group([{"x": torch.ones(2)}], None, None), 3).microbatches)
+    >>> group = WeightedMicrobatches([{"x": torch.ones(2)}], None, None)
+    >>> len(pad_microbatches(group, 3).microbatches)
     3
     """
     microbatches, weights, counted = group
@@ -34,51 +40,58 @@ def joined(group: Group, rounds: int) -> Group:
     if not missing:
         return group
     own_weights: Sequence[Any] = weights or [None] * len(microbatches)
-    given = [*own_weights, *[_no_token()] * missing]
-    return Group([*microbatches, *[JOIN] * missing], given, counted)
+    given = [*own_weights, *[_no_tokens()] * missing]
+    return WeightedMicrobatches([*microbatches, *[JOIN] * missing], given, counted)
 
 
-def per_microbatch(modes: ReverseModes) -> ReverseModes:
+def gather_per_microbatch(modes: GradBackends) -> GradBackends:
     """Each mode, at params that are gathered for one microbatch, and gradients in pieces again."""
-    return ReverseModes(*(partial(_at_wholes, mode) for mode in modes))
+    return GradBackends(*(partial(_with_full_params, mode) for mode in modes))
 
 
-def per_backward(modes: ReverseModes) -> ReverseModes:
+def gather_in_loss(modes: GradBackends) -> GradBackends:
     """Each mode, for losses that gather params themselves and scatter their gradients.
 
     All ranks scatter together in the backward pass. One whose loss reaches no param has none, so it
     raises before the next gather, with which the others would wait for it.
     """
-    return ReverseModes(*(partial(_with_backward, mode) for mode in modes))
+    return GradBackends(*(partial(_check_reduces, mode) for mode in modes))
 
 
-def _with_backward(
-    mode: Reverse, inputs: Inputs, sums: Sums, ready: Ready | None
-) -> Beside:
+def _check_reduces(
+    mode: GradFn,
+    inputs: MicrobatchInputs,
+    sums: GradAccumulator,
+    ready: GradHook | None,
+) -> MicrobatchResult:
     beside = mode(inputs, sums, ready)
     if not beside.reached and any(
-        place and place.axis.own_programs for place in tree.spread(inputs.structure)
+        place and place.axis.is_multi_program
+        for place in tree.shard_specs(inputs.structure)
     ):
-        raise validation.unreached()
+        raise validation.no_dependence_error()
     return beside
 
 
-def _at_wholes(
-    mode: Reverse, inputs: Inputs, sums: Sums, ready: Ready | None
-) -> Beside:
-    places = tree.spread(inputs.structure)
+def _with_full_params(
+    mode: GradFn,
+    inputs: MicrobatchInputs,
+    sums: GradAccumulator,
+    ready: GradHook | None,
+) -> MicrobatchResult:
+    places = tree.shard_specs(inputs.structure)
     apart = {at: place for at, place in enumerate(places) if place}
     if not apart and inputs.microbatch is not JOIN:
         return mode(inputs, sums, ready)
-    params = filled(
+    params = gather_shards(
         tree.unflatten(inputs.structure, inputs.leaves), inputs.leaves, apart
     )
     wholes, structure = tree.flatten(params)
-    here = Sums([None] * len(wholes), sums.dtypes)
-    taken, finish = scatter(wholes, sums.dtypes, apart)
+    here = GradAccumulator([None] * len(wholes), sums.dtypes)
+    taken, finish = make_reduce_scatter(wholes, sums.dtypes, apart)
     if inputs.microbatch is JOIN:
         loss = wholes[0].new_zeros((), dtype=tree.accumulation_dtype(wholes[0].dtype))
-        beside = Beside(loss, _no_token(), (), reached=False)
+        beside = MicrobatchResult(loss, _no_tokens(), (), reached=False)
     else:
         beside = mode(inputs._replace(leaves=wholes, structure=structure), here, taken)
     grads = zeros_for_none(here, wholes)
@@ -89,5 +102,5 @@ def _at_wholes(
     return beside
 
 
-def _no_token() -> Tensor:
+def _no_tokens() -> Tensor:
     return torch.zeros(1, dtype=torch.bool)

@@ -8,15 +8,15 @@ from purestep.counts import IGNORE_INDEX
 from purestep.losses.logits import as_labels, check_temperature
 from purestep.losses.vocabulary import (
     Head,
-    above,
     chunk_size,
-    joined,
+    combine_chunks,
     logits_of,
-    pieces,
+    shifted_exp,
+    split_head,
     statistics,
 )
 from purestep.remat import remat
-from purestep.tree import accumulation_dtype, at_hand
+from purestep.tree import accumulation_dtype, concrete
 
 
 def linear_cross_entropy(
@@ -72,7 +72,7 @@ def linear_cross_entropy(
             f"soft_cap={soft_cap}: it divides logits, so take one above 0, or None"
         )
     labels = as_labels(labels)
-    known = at_hand(labels)
+    known = concrete(labels)
     if known is not None:
         wrong = known[((known < 0) | (known >= classes)) & (known != ignore_index)]
         if wrong.numel():
@@ -149,15 +149,15 @@ def linear_kl_divergence(
     )
     head, teacher = Head(weight), Head(teacher_weight)
     size = chunk_size(flat, head, chunk)
-    pairs = zip(pieces(head, size), pieces(teacher, size), strict=True)
+    pairs = zip(split_head(head, size), split_head(teacher, size), strict=True)
     made = [
         remat(_divergence)(flat, teacher_flat, *pair, temperature) for pair in pairs
     ]
     most, exponentials, teacher_most, teacher_exponentials, gaps = (
         torch.stack(each) for each in zip(*made, strict=True)
     )
-    z, _ = joined(most, exponentials)
-    teacher_z, scale = joined(teacher_most, teacher_exponentials)
+    z, _ = combine_chunks(most, exponentials)
+    teacher_z, scale = combine_chunks(teacher_most, teacher_exponentials)
     gap = (gaps * scale).sum(0) / (teacher_exponentials * scale).sum(0)
     return temperature**2 * (gap + z - teacher_z).reshape(hidden.shape[:-1])
 
@@ -172,8 +172,8 @@ def _divergence(
     """The greatest logits and the exponentials above, of both; Σ exp x′ · (x′ − x)."""
     x = logits_of(hidden, head) / temperature
     teacher = logits_of(teacher_hidden, teacher_head) / temperature
-    most, exponentials = above(x)
-    teacher_most, weights = above(teacher)
+    most, exponentials = shifted_exp(x)
+    teacher_most, weights = shifted_exp(teacher)
     gaps = weights * (teacher - x)
     return most, exponentials.sum(-1), teacher_most, weights.sum(-1), gaps.sum(-1)
 

@@ -5,7 +5,7 @@ from torch import Tensor
 from purestep.losses.shapes import paired
 
 
-def mse(predictions: Tensor, targets: Tensor, *, unit_dims: int = 1) -> Tensor:
+def mse(predictions: Tensor, targets: Tensor, *, batch_dims: int = 1) -> Tensor:
     """Returns each unit's squared error, a mean over its elements, in float32 or wider.
 
         ℓᵢ = meanⱼ (xᵢⱼ − yᵢⱼ)²
@@ -15,7 +15,7 @@ def mse(predictions: Tensor, targets: Tensor, *, unit_dims: int = 1) -> Tensor:
     Args:
         predictions: x.
         targets: y, of the same shape.
-        unit_dims: how many leading dimensions number the units. 1: a unit is a row. 2: for (rows,
+        batch_dims: how many leading dimensions number the units. 1: a unit is a row. 2: for (rows,
             time, features), each time step of each row has a loss and a weight. All dimensions:
             each element is a unit.
 
@@ -24,10 +24,13 @@ def mse(predictions: Tensor, targets: Tensor, *, unit_dims: int = 1) -> Tensor:
     tensor([5., 0.])
     """
     predictions, targets = paired(predictions=predictions, targets=targets)
-    if not 0 <= unit_dims <= predictions.ndim:
+    if not 0 <= batch_dims <= predictions.ndim:
         raise ValueError(
-            f"unit_dims={unit_dims} of predictions of shape {tuple(predictions.shape)}: it counts "
+            f"batch_dims={batch_dims} of predictions of shape "
+            f"{tuple(predictions.shape)}: it counts "
             f"leading dimensions, so take one from 0 to {predictions.ndim}"
         )
     squares = (predictions - targets).square()
-    return squares.flatten(unit_dims).mean(-1) if unit_dims < squares.ndim else squares
+    return (
+        squares.flatten(batch_dims).mean(-1) if batch_dims < squares.ndim else squares
+    )

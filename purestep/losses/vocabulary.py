@@ -50,7 +50,7 @@ def statistics(
     Statistics(z=tensor([1.3863]), picked=tensor([0.]), total=tensor([0.]))
     """
     size = chunk_size(hidden, head, chunk)
-    if not tree.eager():
+    if not tree.is_plain_eager():
         return by_chunks(hidden, labels, head, size)
     return Statistics(
         *_apply(labels, head.soft_cap, size, hidden, head.weight, head.bias)
@@ -74,10 +74,10 @@ def chunk_size(hidden: Tensor, head: Head, chunk: int | None) -> int:
     )
 
 
-def pieces(head: Head, size: int) -> list[Head]:
+def split_head(head: Head, size: int) -> list[Head]:
     """The head, ``size`` classes at a time.
 
-    >>> [len(piece.weight) for piece in pieces(Head(torch.ones(5, 2)), 2)]
+    >>> [len(piece.weight) for piece in split_head(Head(torch.ones(5, 2)), 2)]
     [2, 2, 1]
     """
     weights = head.weight.split(size)
@@ -98,12 +98,14 @@ def by_chunks(hidden: Tensor, labels: Tensor, head: Head, size: int) -> Statisti
     hidden = hidden.to(tree.accumulation_dtype(hidden.dtype))
     made = [
         remat(_chunk)(hidden, labels - number * size, piece)
-        for number, piece in enumerate(pieces(head, size))
+        for number, piece in enumerate(split_head(head, size))
     ]
     most, exponentials, picked, total = (
         torch.stack(each) for each in zip(*made, strict=True)
     )
-    return Statistics(joined(most, exponentials)[0], picked.sum(0), total.sum(0))
+    return Statistics(
+        combine_chunks(most, exponentials)[0], picked.sum(0), total.sum(0)
+    )
 
 
 def _chunk(hidden: Tensor, labels: Tensor, head: Head) -> tuple[Tensor, ...]:
@@ -111,7 +113,7 @@ def _chunk(hidden: Tensor, labels: Tensor, head: Head) -> tuple[Tensor, ...]:
     x = logits_of(hidden, head)
     place, inside = _place(labels, head.weight)
     picked = torch.where(inside, x.gather(-1, place), 0).squeeze(-1)
-    most, exponentials = above(x)
+    most, exponentials = shifted_exp(x)
     return most, exponentials.sum(-1), picked, x.sum(-1)
 
 
@@ -122,20 +124,20 @@ def _place(labels: Tensor, classes: Tensor) -> tuple[Tensor, Tensor]:
     return torch.where(inside, labels, 0), inside
 
 
-def above(x: Tensor) -> tuple[Tensor, Tensor]:
+def shifted_exp(x: Tensor) -> tuple[Tensor, Tensor]:
     """The greatest of each row, a constant, and the exponentials of the row less it.
 
-    >>> above(torch.zeros(1, 2))
+    >>> shifted_exp(torch.zeros(1, 2))
     (tensor([0.]), tensor([[1., 1.]]))
     """
     most = x.detach().amax(-1)
     return most, (x - _finite(most).unsqueeze(-1)).exp()
 
 
-def joined(most: Tensor, exponentials: Tensor) -> tuple[Tensor, Tensor]:
+def combine_chunks(most: Tensor, exponentials: Tensor) -> tuple[Tensor, Tensor]:
     """log Σ exp of all chunks, and what each one's exponentials are multiplied by.
 
-    >>> joined(torch.zeros(2, 1), torch.ones(2, 1))
+    >>> combine_chunks(torch.zeros(2, 1), torch.ones(2, 1))
     (tensor([0.6931]), tensor([[1.],
             [1.]]))
     """

@@ -17,11 +17,11 @@ from torch.overrides import TorchFunctionMode
 
 from purestep import random, tree
 from purestep.nn.attention import attention, multi_head
-from purestep.random import Keys, TokenKeys, fold_in
+from purestep.random import Keys, PackedKeys, fold_in
 from purestep.torch_private import checkpoint_frame
 
 
-class Keyed(TorchFunctionMode):
+class KeyedDropout(TorchFunctionMode):
     """Within it, dropout draws from the keys, from the ``count``-th place on.
 
     ``second``: the module may take examples along another dimension than the first, so that one of
@@ -29,7 +29,7 @@ class Keyed(TorchFunctionMode):
 
     >>> from purestep import random
     >>> keys = torch.stack([random.key(0), random.key(1)])
-    >>> with Keyed(keys):
+    >>> with KeyedDropout(keys):
     ...     made = functional.dropout(torch.ones(2, 3), 0.5)
     >>> made.equal(random.dropout(torch.ones(2, 3), 0.5, fold_in(keys, 0)))
     True
@@ -37,10 +37,11 @@ class Keyed(TorchFunctionMode):
 
     def __init__(self, keys: Keys, count: int = 0, second: bool = False) -> None:
         super().__init__()
-        own = keys.keys if isinstance(keys, TokenKeys) else keys
+        own = keys.keys if isinstance(keys, PackedKeys) else keys
         if not isinstance(own, Tensor) or own.dtype != torch.int64:
             raise TypeError(
-                f"key= takes keys of ps.random, tensors of dtype int64, got {tree.kind(own)}: pass "
+                "key= takes keys of ps.random, tensors of dtype int64, got "
+                f"{tree.format_leaf(own)}: pass "
                 "a module's own argument of that name by position"
             )
         self._keys, self._count, self._second = keys, count, second
@@ -105,7 +106,7 @@ class Keyed(TorchFunctionMode):
             self._second and rows[:1] != (1,) and {*rows[:1]} & {*pairs.shape[1:]}
         ):
             raise ValueError(
-                f"dropout in the module drops {tree.kind(x)}, whose first dimension "
+                f"dropout in the module drops {tree.format_leaf(x)}, whose first dimension "
                 f"{'is' if other else 'may be'} not that of the {tuple(rows)} examples of key=: "
                 "let it take examples first (batch_first=True), call it for one example under "
                 "torch.vmap, or say which token is whose, by key=ps.random.token_keys("
@@ -128,7 +129,7 @@ class Keyed(TorchFunctionMode):
         alone = shape and (*shape[:rows],) == self._shape and {*shape[rows:]} <= {1}
         if (
             not alone
-            or isinstance(self._keys, TokenKeys)
+            or isinstance(self._keys, PackedKeys)
             or not isinstance(p, float | int)
         ):
             raise ValueError(
@@ -155,7 +156,7 @@ class Keyed(TorchFunctionMode):
             return input
         shaped = input
         if func in _CHANNELS:
-            if isinstance(self._keys, TokenKeys):
+            if isinstance(self._keys, PackedKeys):
                 raise ValueError(
                     f"{func.__name__} drops channels: pass keys of examples"
                 )
@@ -173,7 +174,7 @@ class Keyed(TorchFunctionMode):
 def _within(
     keys: Keys, count: int, run: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> Any:
-    with Keyed(keys, count):
+    with KeyedDropout(keys, count):
         return run(*args, **kwargs)
 
 

@@ -36,7 +36,7 @@ _NUMBERS = (
 )
 
 
-def place(tensor: Any) -> torch.UntypedStorage | None:
+def memory_range(tensor: Any) -> torch.UntypedStorage | None:
     """The storage of a tensor, in whatever wrappers of torch.func; None of what has none."""
     tensor = torch.func.debug_unwrap(tensor) if isinstance(tensor, Tensor) else tensor
     strided = isinstance(tensor, Tensor) and tensor.layout is torch.strided
@@ -44,7 +44,7 @@ def place(tensor: Any) -> torch.UntypedStorage | None:
 
 
 @contextmanager
-def watched(
+def check_first_call(
     kept: Mapping[str, Tensor],
     own: Mapping[str, Tensor],
     inputs: Sequence[Any],
@@ -55,17 +55,19 @@ def watched(
     Parameters of the module itself may be inputs, or what is kept.
 
     >>> own = torch.nn.Linear(1, 1).weight
-    >>> with watched({"weight": own}, {}, [], keyed=False):
+    >>> with check_first_call({"weight": own}, {}, [], keyed=False):
     ...     own.data.clamp_(0, 1)
     Traceback (most recent call last):
     ...
     ValueError: the module writes to weight: compute a new tensor, which ...
     """
-    places = {name: place(each) for name, each in kept.items()}
+    places = {name: memory_range(each) for name, each in kept.items()}
     writes = {at: name for name, at in places.items() if at}
-    known = {None, *writes, *map(place, inputs)}
+    known = {None, *writes, *map(memory_range, inputs)}
     reads = {
-        place(each): name for name, each in own.items() if place(each) not in known
+        memory_range(each): name
+        for name, each in own.items()
+        if memory_range(each) not in known
     }
 
     def look(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
@@ -74,7 +76,9 @@ def watched(
         for name, (value, written) in given.items():
             # torch does not say that a batch norm writes to its running statistics.
             written |= bool(trains) and name.startswith("running_")
-            for at in map(place, value if isinstance(value, list | tuple) else [value]):
+            for at in map(
+                memory_range, value if isinstance(value, list | tuple) else [value]
+            ):
                 if at in reads:
                     raise ValueError(_ELSEWHERE.format(reads[at]))
                 if written and at in writes:
@@ -94,7 +98,7 @@ def watched(
         yield
     for name, each in kept.items():
         if (
-            place(each) is not places[name]
+            memory_range(each) is not places[name]
         ):  # Something has been assigned to its ``.data``.
             raise ValueError(_WRITES.format(name))
     if keyed and _generators() != before:

@@ -130,9 +130,10 @@ def to_module(
     }
     places = own | known
     for name, value in values.items():
-        if tree.kind(value) != tree.kind(places[name]):
+        if tree.format_leaf(value) != tree.format_leaf(places[name]):
             raise ValueError(
-                f"{name} is {tree.kind(value)}, and the module's is {tree.kind(places[name])}: "
+                f"{name} is {tree.format_leaf(value)}, and the module's is "
+                f"{tree.format_leaf(places[name])}: "
                 "write back to the module that from_module took, or one like it"
             )
     with torch.no_grad():
@@ -153,7 +154,11 @@ class Apply:
             id(p): (name, p) for name, p in trained.items()
         }
         named = dict(module.named_parameters())
-        for name, each in [*buffers.items(), *named.items(), *rebuild.held_by(module)]:
+        for name, each in [
+            *buffers.items(),
+            *named.items(),
+            *rebuild.tensors_held_by(module),
+        ]:
             # spectral_norm puts an alias of weight_orig in place of a weight that it computes.
             if isinstance(each, Tensor) and f"{name}_orig" not in named:
                 held.setdefault(id(each), (name, each))
@@ -168,7 +173,7 @@ class Apply:
         self._written = validation.written_in_training(module)
         self._mappings = outside.find_mappings(module)
         self._parts = [*module.modules()] if self._mappings else []
-        self._plan = rebuild.plan_of(module, [*tensors.values()], self._mappings)
+        self._plan = rebuild.make_recipe(module, [*tensors.values()], self._mappings)
         self._models = huggingface.models_of(module)
         self._second = any(
             getattr(each, "batch_first", None) is False for each in module.modules()
@@ -230,18 +235,20 @@ class Apply:
             if kind not in self._known:
                 # The first of a kind is looked at, and refused before it does any harm.
                 kept = {**self._constants, **dict(zip(names, values, strict=True))}
-                inputs = tree.leaves_of((args, kwargs))
-                looked_at = first_call.watched(
+                inputs = tree.leaves((args, kwargs))
+                looked_at = first_call.check_first_call(
                     kept, self._trained, inputs, key is not None
                 )
         held = {**self._constants, **carried}
-        module = rebuild.build(self._plan, [*values, *held.values()], self._evaluates)
+        module = rebuild.rebuild(self._plan, [*values, *held.values()], self._evaluates)
         noise = (
-            nullcontext() if key is None else dropout.Keyed(key, second=self._second)
+            nullcontext()
+            if key is None
+            else dropout.KeyedDropout(key, second=self._second)
         )
         names_of_parts: AbstractContextManager[object] = nullcontext()
         if self._mappings and kind is not None:
-            names_of_parts = outside.rekeyed(
+            names_of_parts = outside.rekey_mappings(
                 self._mappings, self._parts, [*module.modules()]
             )
         with looked_at, noise, names_of_parts:

@@ -56,7 +56,8 @@ def check_call(
             )
             if added and mask.dtype == torch.bool:
                 raise ValueError(
-                    f"{name} is {tree.kind(mask)}, which eager attention would add to its scores, "
+                    f"{name} is {tree.format_leaf(mask)}, which eager attention would "
+                    "add to its scores, "
                     "True for 1: pass one to be added, as ps.segment_mask(segments, dtype) makes "
                     'it, or set_attn_implementation("sdpa")'
                 )

@@ -73,7 +73,7 @@ def _reachable(thing: Any) -> Iterable[Any]:
 
 
 @contextmanager
-def rekeyed(
+def rekey_mappings(
     mappings: Sequence[Any], parts: Sequence[Module], new_parts: Sequence[Module]
 ) -> Iterator[None]:
     """Puts new layers in the place of a module's, as keys and members, while the context lasts."""

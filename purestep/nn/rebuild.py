@@ -26,7 +26,7 @@ from purestep import torch_private
 from purestep.torch_private import uncompiled
 
 
-class Plan(NamedTuple):
+class Recipe(NamedTuple):
     """How a list of values grows: tensors, containers, objects, and what is made of them.
 
     The first containers are the attributes of the objects. ``places`` in containers are filled
@@ -42,7 +42,7 @@ class Plan(NamedTuple):
     root: int
 
 
-def build(plan: Plan, tensors: Sequence[Tensor], evaluates: bool) -> Any:
+def rebuild(plan: Recipe, tensors: Sequence[Tensor], evaluates: bool) -> Any:
     """The module made anew around these tensors; a compiler traces it like any other code."""
     containers = [each.copy() for each in plan.containers]
     objects: list[Any] = [object.__new__(kind) for kind in plan.objects]
@@ -70,14 +70,14 @@ def build(plan: Plan, tensors: Sequence[Tensor], evaluates: bool) -> Any:
     return values[plan.root]
 
 
-def plan_of(
+def make_recipe(
     module: Module, tensors: Sequence[Tensor], shared: Sequence[Any] = ()
-) -> Plan:
+) -> Recipe:
     """A plan in which these tensors of the module are open, and ``shared`` things stay as they are.
 
     >>> module = torch.nn.Linear(2, 2, bias=False)
-    >>> plan = plan_of(module, [module.weight])
-    >>> doubled = build(plan, [2 * module.weight], evaluates=False)
+    >>> plan = make_recipe(module, [module.weight])
+    >>> doubled = rebuild(plan, [2 * module.weight], evaluates=False)
     >>> torch.equal(doubled(torch.ones(2)), 2 * module(torch.ones(2)))
     True
     """
@@ -90,7 +90,7 @@ def plan_of(
     first = [*tensors, *containers, *objects]
     at = {id(each): position for position, each in enumerate(first)}
     copies = [each.copy() for each in containers]
-    plan = Plan(copies, [type(each) for each in objects], [], [], [], at[id(module)])
+    plan = Recipe(copies, [type(each) for each in objects], [], [], [], at[id(module)])
     parts_by_id = _parts_by_id(module, tensors)
 
     def made(make: Callable[..., Any], parts: list[int]) -> int:
@@ -129,13 +129,13 @@ def plan_of(
     return plan
 
 
-def held_by(module: Module) -> Iterator[tuple[str, Any]]:
+def tensors_held_by(module: Module) -> Iterator[tuple[str, Any]]:
     """What modules hold in attributes, and in containers there: tensors, containers and modules.
 
     >>> module = torch.nn.Linear(2, 2)
     >>> module.seen = {"last": [torch.zeros(3)]}
     >>> module.seen["itself"] = module.seen
-    >>> [path for path, each in held_by(module) if isinstance(each, Tensor)]
+    >>> [path for path, each in tensors_held_by(module) if isinstance(each, Tensor)]
     ['_parameters[weight]', '_parameters[bias]', 'seen[last][0]']
     """
     seen = set[int]()
@@ -171,7 +171,7 @@ def _made_anew(
             holders.setdefault(id(target), []).append(thing)
     anew: dict[int, Any] = {}
     todo = [*module.modules(), *tensors]
-    todo += [each for _, each in held_by(module) if type(each) in _CONTAINERS]
+    todo += [each for _, each in tensors_held_by(module) if type(each) in _CONTAINERS]
     for thing in todo:
         if id(thing) not in anew and _maker(thing) is not None:
             anew[id(thing)] = thing

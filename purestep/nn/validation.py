@@ -80,7 +80,8 @@ def check_params(
     for name, p in params.items():
         if not p.is_floating_point():
             raise TypeError(
-                f"trainable= chooses {name}, which is {tree.kind(p)} and has no gradient here: "
+                f"trainable= chooses {name}, which is {tree.format_leaf(p)} and has "
+                "no gradient here: "
                 "leave it out, or hold a complex one as torch.view_as_real(p)"
             )
         if hooks_backward([p]):

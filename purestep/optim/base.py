@@ -123,7 +123,7 @@ def chain(*transforms: *tuple[*tuple[Transform, ...], Part]) -> Part:
         updates: Any, grads: Tree, state: Any, params: Params, *applied: Any
     ) -> Any:
         if not isinstance(state, tuple) or len(state) != len(parts):
-            refuse(init, grads, state, params)
+            raise_mismatch(init, grads, state, params)
         states = []
         for update, old in zip(updates, state, strict=True):
             grads, new = update(grads, old, params, *applied)
@@ -134,16 +134,16 @@ def chain(*transforms: *tuple[*tuple[Transform, ...], Part]) -> Part:
     return type(transforms[-1])(
         init,
         partial(in_turn, [part.update for part in parts]),
-        partial(in_turn, [in_place(part) for part in parts]),
+        partial(in_turn, [update_in_place(part) for part in parts]),
     )
 
 
-def in_place(part: Transform | Optimizer) -> UpdateInPlace:
+def update_in_place(part: Transform | Optimizer) -> UpdateInPlace:
     """``update_`` of the part, or its ``update`` written over what it replaces."""
-    return part.update_ or partial(over, part)
+    return part.update_ or partial(update_by_copy, part)
 
 
-def over(
+def update_by_copy(
     part: Transform | Optimizer,
     grads: Tree,
     state: OptState,
@@ -152,10 +152,10 @@ def over(
 ) -> tuple[Tree, OptState]:
     """What ``update`` gives, written over what it replaces; fresh tensors where it is recorded."""
     if applied is not None:
-        grads = held_back(grads, applied)
+        grads = mask_grads(grads, applied)
     old = (grads if isinstance(part, Transform) else params, state)
-    held = {leaf.untyped_storage() for leaf in tree.leaves_of(old)}
-    before = [id(leaf) for leaf in tree.leaves_of(old)]
+    held = {leaf.untyped_storage() for leaf in tree.leaves(old)}
+    before = [id(leaf) for leaf in tree.leaves(old)]
     leaves, structure = tree.flatten(part.update(grads, state, params))
     # What lies in the memory of the old tree would be written over before it is read.
     apart = [
@@ -166,11 +166,11 @@ def over(
     ]
     new, after = tree.unflatten(structure, apart)
     if isinstance(part, Transform):
-        return new, tree.overwrite(state, after, applied)
-    return cast("tuple[Params, OptState]", tree.overwrite(old, (new, after), applied))
+        return new, tree.copy_(state, after, applied)
+    return cast("tuple[Params, OptState]", tree.copy_(old, (new, after), applied))
 
 
-def held_back(grads: Tree, applied: Tensor) -> Tree:
+def mask_grads(grads: Tree, applied: Tensor) -> Tree:
     """The gradients where the step is taken, and zeros where it is not.
 
     What is computed from them is finite then, whether it is chosen or not. A derivative needs that:
@@ -186,7 +186,7 @@ def check_params(params: Params) -> None:
 
 
 def _check_tensors(name: str, of: Tree, way_out: str) -> None:
-    for position, leaf in enumerate(tree.leaves_of(of)):
+    for position, leaf in enumerate(tree.leaves(of)):
         if not isinstance(leaf, Tensor):
             path = tree.paths(of, name)[position]
             raise TypeError(
@@ -213,36 +213,42 @@ def _way_out(kind: type) -> str:
     return "a NamedTuple of init(params) and update(grads, opt_state, params)"
 
 
-def refuse(init: Init, grads: Tree, state: OptState, params: Params) -> NoReturn:
+def raise_mismatch(
+    init: Init, grads: Tree, state: OptState, params: Params
+) -> NoReturn:
     """Says which of them is not like the others."""
     if params is None:
         raise ValueError(
             "this update reads the params: call update(grads, state, params)"
         )
     raise ValueError(
-        foreign(init, state, params)
-        or f"grads are not like params: {tree.difference(grads, params, 'grads')}"
+        state_mismatch(init, state, params)
+        or f"grads are not like params: {tree.describe_mismatch(grads, params, 'grads')}"
     )
 
 
-def foreign(init: Init, state: OptState, params: Params) -> str | None:
+def state_mismatch(init: Init, state: OptState, params: Params) -> str | None:
     """In what a state is none that ``init`` makes of these params; None where it is one."""
     wanted = init(params)
-    difference = tree.difference(state, wanted, "opt_state")
+    difference = tree.describe_mismatch(state, wanted, "opt_state")
     if difference is None:
         return None
-    found, expected = (tree.describe(tree.flatten(one)[1]) for one in (state, wanted))
+    found, expected = (
+        tree.format_spec(tree.flatten(one)[1]) for one in (state, wanted)
+    )
     return (
         "opt_state was not made by optimizer.init of these params: take optimizer.init(params) of "
         f"this very optimizer. {difference}; it is {found:.200}, and {expected:.200} was expected"
     )
 
 
-def explain(init: Init, state: OptState, params: Params, error: Exception) -> None:
+def reraise_with_hint(
+    init: Init, state: OptState, params: Params, error: Exception
+) -> None:
     """Raises a better error where the state is none of this optimizer's, or holds no tensors."""
     mismatch: str | None = None
     with suppress(Exception):  # What went wrong first is what matters.
-        mismatch = foreign(init, state, params)
+        mismatch = state_mismatch(init, state, params)
     if mismatch:
         raise ValueError(mismatch) from error
     way_out = (

@@ -12,7 +12,13 @@ from torch import Tensor
 
 from purestep import tree
 from purestep.optim.arithmetic import FOREACH, LEAF
-from purestep.optim.base import Part, Transform, check_params, over, refuse
+from purestep.optim.base import (
+    Part,
+    Transform,
+    check_params,
+    raise_mismatch,
+    update_by_copy,
+)
 from purestep.optim.schedules import LearningRate, rate_at
 from purestep.tree import foreach
 from purestep.types import OptState, Params, Tree
@@ -31,7 +37,7 @@ Fused: TypeAlias = Callable[
 WIDE = {torch.float32, torch.float64}
 """The dtypes in which gradients are read; narrower ones are widened first."""
 
-SUMS = {*tree.SUM_DTYPES}
+SUMS = {*tree.FLOAT_DTYPES}
 
 HOST_BYTES, DEVICE_BYTES = 2**15, 2**28
 """Formulas hold several columns: they take params of about this size at once."""
@@ -49,7 +55,7 @@ class Inputs(NamedTuple):
     """What an update takes, flattened and compared."""
 
     columns: list[list[Tensor]]
-    structures: list[tree.Structure]
+    structures: list[tree.TreeSpec]
     dtypes: set[torch.dtype]
 
 
@@ -126,8 +132,8 @@ def elementwise(
             else [rate_at(rate, step) for rate in hyperparams]
         )
         # A rate may require grad, or a number of a transform before this one.
-        if tree.any_requires_grad([*rates, *columns[0]]):
-            return over(cls(init, update), grads, state, params, applied)
+        if tree.leaves_require_grad([*rates, *columns[0]]):
+            return update_by_copy(cls(init, update), grads, state, params, applied)
         if num_counters:
             step.add_(1 if applied is None else applied)
         updates = [*columns[0]]
@@ -152,7 +158,7 @@ def elementwise(
         slots = state[num_counters:] if is_state else ()
         inputs = flatten_alike(grads, like_params, *slots) if is_state else None
         if inputs is None:
-            refuse(init, grads, state, params)
+            raise_mismatch(init, grads, state, params)
         return inputs
 
     init.__qualname__, update.__qualname__ = "init", "update"  # as errors name them
@@ -170,7 +176,7 @@ def flatten_alike(*trees: Tree) -> Inputs | None:
     if not dtypes <= SUMS:
         return None
     for other in structures[1:]:
-        if not tree.is_same_structure(other, structures[0]):
+        if not tree.is_same_spec(other, structures[0]):
             return None
     for leaf, other in zip(leaves, leaves[count:], strict=False):
         if leaf.shape != other.shape:
@@ -290,7 +296,7 @@ def widened(grad: Tensor) -> Tensor:
 
 def zero_step(params: Params) -> Tensor:
     """Returns a step counter at 0, where the params are."""
-    leaves = tree.leaves_of(params)
+    leaves = tree.leaves(params)
     if not leaves:
         return torch.zeros((), dtype=torch.int64)
     # Made of a leaf, so that under vmap each member has its own, as after a step.

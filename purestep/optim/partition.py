@@ -13,8 +13,8 @@ from purestep.optim.base import (
     Transform,
     check_optimizer,
     check_params,
-    in_place,
-    refuse,
+    raise_mismatch,
+    update_in_place,
 )
 from purestep.types import OptState, Params, Tree
 
@@ -30,7 +30,7 @@ class Share(NamedTuple):
 
     label: str
     where: list[int]
-    structure: tree.Structure
+    structure: tree.TreeSpec
 
     def of(self, leaves: Sequence[Any]) -> Tree:
         """The tree of its leaves, among all of them."""
@@ -74,9 +74,9 @@ def partition(
     remembered: list[tuple[Any, list[Share]]] = []
 
     def shares_of(
-        params: Params, leaves: list[Any], structure: tree.Structure
+        params: Params, leaves: list[Any], structure: tree.TreeSpec
     ) -> list[Share]:
-        if not tree.eager():
+        if not tree.is_plain_eager():
             return labelled(params, leaves, structure)
         asked = structure, [(leaf.shape, leaf.dtype) for leaf in leaves]
         for before, shares in remembered:
@@ -87,7 +87,7 @@ def partition(
         return shares
 
     def labelled(
-        params: Params, leaves: list[Any], structure: tree.Structure
+        params: Params, leaves: list[Any], structure: tree.TreeSpec
     ) -> list[Share]:
         each = tree.broadcast_prefix(
             label_fn(params) if callable(label_fn) else label_fn, params
@@ -102,7 +102,7 @@ def partition(
         for label in optimizers:
             where = [position for position, other in enumerate(each) if other == label]
             if where:
-                part = tree.part(structure, leaves, {*where})
+                part = tree.subset(structure, leaves, {*where})
                 found.append(Share(label, where, tree.flatten(part)[1]))
         return found
 
@@ -139,19 +139,19 @@ def partition(
         shares = shares_of(params, ours, structure)
         theirs, other = tree.flatten(grads)
         olds = states_of(shares, state)
-        if olds is None or not tree.is_same_structure(other, structure):
-            refuse(init, grads, state, params)
+        if olds is None or not tree.is_same_spec(other, structure):
+            raise_mismatch(init, grads, state, params)
         new, states = [*ours], []
         for share, old in zip(shares, olds, strict=True):
             update = update_of[share.label]
             moved, after = update(share.of(theirs), old, share.of(ours), *applied)
             states.append(after)
-            for position, leaf in zip(share.where, tree.leaves_of(moved), strict=True):
+            for position, leaf in zip(share.where, tree.leaves(moved), strict=True):
                 new[position] = leaf
         return tree.unflatten(structure, new), joined(shares, states)
 
     pure = {label: part.update for label, part in optimizers.items()}
-    writing = {label: in_place(part) for label, part in optimizers.items()}
+    writing = {label: update_in_place(part) for label, part in optimizers.items()}
     made: Part = kind(init, partial(apart, pure), partial(apart, writing))
     return made
 
@@ -168,7 +168,7 @@ def masked(mask: Mask, decayed: Part, others: Part) -> Part:
         if not all(isinstance(flag, bool) for flag in each):
             raise ValueError(
                 "the weight-decay mask must be a tree of bools like the params, or a prefix of it, "
-                f"{tree.describe(structure)}, but it is {flags}"
+                f"{tree.format_spec(structure)}, but it is {flags}"
             )
         return tree.unflatten(structure, ["decay" if flag else "rest" for flag in each])
 

@@ -9,7 +9,12 @@ import torch
 from torch import Tensor
 
 from purestep import tree
-from purestep.optim.base import Optimizer, check_params, explain, refuse
+from purestep.optim.base import (
+    Optimizer,
+    check_params,
+    raise_mismatch,
+    reraise_with_hint,
+)
 from purestep.optim.schedules import LearningRate, check_rate, rate_at
 from purestep.types import OptState, Params, State, Tree
 
@@ -116,7 +121,7 @@ def from_torch(
         axes = (
             []
             if elementwise
-            else [place.axis for place in tree.spread(structure) if place]
+            else [place.axis for place in tree.shard_specs(structure) if place]
         )
         if axes:
             raise ValueError(
@@ -160,20 +165,20 @@ def from_torch(
         if applied is not None and not applied:
             return params, opt_state
         if not isinstance(opt_state, TorchState):
-            refuse(init, grads, opt_state, params)
-        if not tree.eager(grads, opt_state, params, lr):
+            raise_mismatch(init, grads, opt_state, params)
+        if not tree.is_plain_eager(grads, opt_state, params, lr):
             raise ValueError(
                 f"torch.optim.{name} steps in place, which a transform (vmap, grad, jvp, "
                 "torch.compile) cannot follow: its derivatives would be wrong without a word. "
                 f"Take {plain}"
             )
-        own, structure = tree.flatten(tree.detached(params))
+        own, structure = tree.flatten(tree.detach(params))
         optimizer = built(own, opt_state.step)
         try:
             states = structure.flatten_up_to(opt_state.leaves)
-            theirs = tree.leaves_like(structure, grads)
+            theirs = tree.leaves_matching(structure, grads)
             for leaf, grad, state in zip(own, theirs, states, strict=True):
-                kept = tree.leaves_of(state)
+                kept = tree.leaves(state)
                 # Fused kernels do not look: they would read and write beyond the end.
                 if settings.get("fused") and any(
                     x.ndim and x.shape != leaf.shape for x in kept
@@ -186,11 +191,11 @@ def from_torch(
                     optimizer.state[leaf].update(state)
             optimizer.step()
             for leaf, state in zip(own, states, strict=True):
-                tree.overwrite(
+                tree.copy_(
                     state, {key: optimizer.state[leaf][key] for key in state}, None
                 )
         except Exception as error:
-            explain(init, opt_state, params, error)
+            reraise_with_hint(init, opt_state, params, error)
             raise
         opt_state.step.add_(1)
         return params, opt_state

@@ -25,7 +25,7 @@ def clip_by_global_norm(max_norm: float | Tensor) -> Transform:
     ({'w': tensor([0.6000, 0.8000])}, ())
     """
 
-    def flatten_wide(grads: Tree) -> tuple[list[Tensor], tree.Structure]:
+    def flatten_wide(grads: Tree) -> tuple[list[Tensor], tree.TreeSpec]:
         leaves, structure = tree.flatten(grads)
         return [widened(leaf) for leaf in leaves], structure
 
@@ -43,7 +43,7 @@ def clip_by_global_norm(max_norm: float | Tensor) -> Transform:
     ) -> tuple[Tree, OptState]:
         leaves, structure = flatten_wide(grads)
         is_dense = all(map(Tensor.is_contiguous, leaves))
-        if not is_dense or tree.any_requires_grad([*leaves, max_norm]):
+        if not is_dense or tree.leaves_require_grad([*leaves, max_norm]):
             return update(grads, state, params)
         grads = tree.unflatten(structure, leaves)
         factor = (max_norm / tree.global_norm(grads)).clamp(max=1).nan_to_num(1)

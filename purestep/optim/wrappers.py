@@ -12,8 +12,8 @@ from purestep.optim.base import (
     Transform,
     check_optimizer,
     check_params,
-    in_place,
-    refuse,
+    raise_mismatch,
+    update_in_place,
 )
 from purestep.optim.elementwise import Formula, elementwise, flatten_alike
 from purestep.types import OptState, Params, State, Tree
@@ -66,7 +66,7 @@ def master_weights(optimizer: Optimizer) -> Optimizer[State]:
         if not isinstance(opt_state, MasterState) or not flatten_alike(
             grads, params, opt_state.master
         ):
-            refuse(init, grads, opt_state, params)
+            raise_mismatch(init, grads, opt_state, params)
         wide = tree.map(lambda grad, m: grad.to(m.dtype), grads, opt_state.master)
         moved: tuple[Params, OptState] = update(
             wide, opt_state.inner, opt_state.master, *applied
@@ -86,7 +86,7 @@ def master_weights(optimizer: Optimizer) -> Optimizer[State]:
         grads: Tree, opt_state: OptState, params: Params, applied: Tensor | None
     ) -> tuple[Params, OptState]:
         master, inner = wide_update(
-            in_place(optimizer), grads, opt_state, params, applied
+            update_in_place(optimizer), grads, opt_state, params, applied
         )
         assert rounding.update_ is not None
         params, _ = rounding.update_(master, (), params, applied)
@@ -107,7 +107,7 @@ rounding: Optimizer = elementwise(Optimizer, tuple, [], replace_params)
 def wide_copy(params: Params) -> Params:
     """The params in float32 at least, in other memory; detached where only autograd looks on."""
     check_params(params)
-    differentiable = not tree.untransformed()
+    differentiable = not tree.can_write()
 
     def copied(param: Tensor) -> Tensor:
         param = param if differentiable else param.detach()
@@ -183,7 +183,7 @@ def ema(optimizer: Optimizer, decay: float | Tensor) -> Optimizer[State]:
         if not isinstance(opt_state, EmaState) or not flatten_alike(
             grads, params, opt_state.average
         ):
-            refuse(init, grads, opt_state, params)
+            raise_mismatch(init, grads, opt_state, params)
         moved, inner = update(grads, opt_state.inner, params, *applied)
         _, state = update_average(
             moved, AverageState(opt_state.average), None, *applied
@@ -193,5 +193,5 @@ def ema(optimizer: Optimizer, decay: float | Tensor) -> Optimizer[State]:
     return Optimizer(
         init,
         partial(average_after, optimizer.update, averaging.update),
-        partial(average_after, in_place(optimizer), averaging.update_),
+        partial(average_after, update_in_place(optimizer), averaging.update_),
     )

@@ -15,9 +15,9 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from purestep.axis.process import Ranks, Wait
-from purestep.sharding.layout import entries_of, rows_of, width_of
-from purestep.tree.shard import Place
+from purestep.axis.process import ProcessAxis, Wait
+from purestep.sharding.layout import pack_rows, row_numel, unpack_rows
+from purestep.tree.shard import ShardSpec
 
 FIRST_BYTES = 2**20
 """The size of the first bucket, so that it leaves early."""
@@ -29,8 +29,8 @@ class _Bucket:
 
     dtype: torch.dtype
     device: torch.device
-    over: Ranks | None
-    apart: Ranks | None
+    over: ProcessAxis | None
+    apart: ProcessAxis | None
     rows: int
     offsets: dict[int, int] = field(default_factory=dict)
     width: int = 0
@@ -45,7 +45,7 @@ class _Bucket:
         )
 
 
-class Buckets:
+class GradBuckets:
     """Leaves that travel between ranks, while a backward pass runs: their sums, above all.
 
     ``ready(index, total)`` takes the final sum of a leaf, and lets the full buckets leave; ``fill``
@@ -59,11 +59,11 @@ class Buckets:
 
     def __init__(
         self,
-        axis: Ranks,
+        axis: ProcessAxis,
         leaves: Mapping[int, Tensor],
         dtypes: Sequence[torch.dtype],
-        apart: Mapping[int, Place] | None = None,
-        over: Mapping[int, Ranks] | None = None,
+        apart: Mapping[int, ShardSpec] | None = None,
+        over: Mapping[int, ProcessAxis] | None = None,
         law: str = "psum_scatter",
         first_bytes: float = FIRST_BYTES,
     ) -> None:
@@ -75,7 +75,7 @@ class Buckets:
         for at, leaf in reversed([*leaves.items()]):
             place, beside = self._apart.get(at), axis if over is None else over.get(at)
             ranks = place.axis.size if place else 1
-            width = width_of(place) if place else leaf.numel()
+            width = row_numel(place) if place else leaf.numel()
             rows = 1 if law == "all_gather" else ranks
             kind = dtypes[at], leaf.device, beside, place and place.axis, rows
             bucket = latest.get(kind)
@@ -140,8 +140,8 @@ class Buckets:
                 total.to_dense() if total.is_sparse else total
             )
             return view
-        rows = bucket.memory[:, start : start + width_of(place)]
-        rows.copy_(rows_of(total, place, bucket.rows))
+        rows = bucket.memory[:, start : start + row_numel(place)]
+        rows.copy_(pack_rows(total, place, bucket.rows))
         return rows.new_zeros(()).expand(total.shape)
 
     def fill(self, sums: Sequence[Tensor]) -> None:
@@ -183,8 +183,8 @@ class Buckets:
                 bucket.wait()
             for index in self._apart.keys() & bucket.offsets:
                 place, start = self._apart[index], bucket.offsets[index]
-                rows = bucket.memory[:, start : start + width_of(place)]
-                self.sums[index] = entries_of(rows, place)
+                rows = bucket.memory[:, start : start + row_numel(place)]
+                self.sums[index] = unpack_rows(rows, place)
 
     def finish(self, sums: Sequence[Tensor]) -> list[Tensor]:
         """The sums of all ranks, by position; others as they are."""
@@ -194,14 +194,14 @@ class Buckets:
         return [self.sums.get(at, here) for at, here in enumerate(sums)]
 
 
-def at_once(
-    law: str, tensors: Sequence[Tensor], places: Sequence[Place]
+def run_in_buckets(
+    law: str, tensors: Sequence[Tensor], places: Sequence[ShardSpec]
 ) -> list[Tensor]:
     """The wholes of all pieces, or this rank's pieces of the sums, in few collectives."""
     if not tensors:
         return []
     leaves, dtypes = dict(enumerate(tensors)), [x.dtype for x in tensors]
     apart = dict(enumerate(places))
-    return Buckets(places[0].axis, leaves, dtypes, apart, {}, law, math.inf).finish(
+    return GradBuckets(places[0].axis, leaves, dtypes, apart, {}, law, math.inf).finish(
         tensors
     )

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from purestep import tree
 from purestep.axis import MeshAxis
-from purestep.sharding.gather import bare
-from purestep.tree.shard import Place, Shard
+from purestep.sharding.gather import strip_shards
+from purestep.tree.shard import Shard, ShardSpec
 from purestep.types import Tree
 
 
@@ -25,14 +25,14 @@ def to_dtensor(tree_: Tree) -> Tree:
     >>> torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     >>> axis = MeshAxis(init_device_mesh("cpu", (1,), mesh_dim_names=("dp",)), "dp")
     >>> given = shard({"w": torch.ones(2)}, axis)
-    >>> given["w"].piece.data_ptr() == from_dtensor(to_dtensor(given), axis)["w"].piece.data_ptr()
+    >>> given["w"].local.data_ptr() == from_dtensor(to_dtensor(given), axis)["w"].local.data_ptr()
     True
     >>> torch.distributed.destroy_process_group()
     """
     from torch.distributed import tensor  # takes a second to import
 
-    def converted(piece: Tensor, place: Place | None) -> Any:
-        if place is None or not place.holds(piece):
+    def converted(piece: Tensor, place: ShardSpec | None) -> Any:
+        if place is None or not place.matches(piece):
             return piece
         if not isinstance(place.axis, MeshAxis):
             raise TypeError(
@@ -48,9 +48,9 @@ def to_dtensor(tree_: Tree) -> Tree:
         )
 
     leaves, structure = tree.flatten(tree_)
-    places = tree.spread(structure) or [None] * len(leaves)
+    places = tree.shard_specs(structure) or [None] * len(leaves)
     made = [converted(leaf, place) for leaf, place in zip(leaves, places, strict=True)]
-    return tree.unflatten(tree.flatten(bare(tree_))[1], made)
+    return tree.unflatten(tree.flatten(strip_shards(tree_))[1], made)
 
 
 def from_dtensor(tree_: Tree, axis: MeshAxis) -> Tree:

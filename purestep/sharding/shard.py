@@ -5,8 +5,8 @@ from torch import Tensor
 
 from purestep import tree
 from purestep.axis import Axis, check_axis, pvary
-from purestep.sharding.gather import filled
-from purestep.sharding.layout import filled_up
+from purestep.sharding.gather import gather_shards
+from purestep.sharding.layout import pad_dim
 from purestep.tree.shard import Shard
 from purestep.types import Tree
 
@@ -19,32 +19,32 @@ def shard(tree_: Tree, axis: Axis, dim: int = 0) -> Tree:
 
     >>> from purestep import VmapAxis
     >>> axis = VmapAxis(2)
-    >>> pieces = lambda w: shard({"w": w, "scale": torch.tensor(1.0)}, axis)["w"].piece
-    >>> axis.map(pieces, in_dims=None)(torch.tensor([1.0, 2.0, 3.0]))  # filled up with zeros
+    >>> pieces = lambda w: shard({"w": w, "scale": torch.tensor(1.0)}, axis)["w"].local
+    >>> axis.map(pieces, in_dims=None)(torch.tensor([1.0, 2.0, 3.0]))  # gather_shards up with zeros
     tensor([[1., 2.],
             [3., 0.]])
     """
     check_axis(axis)
     leaves, structure = tree.flatten(tree_)
     return tree.unflatten(
-        structure, [_cut(leaf, axis, dim) for leaf in pvary(leaves, axis)]
+        structure, [_shard_leaf(leaf, axis, dim) for leaf in pvary(leaves, axis)]
     )
 
 
-def _cut(whole: Tensor, axis: Axis, dim: int) -> Tensor | Shard:
+def _shard_leaf(whole: Tensor, axis: Axis, dim: int) -> Tensor | Shard:
     if whole.ndim == 0:
         return whole.clone()  # A piece shares no memory with the whole.
     made = Shard(None, axis, tuple(whole.shape), dim)
-    dim, place = made.dim, made.place
-    if axis.own_programs:
+    dim, place = made.dim, made.spec
+    if axis.is_multi_program:
         # A copy, so that nothing keeps the whole alive.
-        made.piece = whole.narrow(dim, *place.span).clone(
+        made.local = whole.narrow(dim, *place.local_range).clone(
             memory_format=torch.contiguous_format
         )
         return made
-    filled = filled_up(whole, dim, place.length * axis.size)
-    blocks = filled.unflatten(dim, (axis.size, place.length))
-    made.piece = blocks.index_select(
+    filled = pad_dim(whole, dim, place.shard_len * axis.size)
+    blocks = filled.unflatten(dim, (axis.size, place.shard_len))
+    made.local = blocks.index_select(
         dim, axis.index.reshape(1).to(whole.device)
     ).squeeze(dim)
     return made
@@ -69,12 +69,12 @@ def unshard(tree_: Tree) -> Tree:
     tensor([1., 4., 9.])
     """
     leaves, structure = tree.flatten(tree_)
-    places = tree.spread(structure)
+    places = tree.shard_specs(structure)
     if not places:
         return tree_
     found = {
         at: place
         for at, place in enumerate(places)
-        if place and place.holds(leaves[at])
+        if place and place.matches(leaves[at])
     }
-    return filled(tree_, leaves, found)
+    return gather_shards(tree_, leaves, found)

@@ -18,13 +18,13 @@ from torch import Tensor
 
 from purestep import tree
 from purestep.axis.base import RankError
-from purestep.axis.process import Ranks
-from purestep.counts import EXACT, check_total
-from purestep.tree.shard import Spread
-from purestep.types import Count, Tree
+from purestep.axis.process import ProcessAxis
+from purestep.counts import MAX_EXACT_INT, check_total
+from purestep.tree.shard import ShardSpecs
+from purestep.types import TokenCounts, Tree
 
 ZERO = torch.tensor(0, device="cpu")
-NO_COUNTS = Count(ZERO, ZERO)
+NO_COUNTS = TokenCounts(ZERO, ZERO)
 MAX_DIFFERENCES = 4
 """How many lines of a rank's description an error shows."""
 
@@ -50,11 +50,11 @@ class Status(NamedTuple):
 
 
 def encode_status(
-    axis: Ranks,
+    axis: ProcessAxis,
     *,
     holds_microbatches: bool = False,
     fingerprint: int = 0,
-    counts: Count = NO_COUNTS,
+    counts: TokenCounts = NO_COUNTS,
     loss: Tensor = ZERO,
     failed: bool = False,
 ) -> Tensor:
@@ -79,20 +79,20 @@ def encode_status(
         **on_host,
     )
     message = torch.tensor(status, dtype=torch.float64, device="cpu")
-    message = tree.brought(message, axis.device)
+    message = tree.to_device(message, axis.device)
     for name, scalar in scalars.items():
         if name not in on_host:  # The host does not wait for what a device computes.
             message[Status._fields.index(name)] = scalar.detach()
     return message
 
 
-def counts_from(message: Tensor, has_float_weights: bool) -> Count:
+def counts_from(message: Tensor, has_float_weights: bool) -> TokenCounts:
     """Returns the counts of all ranks, which may lie on a device."""
     totals = views_of(message)
     num_tokens = totals["num_tokens"]
     if not has_float_weights:
         num_tokens = num_tokens.to(torch.int64)
-    return Count(num_tokens, totals["num_microbatches"].to(torch.int64))
+    return TokenCounts(num_tokens, totals["num_microbatches"].to(torch.int64))
 
 
 def views_of(message: Tensor) -> dict[str, Tensor]:
@@ -105,7 +105,7 @@ class PendingStatus:
 
     def __init__(
         self,
-        axis: Ranks,
+        axis: ProcessAxis,
         message: Tensor,
         compared: Mapping[str, TreeFingerprint],
         fingerprint: int,
@@ -151,7 +151,7 @@ class TreeFingerprint(NamedTuple):
     name: str
     hash: int
     lines: tuple[str, ...]
-    shard_specs: Spread
+    shard_specs: ShardSpecs
 
 
 def fingerprint(name: str, value: Tree) -> TreeFingerprint:
@@ -166,7 +166,9 @@ def fingerprint(name: str, value: Tree) -> TreeFingerprint:
     signatures: list[Any] = []
     for leaf in leaves:
         is_tensor = isinstance(leaf, Tensor)
-        signatures.append((leaf.dtype, leaf.shape) if is_tensor else tree.kind(leaf))
+        signatures.append(
+            (leaf.dtype, leaf.shape) if is_tensor else tree.format_leaf(leaf)
+        )
     try:
         return _cached_fingerprint(name, spec, tuple(signatures))
     except Exception:  # A key in the containers has no hash, or cannot be compared.
@@ -175,10 +177,10 @@ def fingerprint(name: str, value: Tree) -> TreeFingerprint:
 
 @lru_cache(64)
 def _cached_fingerprint(
-    name: str, spec: tree.Structure, signatures: Sequence[Any]
+    name: str, spec: tree.TreeSpec, signatures: Sequence[Any]
 ) -> TreeFingerprint:
     """Fingerprints a tree by its containers and the signature of each leaf."""
-    shard_specs = tree.spread(spec)
+    shard_specs = tree.shard_specs(spec)
     padded = shard_specs or [None] * len(signatures)
     lines = []
     for accessor, signature, shard_spec in zip(
@@ -191,7 +193,7 @@ def _cached_fingerprint(
             else:  # Shards of one tensor have different lengths.
                 signature = f"{dtype}, of shape {shard_spec.shape} in pieces"
         lines.append(f"{accessor.codify(name)}: {signature}")
-    lines.append(f"the structure {tree.describe(spec)}")
+    lines.append(f"the structure {tree.format_spec(spec)}")
     *lines, containers = _portable("\n".join(lines)).split("\n")
     # A set is printed in any order, so the words are compared, and not their order.
     words = sorted(re.findall(r"[\w.+-]+|\S", containers))
@@ -220,7 +222,7 @@ def hash64(*words: object) -> int:
 
 
 def check_status(
-    axis: Ranks,
+    axis: ProcessAxis,
     status: Status,
     compared: Mapping[str, TreeFingerprint],
     *,
@@ -245,15 +247,16 @@ def check_status(
             "from weight_fn on all ranks"
         )
     check_total(status.num_tokens)
-    if status.num_tokens > EXACT and not status.num_float_weights:
+    if status.num_tokens > MAX_EXACT_INT and not status.num_float_weights:
         raise ValueError(
-            f"num_tokens, the sum of all weights, overflows: over {axis} it is more than {EXACT=}, "
+            f"num_tokens, the sum of all weights, overflows: over {axis} it is more "
+            f"than {MAX_EXACT_INT=}, "
             "up to which ranks add integers exactly, and nothing was updated; make the weights "
             "smaller, which changes nothing else"
         )
 
 
-def _failure(axis: Ranks, status: Status, *, can_ask: bool) -> RankError:
+def _failure(axis: ProcessAxis, status: Status, *, can_ask: bool) -> RankError:
     """Returns the error that names the ranks that failed, with their errors."""
     texts: dict[int, str] = {}
     if can_ask:
@@ -272,7 +275,7 @@ def _failure(axis: Ranks, status: Status, *, can_ask: bool) -> RankError:
 
 
 def _disagreement(
-    axis: Ranks, compared: Mapping[str, TreeFingerprint], *, can_ask: bool
+    axis: ProcessAxis, compared: Mapping[str, TreeFingerprint], *, can_ask: bool
 ) -> ValueError:
     """Returns the error that says in what the ranks differ."""
     notes = {name: (each.hash, each.lines) for name, each in compared.items()}

@@ -22,15 +22,15 @@ from torch import Tensor
 
 from purestep import tree
 from purestep.axis.base import Axis
-from purestep.axis.process import Ranks
+from purestep.axis.process import ProcessAxis
 from purestep.counts import check_count
-from purestep.sharding.buckets import Buckets
-from purestep.sharding.gather import whole
-from purestep.sharding.layout import by_law, sharded, sum_axes
+from purestep.sharding.buckets import GradBuckets
+from purestep.sharding.gather import params_for_loss
+from purestep.sharding.layout import collective_on_shard, reduce_axes, shards_over
 from purestep.sync import handshake
 from purestep.sync.handshake import Status, TreeFingerprint
-from purestep.tree.shard import Spread
-from purestep.types import Count, Gather, Params, Ready, Sums, Tree
+from purestep.tree.shard import ShardSpecs
+from purestep.types import Gather, GradHook, GradSums, Params, TokenCounts, Tree
 
 MICROBATCH_COUNT = (
     "the number of microbatches, each of which gathers params (add some of weight zero)"
@@ -50,7 +50,7 @@ class Session(Protocol):
     ``all_reduce_grads``, in this order. An exception inside the ``with`` reaches all ranks.
 
     >>> from purestep import LocalAxis
-    >>> counts = Count(torch.tensor(3), torch.tensor(1))
+    >>> counts = TokenCounts(torch.tensor(3), torch.tensor(1))
     >>> with open_session(LocalAxis(), "step", {}) as session:
     ...     total = session.all_reduce_counts(counts, {"w": torch.ones(2)}, (), 1)
     >>> total.num_tokens
@@ -66,8 +66,12 @@ class Session(Protocol):
     ) -> None: ...
 
     def all_reduce_counts(
-        self, counts: Count, params: Params, opt_state: Tree, num_microbatches: int
-    ) -> Count:
+        self,
+        counts: TokenCounts,
+        params: Params,
+        opt_state: Tree,
+        num_microbatches: int,
+    ) -> TokenCounts:
         """Sums the counts of all ranks, or raises an error that names the ranks that differ.
 
         ``counts`` and ``num_microbatches`` are those of this rank.
@@ -78,7 +82,7 @@ class Session(Protocol):
 
     def grad_hook(
         self, params: Params, accum_dtype: torch.dtype | None
-    ) -> Ready | None:
+    ) -> GradHook | None:
         """Returns the function that takes each leaf's final sum, so that it travels at once.
 
         None where sums stay where they are until ``all_reduce_grads``.
@@ -87,7 +91,7 @@ class Session(Protocol):
     def max_microbatches(self, num_microbatches: int) -> int:
         """Returns the largest number of microbatches of any rank, where each gathers params."""
 
-    def all_reduce_grads(self, sums: Sums, params: Params) -> Sums:
+    def all_reduce_grads(self, sums: GradSums, params: Params) -> GradSums:
         """Sums the results of all ranks; of a sharded leaf, it returns this rank's shard.
 
         The leaves of ``sums.grads`` are those of params, one by one. With ``gather="step"``, the
@@ -100,8 +104,8 @@ def open_session(axis: Axis, gather: Gather, config: Mapping[str, str]) -> Sessi
 
     While a compiler traces, the ranks of every axis run one program.
     """
-    if axis.own_programs and not torch.compiler.is_dynamo_compiling():
-        return MultiProgramSession(cast("Ranks", axis), gather, config)
+    if axis.is_multi_program and not torch.compiler.is_dynamo_compiling():
+        return MultiProgramSession(cast("ProcessAxis", axis), gather, config)
     return SPMDSession(axis, gather)
 
 
@@ -117,26 +121,30 @@ class SPMDSession(AbstractContextManager["SPMDSession"]):
         pass
 
     def all_reduce_counts(
-        self, counts: Count, params: Params, opt_state: Tree, num_microbatches: int
-    ) -> Count:
+        self,
+        counts: TokenCounts,
+        params: Params,
+        opt_state: Tree,
+        num_microbatches: int,
+    ) -> TokenCounts:
         """Sums the counts of all ranks."""
-        if self.axis.own_programs and not num_microbatches:
+        if self.axis.is_multi_program and not num_microbatches:
             raise ValueError(
                 f"a rank of {self.axis} holds no microbatch, and a compiled step is one program "
                 "for all ranks: give it a microbatch whose weights are zero"
             )
-        total: Count = self.axis.apply_tree("psum", counts)
+        total: TokenCounts = self.axis.apply_tree("psum", counts)
         return total
 
     def params_for_loss(self, params: Params) -> Params:
         """Returns the params as a loss sees them: each rank's own, gathered for the step."""
-        if not tree.spread(tree.flatten(params)[1]):
+        if not tree.shard_specs(tree.flatten(params)[1]):
             return self.axis.apply_tree("pvary", params)
-        return whole(params, self.axis, self.gather)
+        return params_for_loss(params, self.axis, self.gather)
 
     def grad_hook(
         self, params: Params, accum_dtype: torch.dtype | None
-    ) -> Ready | None:
+    ) -> GradHook | None:
         """Returns None: sums stay where they are."""
         return None
 
@@ -144,27 +152,29 @@ class SPMDSession(AbstractContextManager["SPMDSession"]):
         """Returns this rank's number, which all ranks share."""
         return num_microbatches
 
-    def all_reduce_grads(self, sums: Sums, params: Params) -> Sums:
+    def all_reduce_grads(self, sums: GradSums, params: Params) -> GradSums:
         """Sums the results of all ranks by ``psum``, under any transform."""
         spec = tree.flatten(params)[1]
-        shard_specs = tree.spread(spec)
+        shard_specs = tree.shard_specs(spec)
         if not shard_specs:
-            total: Sums = self.axis.apply_tree("psum", sums)
-            check_count(total.counted)
+            total: GradSums = self.axis.apply_tree("psum", sums)
+            check_count(total.counts)
             return total
-        grads = self._reduce_sharded(tree.leaves_of(sums.grads), shard_specs)
+        grads = self._reduce_sharded(tree.leaves(sums.grads), shard_specs)
         total = self.axis.apply_tree("psum", sums._replace(grads=()))
-        check_count(total.counted)
+        check_count(total.counts)
         return total._replace(grads=tree.unflatten(spec, grads))
 
     def _reduce_sharded(
-        self, grads: list[Tensor], shard_specs: Spread
+        self, grads: list[Tensor], shard_specs: ShardSpecs
     ) -> list[Tensor]:
         """Scatters full gradients of shards, and sums each leaf over its other ranks."""
         if self.gather == "step":
-            for index, shard_spec in sharded(shard_specs, self.axis).items():
-                grads[index] = by_law("psum_scatter", grads[index], shard_spec)
-        for index, axis in enumerate(sum_axes(shard_specs, self.axis)):
+            for index, shard_spec in shards_over(shard_specs, self.axis).items():
+                grads[index] = collective_on_shard(
+                    "psum_scatter", grads[index], shard_spec
+                )
+        for index, axis in enumerate(reduce_axes(shard_specs, self.axis)):
             if axis is not None:
                 grads[index] = axis.apply("psum", grads[index])
         return grads
@@ -179,7 +189,9 @@ class MultiProgramSession:
     ``all_reduce_counts`` and ``all_reduce_grads`` raises alone.
     """
 
-    def __init__(self, axis: Ranks, gather: Gather, config: Mapping[str, str]) -> None:
+    def __init__(
+        self, axis: ProcessAxis, gather: Gather, config: Mapping[str, str]
+    ) -> None:
         self.rank = axis.rank
         self._axis = axis
         self._gather = gather
@@ -190,7 +202,7 @@ class MultiProgramSession:
         }
         self._awaited: Literal["counts", "grads"] | None = "counts"
         """The message that the other ranks wait for."""
-        self._buckets = Buckets(axis, {}, ())
+        self._buckets = GradBuckets(axis, {}, ())
         self._first: handshake.PendingStatus | None = None
         self._holds_microbatches = False
         self._gathers_in_backward = False
@@ -204,17 +216,21 @@ class MultiProgramSession:
                 self._send_failure(error)
 
     def all_reduce_counts(
-        self, counts: Count, params: Params, opt_state: Tree, num_microbatches: int
-    ) -> Count:
+        self,
+        counts: TokenCounts,
+        params: Params,
+        opt_state: Tree,
+        num_microbatches: int,
+    ) -> TokenCounts:
         """Sums the counts of all ranks, where all are about to do the same."""
         axis = self._axis
         if axis.shares_backward_thread:
             _check_backward_threads(axis, params)
-        if not tree.untransformed(params, opt_state, counts):
+        if not tree.can_write(params, opt_state, counts):
             raise _recorded(axis)
         fingerprints = self._fingerprint(params, opt_state, num_microbatches)
         fingerprint = handshake.hash64(*(f.hash for f in fingerprints.values()))
-        shards = sharded(fingerprints["params"].shard_specs, axis)
+        shards = shards_over(fingerprints["params"].shard_specs, axis)
         self._gathers_in_backward = self._gather != "step" and bool(shards)
         self._holds_microbatches = num_microbatches > 0
         message = handshake.encode_status(
@@ -244,29 +260,27 @@ class MultiProgramSession:
 
     def params_for_loss(self, params: Params) -> Params:
         """Returns the params as a loss sees them; from here on, full buckets leave."""
-        visible = whole(params, self._axis, self._gather)
+        visible = params_for_loss(params, self._axis, self._gather)
         self._await_grads()
         return visible
 
     def grad_hook(
         self, params: Params, accum_dtype: torch.dtype | None
-    ) -> Ready | None:
+    ) -> GradHook | None:
         """Makes buckets for all leaves but those whose gradients are reduced in the loss."""
         leaves, spec = tree.flatten(params)
-        shard_specs: Any = tree.spread(spec) or [None] * len(leaves)
+        shard_specs: Any = tree.shard_specs(spec) or [None] * len(leaves)
         scatter_specs = {}
         if self._gather == "step":
-            scatter_specs = sharded(shard_specs, self._axis)
-        reduce_axes: Any = dict(enumerate(sum_axes(shard_specs, self._axis)))
+            scatter_specs = shards_over(shard_specs, self._axis)
+        axes: Any = dict(enumerate(reduce_axes(shard_specs, self._axis)))
         in_buckets = {}
         dtypes = []
         for index, leaf in enumerate(leaves):
             dtypes.append(accum_dtype or tree.accumulation_dtype(leaf.dtype))
-            if index in scatter_specs or reduce_axes[index]:
+            if index in scatter_specs or axes[index]:
                 in_buckets[index] = leaf
-        self._buckets = Buckets(
-            self._axis, in_buckets, dtypes, scatter_specs, reduce_axes
-        )
+        self._buckets = GradBuckets(self._axis, in_buckets, dtypes, scatter_specs, axes)
         return self._buckets.ready
 
     def max_microbatches(self, num_microbatches: int) -> int:
@@ -292,31 +306,31 @@ class MultiProgramSession:
             self._first.read()  # It raises, and says who has failed, or differs.
         return int(max(number for number, _ in rows))
 
-    def all_reduce_grads(self, sums: Sums, params: Params) -> Sums:
+    def all_reduce_grads(self, sums: GradSums, params: Params) -> GradSums:
         """Sums the results of all ranks; those without microbatches take part with zeros."""
-        grads = tree.leaves_of(sums.grads)
-        if tree.any_requires_grad(grads):
+        grads = tree.leaves(sums.grads)
+        if tree.leaves_require_grad(grads):
             raise _recorded(self._axis)
         self._buckets.fill(grads)
         num_early = self._buckets.early
-        aux = handshake.fingerprint("LossTerms.aux", sums.aux)
+        aux = handshake.fingerprint("LossOutput.aux", sums.aux)
         early = handshake.fingerprint(EARLY_BUCKETS, str(num_early))
         message = handshake.encode_status(
             self._axis,
             holds_microbatches=self._holds_microbatches,
             fingerprint=(0 if tree.is_empty(sums.aux) else aux.hash) + num_early,
-            counts=sums.counted,
+            counts=sums.counts,
             loss=sums.loss,
         )
         self._all_reduce_message(message)
         status = self._check_second(message, [aux, early])
 
-        has_float_weights = sums.counted.num_tokens.is_floating_point()
+        has_float_weights = sums.counts.num_tokens.is_floating_point()
         has_float_weights = has_float_weights or not self._holds_microbatches
         if status is not None:
             has_float_weights = status.num_float_weights > 0
         loss = handshake.views_of(message)["loss"]
-        return Sums(
+        return GradSums(
             self._reduced_grads(grads, params),
             loss.to(self._loss_dtype(sums.loss, status)),
             handshake.counts_from(message, has_float_weights),
@@ -343,7 +357,7 @@ class MultiProgramSession:
         if status.fingerprint > 0 and num_holding < axis.size:
             num_missing = axis.size - num_holding
             raise ValueError(
-                f"the losses of {axis} return LossTerms.aux, which {num_missing} of its "
+                f"the losses of {axis} return LossOutput.aux, which {num_missing} of its "
                 f"{axis.size} ranks cannot, as they hold no microbatch: give each of them one "
                 "whose weights are zero"
             )
@@ -365,7 +379,7 @@ class MultiProgramSession:
         totals = []
         for index, (leaf, grad) in enumerate(zip(leaves, grads, strict=True)):
             total = self._buckets.sums.get(index, grad)
-            totals.append(tree.laid_out_like(leaf, total))
+            totals.append(tree.match_strides(leaf, total))
         return tree.unflatten(spec, totals)
 
     def _await_grads(self) -> None:
@@ -399,9 +413,9 @@ class MultiProgramSession:
             axis.where.meet("all_gather", torch.tensor([0, FAILED]))
 
 
-def _check_backward_threads(axis: Ranks, params: Params) -> None:
+def _check_backward_threads(axis: ProcessAxis, params: Params) -> None:
     """Raises where ranks are threads and params on a device: its backward thread is one."""
-    for leaf in tree.leaves_of(params):
+    for leaf in tree.leaves(params):
         if leaf.device.type != "cpu":
             raise ValueError(
                 f"{axis} runs ranks as threads, but params are on {leaf.device}, whose backward "
@@ -410,7 +424,7 @@ def _check_backward_threads(axis: Ranks, params: Params) -> None:
             )
 
 
-def _recorded(axis: Ranks) -> ValueError:
+def _recorded(axis: ProcessAxis) -> ValueError:
     """Returns the error for a step that autograd or a transform would have to follow."""
     return ValueError(
         f"a step over {axis} is not recorded, but params, opt_state, weights or a microbatch "

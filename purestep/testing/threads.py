@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from purestep.axis.base import RankError
-from purestep.axis.primitives import LAWS
-from purestep.axis.process import BUCKET_BYTES, Ranks, Wait
+from purestep.axis.primitives import COLLECTIVES
+from purestep.axis.process import BUCKET_BYTES, ProcessAxis, Wait
 from purestep.torch_private import never_compiled_alone, transformed
 
 
-class ThreadAxis(Ranks):
+class ThreadAxis(ProcessAxis):
     """``size`` ranks as threads of this process: each runs its own program, as processes would.
 
     For tests of what ``VmapAxis`` cannot run: ranks with different numbers of microbatches, and
@@ -70,7 +70,7 @@ class ThreadAxis(Ranks):
         return self._groups[rank].index(rank)
 
     @property
-    def members(self) -> frozenset[int]:
+    def global_ranks(self) -> frozenset[int]:
         """The threads that it joins, by their ranks in the world."""
         _, rank = self._world.here(self)
         return frozenset(self._groups[rank])
@@ -144,7 +144,7 @@ class ThreadAxis(Ranks):
         result = self._begin(law, x.clone())
         return (lambda: x.copy_(result())) if law == "psum" else result
 
-    def across(self, inner: Ranks) -> ThreadAxis:
+    def across(self, inner: ProcessAxis) -> ThreadAxis:
         """The axis over those of these ranks that stand at the same place of ``inner``."""
         assert isinstance(inner, ThreadAxis)
         at = [inner._groups[rank].index(rank) for rank in range(self._world.size)]
@@ -343,7 +343,7 @@ class _Run:
 
 def _together(law: str, xs: list[Tensor]) -> list[Tensor]:
     """What every rank gets of what all of them have brought."""
-    result, dim = LAWS[law].across(torch.stack(xs), 0, len(xs))
+    result, dim = COLLECTIVES[law].across(torch.stack(xs), 0, len(xs))
     if dim is None:
         return [result.clone() for _ in xs]
     return [part.clone() for part in result.unbind(dim)]

@@ -13,49 +13,52 @@ subtree. Everything else is a leaf. Your own classes become nodes when they are 
 """
 
 from purestep.tree.norms import all_finite, global_norm
-from purestep.tree.ops import (  # fmt: skip
-    SUM_DTYPES,
+from purestep.tree.ops import (
+    FLOAT_DTYPES,
     accumulation_dtype,
-    brought as brought,
-    cut_off as cut_off,
-    detached,
-    difference,
-    kind as kind,
-    laid_out_like as laid_out_like,
-    overwrite,
-    select,
+    copy_,
+    describe_mismatch,
+    detach,
+    detach_leaves as detach_leaves,
+    format_leaf as format_leaf,
+    match_strides as match_strides,
+    to_device as to_device,
+    where,
     zeros_like,
 )
 from purestep.tree.shard import NAMESPACE
-from purestep.tree.spec import (  # fmt: skip
-    Structure,
+from purestep.tree.spec import (
+    TreeSpec,
     broadcast_prefix,
-    describe,
     flatten,
+    format_spec,
     is_empty as is_empty,
-    is_same_structure as is_same_structure,
-    leaves_like as leaves_like,
-    leaves_of,
+    is_same_spec as is_same_spec,
+    leaves,
+    leaves_matching as leaves_matching,
     map,
-    part as part,
+    mappings_to_dicts,
     paths,
-    plain,
-    spread as spread,
+    shard_specs as shard_specs,
+    subset as subset,
     unflatten,
 )
-from purestep.tree.tracing import (  # fmt: skip
-    any_requires_grad as any_requires_grad,
-    at_hand as at_hand,
-    differentiated as differentiated,
-    eager as eager,
-    known_to_compilers as known_to_compilers,
-    number_at_hand as number_at_hand,
-    requires_grad,
-    untransformed as untransformed,
+from purestep.tree.tracing import (
+    any_requires_grad,
+    can_write as can_write,
+    concrete as concrete,
+    concrete_scalar as concrete_scalar,
+    is_plain_eager as is_plain_eager,
+    leaves_require_grad as leaves_require_grad,
+    may_be_differentiated as may_be_differentiated,
+    views_for_dynamo as views_for_dynamo,
 )
 
 __all__ = [
-    "NAMESPACE", "Structure", "flatten", "unflatten", "leaves_of", "map", "broadcast_prefix",
-    "plain", "paths", "describe", "requires_grad", "detached", "SUM_DTYPES", "accumulation_dtype",
-    "difference", "zeros_like", "select", "overwrite", "global_norm", "all_finite",
+    # Containers
+    "NAMESPACE", "TreeSpec", "flatten", "unflatten", "leaves", "map", "broadcast_prefix",
+    "mappings_to_dicts", "paths", "format_spec",
+    # Leaves
+    "FLOAT_DTYPES", "accumulation_dtype", "any_requires_grad", "detach", "describe_mismatch",
+    "zeros_like", "where", "copy_", "global_norm", "all_finite",
 ]  # fmt: skip

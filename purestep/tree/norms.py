@@ -12,12 +12,12 @@ from torch import Tensor
 from purestep import torch_private
 from purestep.tree import foreach
 from purestep.tree.ops import accumulation_dtype
-from purestep.tree.shard import Spread, own
-from purestep.tree.spec import flatten, spread
-from purestep.tree.tracing import differentiated, eager, number_at_hand
+from purestep.tree.shard import ShardSpecs, zero_padding
+from purestep.tree.spec import flatten, shard_specs
+from purestep.tree.tracing import concrete_scalar, is_plain_eager, may_be_differentiated
 from purestep.types import Tree
 
-SMALL = 4096
+SMALL_LEAF = 4096
 """Leaves of fewer elements, on average, are joined: each would cost a call of a kernel."""
 
 
@@ -36,11 +36,11 @@ def global_norm(tree: Tree) -> Tensor:
         return torch.zeros(())
     dtypes = {*map(attrgetter("dtype"), leaves)}
     dtype = accumulation_dtype(functools.reduce(torch.promote_types, dtypes))
-    if places := spread(structure):
-        return _root(_over_axes(_squares, leaves, places)).to(dtype)
-    if leaves[0].is_cpu and sum(map(Tensor.numel, leaves)) < SMALL * len(leaves):
+    if places := shard_specs(structure):
+        return _sqrt(_sum_over_axes(_sum_of_squares, leaves, places)).to(dtype)
+    if leaves[0].is_cpu and sum(map(Tensor.numel, leaves)) < SMALL_LEAF * len(leaves):
         leaves = [torch.cat([*map(torch.flatten, leaves)])]
-    if not eager(leaves):
+    if not is_plain_eager(leaves):
         return _norm(torch.stack([_norm(leaf) for leaf in leaves]))
     norms: list[Tensor] = []
     for column in [leaves] if len(dtypes) == 1 else foreach.split_by_kind(leaves):
@@ -48,8 +48,8 @@ def global_norm(tree: Tree) -> Tensor:
     return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
 
 
-def _over_axes(
-    value: Callable[..., Tensor], leaves: list[Tensor], places: Spread
+def _sum_over_axes(
+    value: Callable[..., Tensor], leaves: list[Tensor], places: ShardSpecs
 ) -> Tensor:
     """Σ ``value`` of the leaves; of pieces, over their axes, in one order on all ranks."""
     axes: list[
@@ -61,7 +61,7 @@ def _over_axes(
         if axis not in axes:
             axes.append(axis)
             parts_of.append([])
-        parts_of[axes.index(axis)].append(own(leaf, place))
+        parts_of[axes.index(axis)].append(zero_padding(leaf, place))
     terms = []
     for axis, parts in zip(axes, parts_of, strict=True):
         here = value(parts)
@@ -69,16 +69,16 @@ def _over_axes(
     return torch.stack(terms).sum()
 
 
-def _squares(leaves: list[Tensor]) -> Tensor:
+def _sum_of_squares(leaves: list[Tensor]) -> Tensor:
     """‖leaves‖² in float64, and not by way of its root, which rounds."""
     wide = [x.to(accumulation_dtype(x.dtype)) for x in leaves]
     return torch.stack([torch.sum(x * x, dtype=torch.float64) for x in wide]).sum()
 
 
-def _root(total: Tensor) -> Tensor:
+def _sqrt(total: Tensor) -> Tensor:
     """√total, whose derivative at zero is zero."""
-    known = number_at_hand(total)
-    if known is not None and known >= 0 and not differentiated([total]):
+    known = concrete_scalar(total)
+    if known is not None and known >= 0 and not may_be_differentiated([total]):
         # MKL's root, which torch takes, is not correctly rounded.
         return total.new_tensor(math.sqrt(known))
     return torch.where(total > 0, torch.where(total > 0, total, 1).sqrt(), total)
@@ -99,21 +99,24 @@ def all_finite(tree: Tree) -> Tensor:
     (tensor(False), tensor(True))
     """
     leaves, structure = flatten(tree)
-    if not (places := spread(structure)):
-        return _finite(leaves)
+    if not (places := shard_specs(structure)):
+        return _leaves_finite(leaves)
     return (
-        _over_axes(lambda parts: (~_finite(parts)).to(torch.int64), leaves, places) == 0
+        _sum_over_axes(
+            lambda parts: (~_leaves_finite(parts)).to(torch.int64), leaves, places
+        )
+        == 0
     )
 
 
-def _finite(leaves: list[Tensor]) -> Tensor:
+def _leaves_finite(leaves: list[Tensor]) -> Tensor:
     leaves = [leaf for leaf in leaves if leaf.numel()]
     if not leaves:
         return torch.tensor(True)
-    if leaves[0].is_cpu or not eager(leaves):
+    if leaves[0].is_cpu or not is_plain_eager(leaves):
         # Both ends are as finite as all that lies between, and are found without writing anything.
         return torch.stack(
-            [end.isfinite() for leaf in leaves for end in _ends(leaf)]
+            [end.isfinite() for leaf in leaves for end in _extremes(leaf)]
         ).all()
     parts = []
     for column in foreach.split_by_kind(leaves):
@@ -122,7 +125,7 @@ def _finite(leaves: list[Tensor]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.stack(parts).all()
 
 
-def _ends(leaf: Tensor) -> tuple[Tensor, Tensor]:
+def _extremes(leaf: Tensor) -> tuple[Tensor, Tensor]:
     # torch 2.11 has no derivative of aminmax in forward mode.
     if torch_private.forward_level() >= 0:
         return leaf.amin(), leaf.amax()

@@ -36,7 +36,7 @@ def has_graph(leaf: Any) -> bool:
     )
 
 
-def detach(leaf: Any) -> Any:
+def detach_opaque(leaf: Any) -> Any:
     """Returns the leaf with other tensors of the same values, which require grad if these do.
 
     What a loss does to them, such as ``requires_grad_()``, does not reach the caller's. So it gets
@@ -46,20 +46,20 @@ def detach(leaf: Any) -> Any:
         return leaf.detach().requires_grad_(leaf.requires_grad)
     if isinstance(leaf, Mapping) and isinstance(getattr(leaf, "data", None), dict):
         twin: Any = copy(leaf)  # A UserDict, such as a tokenizer's BatchEncoding.
-        twin.data = {key: detach(value) for key, value in leaf.items()}
+        twin.data = {key: detach_opaque(value) for key, value in leaf.items()}
         return twin
     if isinstance(leaf, dict):
         twin = copy(leaf)
-        twin.update({key: detach(value) for key, value in leaf.items()})
+        twin.update({key: detach_opaque(value) for key, value in leaf.items()})
         return twin
     if type(leaf) in (list, tuple):
-        return type(leaf)(map(detach, leaf))
+        return type(leaf)(map(detach_opaque, leaf))
     if is_dataclass(leaf) and not isinstance(leaf, type):
         twin = copy(leaf)
         for field in fields(leaf):
             # By object's own way: a frozen dataclass refuses others.
             object.__setattr__(
-                twin, field.name, detach(getattr(leaf, field.name, None))
+                twin, field.name, detach_opaque(getattr(leaf, field.name, None))
             )
         return twin
     return leaf

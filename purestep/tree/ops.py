@@ -6,11 +6,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from purestep.tree.spec import flatten, leaves_like, leaves_of, map, paths, unflatten
-from purestep.tree.tracing import untransformed
+from purestep.tree.spec import flatten, leaves, leaves_matching, map, paths, unflatten
+from purestep.tree.tracing import can_write
 from purestep.types import Tree
 
-SUM_DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
+FLOAT_DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 """The dtypes in which floating point values may be added up."""
 
 
@@ -26,30 +26,30 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32) if number else torch.int64
 
 
-def detached(tree: Tree) -> Tree:
+def detach(tree: Tree) -> Tree:
     """Detaches the tensors of a tree; other leaves stay as they are.
 
-    >>> detached({"w": torch.ones(2, requires_grad=True), "name": "w"})
+    >>> detach({"w": torch.ones(2, requires_grad=True), "name": "w"})
     {'w': tensor([1., 1.]), 'name': 'w'}
     """
     leaves, structure = flatten(tree)
-    return unflatten(structure, cut_off(leaves))
+    return unflatten(structure, detach_leaves(leaves))
 
 
-def cut_off(leaves: Sequence[Any]) -> list[Any]:
-    """``detached`` of a tree's leaves."""
+def detach_leaves(leaves: Sequence[Any]) -> list[Any]:
+    """``detach`` of a tree's leaves."""
     return [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
 
 
-def brought(tensor: Tensor, device: torch.device) -> Tensor:
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     """The tensor on the device; only the host waits for it, where it could read it too early."""
     return tensor.to(device, non_blocking=device.type != "cpu")
 
 
-def kind(leaf: Any) -> str:
+def format_leaf(leaf: Any) -> str:
     """A leaf's dtype and shape, for messages.
 
-    >>> kind(torch.ones(2, 3))
+    >>> format_leaf(torch.ones(2, 3))
     'torch.float32 of shape (2, 3)'
     """
     if not isinstance(leaf, Tensor):
@@ -59,25 +59,24 @@ def kind(leaf: Any) -> str:
     return f"{leaf.dtype} of shape {tuple(leaf.shape)}"
 
 
-def difference(found: Tree, wanted: Tree, name: str) -> str | None:
+def describe_mismatch(found: Tree, wanted: Tree, name: str) -> str | None:
     """Describes the first leaf in which ``found`` differs from ``wanted``; None if there is none.
 
     Floating-point dtypes that can hold sums count as equal.
 
-    >>> difference({"w": torch.ones(2)}, {"v": torch.ones(2)}, "params")
+    >>> describe_mismatch({"w": torch.ones(2)}, {"v": torch.ones(2)}, "params")
     "params['v'] is missing"
-    >>> difference({"w": torch.ones(2)}, {"w": torch.ones(3)}, "params")
+    >>> describe_mismatch({"w": torch.ones(2)}, {"w": torch.ones(3)}, "params")
     "params['w'] is torch.float32 of shape (2,), and torch.float32 of shape (3,) was expected"
     """
-    ours = dict(zip(paths(found, name), leaves_of(found), strict=True))
-    theirs = dict(zip(paths(wanted, name), leaves_of(wanted), strict=True))
+    ours = dict(zip(paths(found, name), leaves(found), strict=True))
+    theirs = dict(zip(paths(wanted, name), leaves(wanted), strict=True))
     for path in theirs | ours:
         if path not in ours or path not in theirs:
             return f"{path} {'has no place' if path in ours else 'is missing'}"
-        if _form(ours[path]) != _form(theirs[path]):
-            return (
-                f"{path} is {kind(ours[path])}, and {kind(theirs[path])} was expected"
-            )
+        if _signature(ours[path]) != _signature(theirs[path]):
+            expected = format_leaf(theirs[path])
+            return f"{path} is {format_leaf(ours[path])}, and {expected} was expected"
     return (
         None
         if flatten(found)[1] == flatten(wanted)[1]
@@ -85,10 +84,10 @@ def difference(found: Tree, wanted: Tree, name: str) -> str | None:
     )
 
 
-def _form(leaf: Any) -> Any:
+def _signature(leaf: Any) -> Any:
     if not isinstance(leaf, Tensor):
         return type(leaf)
-    return leaf.shape, "a sum" if leaf.dtype in SUM_DTYPES else leaf.dtype
+    return leaf.shape, "a sum" if leaf.dtype in FLOAT_DTYPES else leaf.dtype
 
 
 def zeros_like(tree: Tree) -> Tree:
@@ -102,10 +101,10 @@ def zeros_like(tree: Tree) -> Tree:
     )
 
 
-def select(condition: Tensor, chosen: Tree, other: Tree) -> Tree:
+def where(condition: Tensor, chosen: Tree, other: Tree) -> Tree:
     """Returns ``chosen`` if the scalar ``condition`` is True, else ``other``, in new tensors.
 
-    >>> select(torch.tensor(False), {"w": torch.ones(2)}, {"w": torch.zeros(2)})
+    >>> where(torch.tensor(False), {"w": torch.ones(2)}, {"w": torch.zeros(2)})
     {'w': tensor([0., 0.])}
     """
 
@@ -113,19 +112,19 @@ def select(condition: Tensor, chosen: Tree, other: Tree) -> Tree:
         # What has stayed may be on the host, and the condition on a device.
         return old.clone() if new is old else torch.where(condition, new, old)
 
-    return _each(one, chosen, other)
+    return _map_pairs(one, chosen, other)
 
 
-def overwrite(old: Tree, new: Tree, condition: Tensor | None) -> Tree:
+def copy_(old: Tree, new: Tree, condition: Tensor | None) -> Tree:
     """Writes ``new`` over ``old``, in its buffers, if ``condition`` is True (None: always).
 
     If autograd or a transform follows the values, it returns new tensors instead.
 
     >>> old = {"w": torch.zeros(2)}
-    >>> overwrite(old, {"w": torch.ones(2)}, None)["w"] is old["w"], old
+    >>> copy_(old, {"w": torch.ones(2)}, None)["w"] is old["w"], old
     (True, {'w': tensor([1., 1.])})
     """
-    writes = untransformed(old, new)
+    writes = can_write(old, new)
 
     def one(new: Tensor, old: Tensor) -> Tensor:
         # What has stayed needs no writing, wherever it is: flags on the host, under a condition on
@@ -135,25 +134,27 @@ def overwrite(old: Tree, new: Tree, condition: Tensor | None) -> Tree:
         value = new if condition is None else torch.where(condition, new, old)
         return old.copy_(value) if writes else value
 
-    return _each(one, new, old)
+    return _map_pairs(one, new, old)
 
 
-def _each(one: Callable[[Tensor, Tensor], Tensor], new: Tree, old: Tree) -> Tree:
+def _map_pairs(one: Callable[[Tensor, Tensor], Tensor], new: Tree, old: Tree) -> Tree:
     """``one`` of corresponding leaves. State keeps its shapes and dtypes."""
     leaves, structure = flatten(old)
-    pairs = [*zip(leaves_like(structure, new), leaves, strict=True)]
+    pairs = [*zip(leaves_matching(structure, new), leaves, strict=True)]
     for at, (value, leaf) in enumerate(pairs):
         # Others belong to other parameters.
-        if kind(value) != kind(leaf) or not isinstance(leaf, Tensor):
+        if format_leaf(value) != format_leaf(leaf) or not isinstance(leaf, Tensor):
             raise ValueError(
-                f"the optimizer turned {paths(old, '(params, opt_state)')[at]} from {kind(leaf)} "
-                f"into {kind(value)}: params and state keep their shapes and dtypes; was opt_state "
+                f"the optimizer turned {paths(old, '(params, opt_state)')[at]} from "
+                f"{format_leaf(leaf)} "
+                f"into {format_leaf(value)}: params and state keep their shapes and "
+                "dtypes; was opt_state "
                 "made by optimizer.init of these params?"
             )
     return unflatten(structure, [one(*pair) for pair in pairs])
 
 
-def laid_out_like(leaf: Tensor, total: Tensor) -> Tensor:
+def match_strides(leaf: Tensor, total: Tensor) -> Tensor:
     """Returns ``total`` with the strides of ``leaf``: kernels read both side by side."""
     if total.stride() == leaf.stride():
         return total

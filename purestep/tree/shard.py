@@ -31,7 +31,7 @@ class Shard:
     them.
 
     Args:
-        piece: this rank's part of the tensor.
+        local: this rank's part of the tensor.
         axis: the axis whose ranks hold the pieces.
         shape: the shape of the gathered tensor.
         dim: the dimension that is cut.
@@ -43,7 +43,7 @@ class Shard:
     tensor(6.)
     """
 
-    piece: Any
+    local: Any
     axis: Any
     shape: tuple[int, ...]
     dim: int = 0
@@ -67,12 +67,12 @@ class Shard:
         self.dim %= ndim
 
     @property
-    def place(self) -> Place:
+    def spec(self) -> ShardSpec:
         """All of it but the piece."""
-        return Place(self.axis, self.shape, self.dim)
+        return ShardSpec(self.axis, self.shape, self.dim)
 
 
-class Place(NamedTuple):
+class ShardSpec(NamedTuple):
     """The axis of a sharded leaf, and how it is cut: all of a ``Shard`` but the piece."""
 
     axis: Any
@@ -80,23 +80,23 @@ class Place(NamedTuple):
     dim: int
 
     @property
-    def length(self) -> int:
+    def shard_len(self) -> int:
         """The length of a piece along ``dim``; the last ones may be shorter."""
         return int(-(-self.shape[self.dim] // self.axis.size))
 
     @property
-    def span(self) -> tuple[int, int]:
+    def local_range(self) -> tuple[int, int]:
         """The start and the length of this rank's piece, where each rank runs its own program."""
-        start = min(self.axis.rank * self.length, self.shape[self.dim])
-        return start, min(self.length, self.shape[self.dim] - start)
+        start = min(self.axis.rank * self.shard_len, self.shape[self.dim])
+        return start, min(self.shard_len, self.shape[self.dim] - start)
 
     @property
-    def piece_shape(self) -> tuple[int, ...]:
+    def local_shape(self) -> tuple[int, ...]:
         """The shape that a piece has here."""
-        length = self.span[1] if self.axis.own_programs else self.length
+        length = self.local_range[1] if self.axis.is_multi_program else self.shard_len
         return *self.shape[: self.dim], length, *self.shape[self.dim + 1 :]
 
-    def holds(self, piece: Tensor) -> bool:
+    def matches(self, piece: Tensor) -> bool:
         """Whether it is a piece; not another thing that an optimizer keeps, such as a count."""
         if piece.ndim == len(self.shape):
             self.check("the piece of a Shard", piece)
@@ -104,16 +104,16 @@ class Place(NamedTuple):
 
     def check(self, name: str, piece: Tensor) -> None:
         """Refuses a piece of another shape."""
-        if tuple(piece.shape) != self.piece_shape:
+        if tuple(piece.shape) != self.local_shape:
             raise ValueError(
                 f"{name} has shape {tuple(piece.shape)}, but this rank's piece of a tensor of "
                 f"shape {self.shape}, cut along dim={self.dim} over {self.axis}, has shape "
-                f"{self.piece_shape}: take ps.shard, or torch.chunk"
+                f"{self.local_shape}: take ps.shard, or torch.chunk"
             )
 
 
-def _flatten(node: Any) -> tuple[tuple[Any], Place, tuple[str]]:
-    return (node.piece,), node.place, ("piece",)
+def _flatten(node: Any) -> tuple[tuple[Any], ShardSpec, tuple[str]]:
+    return (node.local,), node.spec, ("local",)
 
 
 def _unflatten(place: Any, children: Iterable[Any]) -> Any:
@@ -129,7 +129,7 @@ _register(
     namespace=NAMESPACE,
 )
 
-Spread: TypeAlias = tuple[Place | None, ...]
+ShardSpecs: TypeAlias = tuple[ShardSpec | None, ...]
 """How each leaf of a tree is sharded; empty where none is."""
 
 
@@ -138,11 +138,11 @@ def is_shard(node: Any) -> bool:
     return type(node) is Shard
 
 
-def own(leaf: Tensor, place: Place | None) -> Tensor:
+def zero_padding(leaf: Tensor, place: ShardSpec | None) -> Tensor:
     """The leaf, with zeros where a piece is filled up."""
-    if place is None or place.axis.own_programs:
+    if place is None or place.axis.is_multi_program:
         return leaf
-    length, whole = place.length, place.shape[place.dim]
+    length, whole = place.shard_len, place.shape[place.dim]
     if length * place.axis.size == whole:
         return leaf
     entries = place.axis.index * length + torch.arange(length)

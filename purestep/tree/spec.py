@@ -11,16 +11,16 @@ import optree
 import torch
 
 from purestep import torch_private
-from purestep.tree.shard import NAMESPACE, Place, Shard, Spread
+from purestep.tree.shard import NAMESPACE, Shard, ShardSpec, ShardSpecs
 from purestep.types import Tree
 
-Structure: TypeAlias = Any
+TreeSpec: TypeAlias = Any
 """The containers of a tree, without its leaves."""
 
 
 def flatten(
     tree: Tree, is_leaf: Callable[..., bool] | None = None
-) -> tuple[list[Any], Structure]:
+) -> tuple[list[Any], TreeSpec]:
     """Returns the leaves from left to right, with dict keys sorted, and the structure.
 
     ``unflatten`` fills the structure again. ``is_leaf`` makes more nodes leaves.
@@ -31,7 +31,7 @@ def flatten(
     return optree.tree_flatten(tree, is_leaf, namespace=NAMESPACE)
 
 
-def unflatten(structure: Structure, leaves: Sequence[Any]) -> Tree:
+def unflatten(structure: TreeSpec, leaves: Sequence[Any]) -> Tree:
     """Rebuilds a tree from its structure and leaves: the inverse of ``flatten``.
 
     >>> unflatten(flatten({"b": 2, "a": [1]})[1], [3, 4])
@@ -41,18 +41,18 @@ def unflatten(structure: Structure, leaves: Sequence[Any]) -> Tree:
     if torch.compiler.is_dynamo_compiling() and not any(
         builtins.map(torch.is_tensor, leaves)
     ):
-        return _rebuilt(structure, iter(leaves))
+        return _rebuild(structure, iter(leaves))
     return optree.tree_unflatten(structure, leaves)
 
 
-def _rebuilt(
-    structure: Structure, leaves: Iterator[Any], *, pruned: bool = False
+def _rebuild(
+    structure: TreeSpec, leaves: Iterator[Any], *, pruned: bool = False
 ) -> Tree:
     """``unflatten``, node by node; ``pruned``: with ``()`` for containers that hold no others."""
     if structure.is_leaf():
         return next(leaves)
     children = [
-        _rebuilt(child, leaves, pruned=pruned) for child in structure.children()
+        _rebuild(child, leaves, pruned=pruned) for child in structure.children()
     ]
     if pruned and all(builtins.map(is_empty, children)):
         return ()
@@ -61,24 +61,24 @@ def _rebuilt(
     return structure.one_level().unflatten(children)
 
 
-def spread(structure: Structure) -> Spread:
+def shard_specs(structure: TreeSpec) -> ShardSpecs:
     """How each leaf of a tree of this structure is sharded; empty where none is."""
     if hasattr(structure, "walk"):
-        if not structure.walk([False] * structure.num_leaves, _holds_shard):
+        if not structure.walk([False] * structure.num_leaves, _contains_shard):
             return ()
-        found = structure.walk([[None]] * structure.num_leaves, _places)
+        found = structure.walk([[None]] * structure.num_leaves, _collect_shard_specs)
     else:
-        found = _traced(structure)  # one of a compiler's own
+        found = _traced_shard_specs(structure)  # one of a compiler's own
     return tuple(found) if any(found) else ()
 
 
-def _holds_shard(kind: Any, data: Any, children: Sequence[bool]) -> bool:
+def _contains_shard(kind: Any, data: Any, children: Sequence[bool]) -> bool:
     return kind is Shard or any(children)
 
 
-def _places(
-    kind: Any, data: Any, children: Sequence[list[Place | None]]
-) -> list[Place | None]:
+def _collect_shard_specs(
+    kind: Any, data: Any, children: Sequence[list[ShardSpec | None]]
+) -> list[ShardSpec | None]:
     found = [place for child in children for place in child]
     if kind is not Shard:
         return found
@@ -90,17 +90,19 @@ def _places(
     return [data] * len(found)
 
 
-def _traced(structure: Structure) -> list[Place | None]:
+def _traced_shard_specs(structure: TreeSpec) -> list[ShardSpec | None]:
     if structure.is_leaf():
         return [None]
-    children = [_traced(child) for child in structure.children()]
-    return _places(structure.type, torch_private.traced_metadata(structure), children)
+    children = [_traced_shard_specs(child) for child in structure.children()]
+    return _collect_shard_specs(
+        structure.type, torch_private.traced_metadata(structure), children
+    )
 
 
-def leaves_of(tree: Tree) -> list[Any]:
+def leaves(tree: Tree) -> list[Any]:
     """Returns the leaves from left to right.
 
-    >>> leaves_of({"b": 2, "a": [1]})
+    >>> leaves({"b": 2, "a": [1]})
     [1, 2]
     """
     return flatten(tree)[0]
@@ -128,32 +130,32 @@ def map(func: Callable[..., Any], tree: Tree, *rest: Tree) -> Tree:
     leaves, structure = flatten(tree)
     if not rest:
         return unflatten(structure, [func(leaf) for leaf in leaves])
-    columns = [leaves_like(structure, other) for other in rest]
+    columns = [leaves_matching(structure, other) for other in rest]
     return unflatten(
         structure, [func(*row) for row in zip(leaves, *columns, strict=True)]
     )
 
 
-def leaves_like(structure: Structure, tree: Tree) -> list[Any]:
+def leaves_matching(structure: TreeSpec, tree: Tree) -> list[Any]:
     """The leaves of a tree that must have this structure.
 
-    >>> leaves_like(flatten({"a": 1, "b": 2})[1], {"a": 3, "b": 4})
+    >>> leaves_matching(flatten({"a": 1, "b": 2})[1], {"a": 3, "b": 4})
     [3, 4]
     """
     leaves, other = flatten(tree)
-    if not is_same_structure(other, structure):
+    if not is_same_spec(other, structure):
         raise ValueError(
-            f"trees differ in structure: {describe(structure)} against {describe(other)}"
+            f"trees differ in structure: {format_spec(structure)} against {format_spec(other)}"
         )
     return leaves
 
 
-def is_same_structure(one: Structure, other: Structure) -> bool:
+def is_same_spec(one: TreeSpec, other: TreeSpec) -> bool:
     """Compares two structures, also in a trace.
 
-    >>> is_same_structure(flatten([1])[1], flatten([2])[1])
+    >>> is_same_spec(flatten([1])[1], flatten([2])[1])
     True
-    >>> is_same_structure(flatten([1])[1], flatten((1,))[1])
+    >>> is_same_spec(flatten([1])[1], flatten((1,))[1])
     False
     """
     if not torch.compiler.is_dynamo_compiling():
@@ -168,7 +170,7 @@ def is_same_structure(one: Structure, other: Structure) -> bool:
         one.type is not dict and metadata[0] != metadata[1]
     ):  # a dict's is the order of its keys
         return False
-    return all(builtins.map(is_same_structure, one.children(), other.children()))
+    return all(builtins.map(is_same_spec, one.children(), other.children()))
 
 
 def broadcast_prefix(prefix: Tree, tree: Tree) -> list[Any]:
@@ -180,7 +182,7 @@ def broadcast_prefix(prefix: Tree, tree: Tree) -> list[Any]:
     return _broadcast(prefix, flatten(tree)[1])
 
 
-def _broadcast(prefix: Tree, structure: Structure) -> list[Any]:
+def _broadcast(prefix: Tree, structure: TreeSpec) -> list[Any]:
     if prefix is not None and optree.tree_is_leaf(prefix, namespace=NAMESPACE):
         return [prefix] * structure.num_leaves
     parts: Sequence[Tree] | None = None
@@ -192,38 +194,40 @@ def _broadcast(prefix: Tree, structure: Structure) -> list[Any]:
         parts = optree.tree_flatten_one_level(prefix, namespace=NAMESPACE)[0]
     if parts is None or len(parts) != structure.num_children:
         raise ValueError(
-            f"{prefix!r} is no prefix of a tree like {describe(structure)}: give a value for each "
+            f"{prefix!r} is no prefix of a tree like {format_spec(structure)}: give a "
+            "value for each "
             "of its leaves, or one for a whole container"
         )
     pairs = zip(parts, structure.children(), strict=True)
     return [leaf for part, child in pairs for leaf in _broadcast(part, child)]
 
 
-def part(structure: Structure, leaves: Sequence[Any], where: Set[int]) -> Tree:
+def subset(structure: TreeSpec, leaves: Sequence[Any], where: Set[int]) -> Tree:
     """The tree of some of its leaves, by position; ``()`` stands where others are left out.
 
     >>> whole = {"a": [1, 2], "b": {"c": 3}}
-    >>> part(flatten(whole)[1], leaves_of(whole), {1})
+    >>> subset(flatten(whole)[1], leaves(whole), {1})
     {'a': [(), 2], 'b': ()}
     """
     kept = [leaf if position in where else () for position, leaf in enumerate(leaves)]
-    return _rebuilt(structure, iter(kept), pruned=True)
+    return _rebuild(structure, iter(kept), pruned=True)
 
 
-def plain(tree: Tree) -> Tree:
+def mappings_to_dicts(tree: Tree) -> Tree:
     """Returns the tree with a dict in place of each mapping that optree takes for a leaf.
 
     Such are a tokenizer's ``BatchEncoding`` and other ``UserDict``, and subclasses of dict.
 
     >>> from collections import UserDict
-    >>> plain([UserDict(tokens=1, more=[UserDict(labels=2)])])
+    >>> mappings_to_dicts([UserDict(tokens=1, more=[UserDict(labels=2)])])
     [{'tokens': 1, 'more': [{'labels': 2}]}]
     """
     leaves, structure = flatten(tree)
     if not any(isinstance(leaf, Mapping) for leaf in leaves):
         return tree
     dicts = [
-        plain(dict(leaf)) if isinstance(leaf, Mapping) else leaf for leaf in leaves
+        mappings_to_dicts(dict(leaf)) if isinstance(leaf, Mapping) else leaf
+        for leaf in leaves
     ]
     return unflatten(structure, dicts)
 
@@ -240,10 +244,10 @@ def paths(tree: Tree, name: str) -> list[str]:
     ]
 
 
-def describe(structure: Structure) -> str:
+def format_spec(structure: TreeSpec) -> str:
     """Returns a structure as text, with stars for its leaves.
 
-    >>> describe(flatten({"a": [1, 2]})[1])
+    >>> format_spec(flatten({"a": [1, 2]})[1])
     "{'a': [*, *]}"
     """
     text = str(structure).removeprefix("PyTreeSpec(").removesuffix(")")
