@@ -1,4 +1,4 @@
-"""The same loss, counted in the same way, without gradients."""
+"""The loss of a group, counted as an update counts it, without gradients."""
 
 from __future__ import annotations
 
@@ -6,29 +6,29 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import TypeVar, cast
 
-import torch
 from torch import Tensor
 
 from purestep import hints, tree, validation
 from purestep.axis import Axis, LocalAxis
-from purestep.counts import count_tokens, label_weights, with_weights
-from purestep.grads.accumulate import accumulate, sum_losses
-from purestep.grads.backends import GradBackends
-from purestep.grads.microbatch import (
-    GradAccumulator as Gradients,
-    MicrobatchInputs,
-    MicrobatchResult,
+from purestep.counts import (
+    WeightedMicrobatches,
+    count_tokens,
+    label_weights,
+    sum_weights,
+    with_weights,
 )
+from purestep.grads.accumulate import add_aux, detach_data, profiler_range, sum_losses
 from purestep.objective import denominators, forward_microbatch, weighted_sum
 from purestep.sync.session import open_session
 from purestep.types import (
     EvalMetrics,
     Gather,
-    GradHook,
+    GradSums,
     LossFn,
-    LossOutput,
     Microbatch,
     Params,
+    TokenCounts,
+    Tree,
     WeightFn,
 )
 
@@ -61,81 +61,77 @@ def make_eval_step(
     """
     validation.check_functions(loss_fn, weight_fn, axis)
     validation.check_choice("gather", gather, Gather)
-    looked_at: list[bool] = []  # whether random draws were looked for
-    where: Gather = "loss" if gather == "loss" else "step"
-    settings = {
+    watched_draws: list[bool] = []  # whether the first evaluation is over
+    gather_once: Gather = "loss" if gather == "loss" else "step"
+    rank_config = {
         "weight_fn": "given" if weight_fn else "None",
-        "gather": where,
+        "gather": gather_once,
         "evaluation": "yes",
     }
 
     def eval_step(params: Params, microbatches: Sequence[Microbatch], /) -> EvalMetrics:
-        with open_session(axis, where, settings) as session:
+        with open_session(axis, gather_once, rank_config) as session:
             validation.check_params(params, axis)
-            is_plain = (
-                tree.is_plain_eager()
-            )  # A trace can see neither marks nor generators.
-            if is_plain and validation.DONATED in tree.leaves(params)[0].__dict__:
+            first_leaf: Tensor = tree.leaves(params)[0]
+            # A trace can see neither marks of donated trees nor generators.
+            is_plain = tree.is_plain_eager()
+            if is_plain and validation.DONATED in first_leaf.__dict__:
                 raise validation.reused_donation_error("params")
             group = with_weights(microbatches, weight_fn)
             total = session.all_reduce_counts(
                 count_tokens(group), params, (), len(microbatches)
             )
-            known = total if weight_fn else None
-            wholes = session.params_for_loss(params)
-            modes = forward_backend(lambda microbatch: loss_fn(wholes, microbatch))
-            is_first = is_plain and not looked_at
-            watched = (
-                hints.warn_of_random_draws(first_device(params))
-                if is_first
-                else nullcontext()
-            )
-            with watched:
-                sums = accumulate(
-                    loss_fn, (), group, weight_fn=None, total=known, modes=modes
+            full_params = session.params_for_loss(params)
+            divides = total if weight_fn else None
+            is_first = is_plain and not watched_draws
+            device = first_leaf.device
+            with hints.warn_of_random_draws(device) if is_first else nullcontext():
+                sums = _forward_group(
+                    loss_fn, full_params, group, divides, like=first_leaf
                 )
             if is_first:
-                looked_at.append(True)
-            losses = [sums.loss] if group.microbatches else []
-            loss = sum_losses(losses, tree.leaves(params)[0])
-            sums = session.all_reduce_grads(sums._replace(loss=loss), ())
+                watched_draws.append(True)
+            sums = session.all_reduce_grads(sums, ())
         loss = sums.loss
-        if known is None:
+        if weight_fn is None:
             total = sums.counts
             loss = (loss / denominators(total).num_tokens).to(loss.dtype)
-        return detach_unless_transformed(EvalMetrics(loss, *total, sums.aux))
+        return _detach_unless_transformed(EvalMetrics(loss, *total, sums.aux))
 
     return eval_step
 
 
-def first_device(params: Params) -> torch.device:
-    """Returns the device of the first leaf."""
-    leaf: Tensor = tree.leaves(params)[0]
-    return leaf.device
+def _forward_group(
+    loss_fn: LossFn,
+    params: Params,
+    group: WeightedMicrobatches,
+    total: TokenCounts | None,
+    *,
+    like: Tensor,
+) -> GradSums:
+    """Sums losses, counts and aux of a group; the sum of no losses is a zero like ``like``."""
+    divisors = None if total is None else denominators(total)
+    losses: list[Tensor] = []
+    used_weights: list[Tensor] = []
+    aux: Tree = ()
+    is_recorded = not tree.is_plain_eager(total or ())
+    all_weights: Sequence[Tensor | None] = group.weights or [None] * len(
+        group.microbatches
+    )
+    for microbatch, weights in zip(group.microbatches, all_weights, strict=True):
+        data, is_recorded = detach_data(microbatch, is_recorded)
+        with profiler_range("purestep.microbatch"):
+            weighted = _detach_unless_transformed(
+                forward_microbatch(loss_fn, params, data, weights, divisors)
+            )
+            losses.append(weighted_sum(weighted.terms, weighted.cotangents))
+        used_weights.append(weighted.weights)
+        if not tree.is_empty(weighted.aux):
+            aux = add_aux(aux, weighted.aux)
+    counts = group.counts or sum_weights(used_weights)
+    return GradSums((), sum_losses(losses, like), counts, aux)
 
 
-def forward_backend(
-    losses_of: Callable[[Microbatch], Tensor | LossOutput],
-) -> GradBackends:
-    """The loss of a microbatch, of which nothing is differentiated."""
-
-    def mode(
-        inputs: MicrobatchInputs, sums: Gradients, ready: GradHook | None
-    ) -> MicrobatchResult:
-        part = forward_microbatch(
-            lambda _, microbatch: losses_of(microbatch), (), *inputs[2:5]
-        )
-        terms, cotangents = detach_unless_transformed((part.terms, part.cotangents))
-        return MicrobatchResult(
-            weighted_sum(terms, cotangents),
-            part.weights,
-            detach_unless_transformed(part.aux),
-            True,
-        )
-
-    return GradBackends(mode, mode)
-
-
-def detach_unless_transformed(values: T) -> T:
+def _detach_unless_transformed(values: T) -> T:
     """Detaches a tree, but under transforms: there its derivative would be 0 without a word."""
     return cast("T", tree.detach(values)) if tree.can_write() else values

@@ -7,10 +7,11 @@ The sums run over all tokens of all microbatches on all ranks.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
 from operator import attrgetter
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
@@ -18,13 +19,12 @@ from torch import Tensor
 from purestep import hints, tree, validation
 from purestep.axis import Axis, LocalAxis
 from purestep.compiling import Compiler
-from purestep.counts import count_tokens, label_weights, with_weights
-from purestep.grads.accumulate import accumulate, profiler_range
+from purestep.counts import label_weights, sum_weights, with_weights
+from purestep.grads.accumulate import accumulate_group, profiler_range
 from purestep.grads.backends import make_backends
 from purestep.grads.grad_and_value import grad_and_value
 from purestep.grads.per_microbatch import (
-    gather_in_loss,
-    gather_per_microbatch,
+    gather_in_backends,
     pad_microbatches,
 )
 from purestep.objective import denominators
@@ -57,6 +57,8 @@ _MISSING: Any = object()
 
 Normalize = Literal["loss", "grads"]
 OnNonfinite = Literal["propagate", "skip"]
+SeenSpecs: TypeAlias = dict[int, deque[tree.TreeSpec]]
+"""The containers of params whose checks are done, by rank, where ranks are threads."""
 
 
 def make_update_step(
@@ -111,19 +113,17 @@ def make_update_step(
     validation.check_choice("gather", gather, Gather)
     validation.check_choice("on_nonfinite", on_nonfinite, OnNonfinite)
     validation.check_normalize(normalize, weight_fn, accum_dtype)
-    modes = make_backends(loss_fn, grad_and_value, compile)
-    if gather == "microbatch":
-        modes = gather_per_microbatch(modes)
-    elif gather == "loss":
-        modes = gather_in_loss(modes)
-    settings = {
+    backends = make_backends(loss_fn, grad_and_value, compile)
+    backends = gather_in_backends(backends, gather)
+    counted_first = weight_fn if normalize == "loss" else None
+    rank_config = {
         "normalize": normalize,
         "weight_fn": "given" if weight_fn else "None",
         "accum_dtype": str(accum_dtype),
         "gather": gather,
         "on_nonfinite": on_nonfinite,
     }
-    checked: dict[int, list[tree.TreeSpec]] = {}  # by rank, where threads share it
+    seen_specs: SeenSpecs = {}
 
     def update_step(
         params: ParamsT,
@@ -136,9 +136,9 @@ def make_update_step(
                 "update_step(params, opt_state, microbatches) got two arguments: perhaps opt_state "
                 "is missing, which optimizer.init(params) makes"
             )
-        with open_session(axis, gather, settings) as session:
-            new = needs_checks(checked, session.rank, params)
-            if new:
+        with open_session(axis, gather, rank_config) as session:
+            is_first = needs_checks(seen_specs, session.rank, params)
+            if is_first:
                 with hints.annotate_swapped_arguments(
                     optimizer.init, params, opt_state
                 ):
@@ -146,29 +146,28 @@ def make_update_step(
                         params, opt_state, microbatches, axis, donate
                     )
             with profiler_range("purestep.count"):
-                group = with_weights(
-                    microbatches, weight_fn if normalize == "loss" else None
-                )
-                if new and weight_fn is label_weights:
+                group = with_weights(microbatches, counted_first)
+                if is_first and weight_fn is label_weights:
                     hints.check_shifted(group.microbatches)
                 total = session.all_reduce_counts(
-                    count_tokens(group), params, opt_state, len(microbatches)
+                    group.counts or sum_weights(()),
+                    params,
+                    opt_state,
+                    len(microbatches),
                 )
-            ready = session.grad_hook(params, accum_dtype)
+            on_grad_ready = session.grad_hook(params, accum_dtype)
             if gather == "microbatch":
-                group = pad_microbatches(
-                    group, session.max_microbatches(len(microbatches))
-                )
-            sums = accumulate(
-                loss_fn,
+                length = session.max_microbatches(len(microbatches))
+                group = pad_microbatches(group, length)
+            sums = accumulate_group(
+                backends,
                 session.params_for_loss(params),
                 group,
                 weight_fn=weight_fn,
                 total=total if normalize == "loss" else None,
                 accum_dtype=accum_dtype,
-                ready=ready,
-                modes=modes,
-                check=new,
+                on_grad_ready=on_grad_ready,
+                needs_checks=is_first,
             )
             with profiler_range("purestep.reduce"):
                 sums = session.all_reduce_grads(sums, params)
@@ -194,13 +193,11 @@ def make_update_step(
             )
         if axis.is_multi_program:
             validation.check_no_graph(new_params, axis)
-        # A loss is checked where it is called, and in part only where nothing is recorded.
-        if new and len(microbatches) and tree.is_plain_eager(params, opt_state):
-            checked[session.rank] = [
-                *checked.get(session.rank, [])[-7:],
-                tree.flatten(params)[1],
-            ]
-        # Under torch.func, where nobody would notice that a derivative is gone, they keep it.
+        # A loss is checked where it runs, and wholly only where nothing is recorded.
+        if is_first and len(microbatches) and tree.is_plain_eager(params, opt_state):
+            specs = seen_specs.setdefault(session.rank, deque(maxlen=8))
+            specs.append(tree.flatten(params)[1])
+        # Under torch.func they keep their derivative: without it, it would be 0 without a word.
         may_require_grad = sums.loss.requires_grad or not tree.is_empty(sums.aux)
         if may_require_grad and tree.can_write():
             metrics = tree.detach(metrics)
@@ -211,43 +208,42 @@ def make_update_step(
 
 
 def normalize_sums(sums: GradSums) -> GradSums:
-    """Plain sums of gradients and losses, divided by N once: gradients in their buffers.
+    """Divides plain sums of gradients and losses by N, once: gradients in their buffers.
 
     >>> from purestep.types import TokenCounts
-    >>> counted = Count(torch.tensor(4), torch.tensor(1))
-    >>> normalize_sums(GradSums(torch.tensor(8.0), torch.tensor(2.0), counted, ())).grads
+    >>> counts = TokenCounts(torch.tensor(4), torch.tensor(1))
+    >>> normalize_sums(GradSums(torch.tensor(8.0), torch.tensor(2.0), counts, ())).grads
     tensor(2.)
     """
-    n, limits = denominators(sums.counts).num_tokens, torch.finfo(sums.loss.dtype)
-    known = tree.concrete_scalar(n)
-    if known is not None and not limits.tiny <= known <= limits.max:
+    num_tokens = denominators(sums.counts).num_tokens
+    limits = torch.finfo(sums.loss.dtype)
+    concrete = tree.concrete_scalar(num_tokens)
+    if concrete is not None and not limits.tiny <= concrete <= limits.max:
         raise ValueError(
-            f"num_tokens, the sum of all weights, is {known}, by which losses in {sums.loss.dtype} "
-            "cannot be divided: scale the weights, which changes nothing else"
+            f"num_tokens, the sum of all weights, is {concrete}, by which losses in "
+            f"{sums.loss.dtype} cannot be divided: scale the weights, which changes nothing else"
         )
 
-    loss = (sums.loss / n).to(sums.loss.dtype)
+    loss = (sums.loss / num_tokens).to(sums.loss.dtype)
     if tree.is_plain_eager(sums.grads):
-        foreach.divide_(tree.leaves(sums.grads), n)
+        foreach.divide_(tree.leaves(sums.grads), num_tokens)
         return sums._replace(loss=loss)
-    grads = tree.map(lambda total: (total / n).to(total.dtype), sums.grads)
+    grads = tree.map(lambda total: (total / num_tokens).to(total.dtype), sums.grads)
     return sums._replace(grads=grads, loss=loss)
 
 
-def needs_checks(
-    checked: dict[int, list[tree.TreeSpec]], rank: int, params: Params
-) -> bool:
-    """Whether a rank has not checked params of this structure yet.
+def needs_checks(seen_specs: SeenSpecs, rank: int, params: Params) -> bool:
+    """Returns whether a rank has not checked params with these containers yet.
 
-    >>> [needs_checks({0: [tree.flatten([1, 2])[1]]}, 0, params) for params in ([3], [4, 5])]
+    >>> seen_specs = {0: deque([tree.flatten([1, 2])[1]])}
+    >>> [needs_checks(seen_specs, 0, params) for params in ([3], [4, 5])]
     [True, False]
     """
     if torch.compiler.is_dynamo_compiling():
-        return False  # A compiler has no answers to what is asked of new ones.
-    with suppress(
-        Exception
-    ):  # A node class of the user's may keep what cannot be compared.
-        return tree.flatten(params)[1] not in checked.get(rank, [])
+        return False  # Checks read values, which a trace does not have.
+    # A node class of the user's may hold what cannot be compared.
+    with suppress(Exception):
+        return tree.flatten(params)[1] not in seen_specs.get(rank, ())
     return True
 
 

@@ -233,10 +233,13 @@ def _path_of(params: Params, position: int) -> str:
 
 
 def version_counters(leaves: Sequence[Tensor]) -> list[int]:
-    """How often each was written to; nothing for tensors made under inference mode."""
-    return (
-        [] if any(leaf.is_inference() for leaf in leaves) else [*map(version, leaves)]
-    )
+    """Returns how often each leaf was written to; nothing where torch does not count.
+
+    It does not under inference mode, and what a transform or a compiler sees has no versions.
+    """
+    if not tree.is_plain_eager() or any(leaf.is_inference() for leaf in leaves):
+        return []
+    return [version(leaf) for leaf in leaves]
 
 
 def check_not_mutated(

@@ -8,6 +8,9 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import purestep as ps
+from purestep.counts import with_weights
+from purestep.grads.accumulate import accumulate_group
+from purestep.grads.backends import make_backends
 from purestep.sharding.buckets import GradBuckets
 from tests.squares import x_ones
 
@@ -53,7 +56,14 @@ def test_a_function_with_a_backward_pass_of_its_own() -> None:
 
     def rank(_: Any) -> None:
         buckets = GradBuckets(axis, {0: W}, [W.dtype])
-        ps.accumulate(loss_fn, W, GROUP, weight_fn=x_ones, ready=buckets.ready)
+        accumulate_group(
+            make_backends(loss_fn, ps.grad_and_value),
+            W,
+            with_weights(GROUP, x_ones),
+            weight_fn=x_ones,
+            total=None,
+            on_grad_ready=buckets.ready,
+        )
 
     axis = ps.testing.ThreadAxis(1)
     with pytest.raises(

@@ -13,7 +13,11 @@ from torch import Tensor
 
 import purestep as ps
 from proofs.strategies import assert_same
+from purestep.counts import with_weights
+from purestep.grads.accumulate import accumulate_group
+from purestep.grads.backends import make_backends
 from purestep.tree import accumulation_dtype
+from purestep.types import GradHook
 from tests.memory import LiveBytes
 from tests.squares import WAYS, squares, x_ones
 
@@ -110,12 +114,20 @@ def test_a_sum_that_is_ready_is_taken(dtype: torch.dtype, accum_dtype: Any) -> N
         parts = [leaf for i, leaf in enumerate(p) if i & int(m["x"])]
         return torch.stack(parts).sum(0).float() * m["x"]
 
-    run = partial(
-        ps.accumulate, loss_fn, params, weight_fn=x_ones, accum_dtype=accum_dtype
-    )
+    def run(group: Any, on_grad_ready: GradHook | None = None) -> ps.GradSums:
+        return accumulate_group(
+            make_backends(loss_fn, ps.grad_and_value),
+            params,
+            with_weights(group, x_ones),
+            weight_fn=x_ones,
+            total=None,
+            accum_dtype=accum_dtype,
+            on_grad_ready=on_grad_ready,
+        )
+
     for group, earlier in ((GROUP[2:], 0), (GROUP, 3)):
         seen.clear()
-        taken = run(group, ready=ready).grads
+        taken = run(group, on_grad_ready=ready).grads
         assert all(
             taken[index].data_ptr() == places[index].data_ptr() for index in seen
         )

@@ -1,4 +1,4 @@
-"""Reverse mode, summed over a group of microbatches.
+"""Loss and gradients, summed over a group of microbatches.
 
     grads = Σₘ Σᵢ (wᵢ/N) ∇ℓᵢ(θ)        over tokens i of microbatches m
 
@@ -6,7 +6,7 @@
 there is no pass over the gradients to scale them, and nothing to forget.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -25,7 +25,7 @@ from purestep.counts import (
 from purestep.grads.backends import GradBackends, make_backends
 from purestep.grads.grad_and_value import grad_and_value
 from purestep.grads.inplace import zeros_for_missing
-from purestep.grads.microbatch import GradAccumulator as Gradients, MicrobatchInputs
+from purestep.grads.microbatch import GradAccumulator, MicrobatchInputs
 from purestep.objective import denominators
 from purestep.torch_private import is_profiling
 from purestep.tree import accumulation_dtype
@@ -54,9 +54,6 @@ def accumulate(
     total: TokenCounts | None = None,
     grad_and_value: GradAndValue = grad_and_value,
     accum_dtype: torch.dtype | None = None,
-    ready: GradHook | None = None,
-    modes: GradBackends | None = None,
-    check: bool = True,
 ) -> GradSums:
     """Computes this rank's part of loss and gradients, over a group of microbatches.
 
@@ -71,96 +68,125 @@ def accumulate(
         params: a tree of floating-point tensors. The loss sees a ``Shard`` as it is.
         microbatches: a sequence of microbatches, of any shapes. An empty one gives exact zeros.
         weight_fn: returns one weight per token. None: ``LossOutput.weights`` brings them.
-        total: the global ``count``, which divides loss and gradients. None: plain sums.
+        total: the global ``count_tokens``, which divides loss and gradients. None: plain sums.
         grad_and_value: any function with the signature of ``torch.func.grad_and_value``. It
             differentiates a function of the list of the params' leaves.
         accum_dtype: the dtype of the sums. None: float32 for half precision, else the params'
             dtype.
-        ready: called during the last backward pass with a leaf's index and its final sum. It
-            returns where the sum lies from then on.
-        modes: the ``make_backends`` of this loss, if you made them before.
-        check: whether to look for a loss that writes to params, or that recomputes with other
-            params.
 
     Returns:
-        ``GradSums(grads, loss, counted, aux)``. ``counted`` counts these microbatches only.
+        ``GradSums(grads, loss, counts, aux)``. ``counts`` are those of these microbatches only.
 
     >>> group = [{"x": torch.tensor([1.0, 2.0])}, {"x": torch.tensor([6.0])}]
     >>> from purestep import count_tokens
     >>> def ones(m):
     ...     return torch.ones_like(m["x"])
-    >>> total = count(group, ones)
+    >>> total = count_tokens(group, ones)
     >>> w = torch.tensor(1.0)
     >>> sums = accumulate(lambda w, m: w * m["x"], w, group, weight_fn=ones, total=total)
     >>> sums.grads, sums.loss
     (tensor(3.), tensor(3.))
     """
-    modes = modes or make_backends(loss_fn, grad_and_value)
-    leaves, structure = tree.flatten(params)
-    dtypes = []
-    for leaf in leaves:
-        dtypes.append(accum_dtype or accumulation_dtype(leaf.dtype))
-    sums = Gradients([None] * len(leaves), dtypes)
-    divisors = total and denominators(total)
-    recorded = not tree.is_plain_eager() or tree.leaves_require_grad(
+    group = microbatches
+    if not isinstance(group, WeightedMicrobatches):
+        group = WeightedMicrobatches(group, None, None)
+    return accumulate_group(
+        make_backends(loss_fn, grad_and_value),
+        params,
+        group,
+        weight_fn=weight_fn,
+        total=total,
+        accum_dtype=accum_dtype,
+    )
+
+
+def accumulate_group(
+    backends: GradBackends,
+    params: Params,
+    group: WeightedMicrobatches,
+    *,
+    weight_fn: WeightFn | None,
+    total: TokenCounts | None,
+    accum_dtype: torch.dtype | None = None,
+    on_grad_ready: GradHook | None = None,
+    needs_checks: bool = True,
+) -> GradSums:
+    """Sums loss and gradients of a group by the backends of its loss, as ``accumulate`` says.
+
+    ``on_grad_ready`` takes each leaf's sum during the last backward pass. ``needs_checks`` looks
+    for a loss that writes to params, or that recomputes with other parameters.
+    """
+    leaves, spec = tree.flatten(params)
+    accumulator = _empty_accumulator(leaves, accum_dtype)
+    divisors = None if total is None else denominators(total)
+    is_recorded = not tree.is_plain_eager() or tree.leaves_require_grad(
         [*leaves, *(total or ())]
     )
-    if recorded:
+    if is_recorded:
         validation.check_no_grad_leaves(params, leaves)
-    versions = (
-        validation.version_counters(leaves) if check and tree.is_plain_eager() else []
-    )
-    losses: list[Tensor] = []
-    asked: list[Tensor] = []
-    aux: Tree = ()
-    reached = False
+    versions = validation.version_counters(leaves) if needs_checks else []
 
-    group = (
-        microbatches
-        if isinstance(microbatches, WeightedMicrobatches)
-        else WeightedMicrobatches(microbatches, None, None)
-    )
-    last = len(group.microbatches)
-    given: Sequence[Tensor | None] = group.weights or [None] * last
-    pairs = zip(group.microbatches, given, strict=True)
-    for position, (microbatch, weights) in enumerate(pairs, 1):
+    losses: list[Tensor] = []
+    used_weights: list[Tensor] = []
+    aux: Tree = ()
+    depends_on_params = False
+    last = len(group.microbatches) - 1
+    all_weights: Sequence[Tensor | None] = group.weights or [None] * (last + 1)
+    pairs = zip(group.microbatches, all_weights, strict=True)
+    for index, (microbatch, weights) in enumerate(pairs):
         if weights is None and weight_fn is not None:
             weights = compute_weights(weight_fn, microbatch)
-        data, kind = tree.flatten(microbatch)
-        others = []
-        for leaf in data:
-            if type(leaf) is not Tensor or leaf.requires_grad:
-                others.append(leaf)
-        recorded = recorded or any(map(has_graph, others))
-        if not recorded:
-            # A loss that marks its data, by requires_grad_() say, does not mark the caller's.
-            data = [*map(detach_opaque if others else Tensor.detach, data)]
-            microbatch = tree.unflatten(kind, data)
-        inputs = MicrobatchInputs(
-            leaves, structure, microbatch, weights, divisors, check
-        )
-        run = modes.recorded if recorded else modes.plain
+        data, is_recorded = detach_data(microbatch, is_recorded)
+        inputs = MicrobatchInputs(leaves, spec, data, weights, divisors, needs_checks)
+        grad_fn = backends.recorded if is_recorded else backends.plain
+        hook = on_grad_ready if index == last else None
         with profiler_range("purestep.microbatch"):
-            beside = run(inputs, sums, ready if position == last else None)
-        losses.append(beside.loss)
-        if group.counts is None:
-            asked.append(beside.weights)
-        if not tree.is_empty(beside.aux):
-            aux = add_aux(aux, beside.aux)
-        reached = reached or beside.reached
-        del microbatch, weights, data, inputs, beside  # before the next one is made
+            result = grad_fn(inputs, accumulator, hook)
+        losses.append(result.loss)
+        used_weights.append(result.weights)
+        if not tree.is_empty(result.aux):
+            aux = add_aux(aux, result.aux)
+        depends_on_params = depends_on_params or result.depends_on_params
+        # Its memory is free before the sequence makes the next one.
+        del microbatch, weights, data, inputs, result
 
-    counted = group.counts or sum_weights(asked)
-    if losses and not reached and has_tokens(counted):
+    counts = group.counts or sum_weights(used_weights)
+    if losses and not depends_on_params and has_tokens(counts):
         raise validation.no_dependence_error()
     if versions:
         validation.check_not_mutated(params, leaves, versions)
-    grads = zeros_for_missing(sums, leaves)
-    if recorded and tree.is_plain_eager(grads):
+    grads = zeros_for_missing(accumulator, leaves)
+    if is_recorded and tree.is_plain_eager(grads):
         # Nothing is recorded after all: they may be written to, whatever a Function returned.
         grads = [grad.clone() for grad in grads]
     loss = sum_losses(losses, leaves[0] if leaves else torch.zeros(()))
-    return GradSums(tree.unflatten(structure, grads), loss, counted, aux)
+    return GradSums(tree.unflatten(spec, grads), loss, counts, aux)
+
+
+def _empty_accumulator(
+    leaves: Sequence[Tensor], accum_dtype: torch.dtype | None
+) -> GradAccumulator:
+    """Returns an accumulator without sums, in the dtype of each."""
+    dtypes = []
+    for leaf in leaves:
+        dtypes.append(accum_dtype or accumulation_dtype(leaf.dtype))
+    return GradAccumulator([None] * len(leaves), dtypes)
+
+
+def detach_data(microbatch: Microbatch, is_recorded: bool) -> tuple[Microbatch, bool]:
+    """Detaches a microbatch, so that ``requires_grad_()`` in the loss leaves the caller's alone.
+
+    Returns also whether anything is recorded, in which case data with a graph keep it.
+    """
+    leaves, spec = tree.flatten(microbatch)
+    detach: Callable[[Any], Any] = Tensor.detach
+    for leaf in leaves:
+        if type(leaf) is not Tensor or leaf.requires_grad:
+            detach = detach_opaque  # It also looks into dataclasses and mappings.
+            is_recorded = is_recorded or has_graph(leaf)
+    if is_recorded:
+        return microbatch, True
+    return tree.unflatten(spec, [*map(detach, leaves)]), False
 
 
 def profiler_range(name: str) -> AbstractContextManager[Any]:
@@ -178,27 +204,30 @@ def profiler_range(name: str) -> AbstractContextManager[Any]:
     return record_function(name)
 
 
-def add_aux(so_far: Tree, aux: Tree) -> Tree:
-    """The sum of ``LossOutput.aux``, in memory that a loss does not share.
+def add_aux(total: Tree, aux: Tree) -> Tree:
+    """Adds ``LossOutput.aux`` to the sum so far, in memory that the loss does not share.
 
     >>> add_aux({"correct": torch.tensor(2)}, {"correct": torch.tensor(3)})
     {'correct': tensor(5)}
     """
-    own = tree.map(lambda leaf: leaf.to(accumulation_dtype(leaf.dtype), copy=True), aux)
-    return own if tree.is_empty(so_far) else tree.map(_add_aux_leaf, so_far, own)
+    copies = tree.map(
+        lambda leaf: leaf.to(accumulation_dtype(leaf.dtype), copy=True), aux
+    )
+    return copies if tree.is_empty(total) else tree.map(_add_aux_leaf, total, copies)
 
 
-def _add_aux_leaf(one: Tensor, other: Tensor) -> Tensor:
-    if one.shape != other.shape:
+def _add_aux_leaf(total: Tensor, leaf: Tensor) -> Tensor:
+    """Adds one leaf; raises where its shape depends on the microbatch, as of per-token values."""
+    if total.shape != leaf.shape:
         raise ValueError(
-            f"LossOutput.aux has a leaf of shape {tuple(one.shape)} in one microbatch and "
-            f"{tuple(other.shape)} in another: it is summed, so return sums over the tokens"
+            f"LossOutput.aux has a leaf of shape {tuple(total.shape)} in one microbatch and "
+            f"{tuple(leaf.shape)} in another: it is summed, so return sums over the tokens"
         )
-    return one + other
+    return total + leaf
 
 
 def sum_losses(losses: list[Tensor], like: Tensor) -> Tensor:
-    """The sum of all microbatches' losses, added in float64; without any, a zero like a param.
+    """Adds the losses of all microbatches in float64; without any, returns a zero like a param.
 
     >>> sum_losses([torch.tensor(1.0), torch.tensor(2.0)], torch.tensor(0.0))
     tensor(3.)
@@ -207,5 +236,5 @@ def sum_losses(losses: list[Tensor], like: Tensor) -> Tensor:
         return like.new_zeros((), dtype=accumulation_dtype(like.dtype))
     if len(losses) == 1:
         return losses[0]
-    together = torch.stack(losses)
-    return together.sum(0, dtype=torch.float64).to(together.dtype)
+    stacked = torch.stack(losses)
+    return stacked.sum(0, dtype=torch.float64).to(stacked.dtype)

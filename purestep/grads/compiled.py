@@ -1,4 +1,4 @@
-"""One graph of forward, backward and sums of a microbatch, by ``torch.compile``."""
+"""Gradients of one microbatch by a compiled graph of forward pass, backward pass and sums."""
 
 from __future__ import annotations
 
@@ -21,54 +21,70 @@ from purestep.grads.microbatch import (
 from purestep.types import GradHook, LossFn, Tree
 
 
-def compiled_backward(loss_fn: LossFn, compile: bool | Compiler) -> GradFn:
-    """One graph of forward, backward and sums, which it makes, or writes to in place.
+def compiled_backward(loss_fn: LossFn, compile_: bool | Compiler) -> GradFn:
+    """Differentiates the loss in one graph, which makes the sums, or adds to them in place.
 
     Where the compiler makes no such graph, it is ``inplace_backward``, and a warning says why.
     """
 
-    def sums_of(
-        params: Tree, sums: list[Tensor] | None, dtypes: list[torch.dtype], *given: Any
+    def sum_grads(
+        params: Tree,
+        totals: list[Tensor] | None,
+        dtypes: list[torch.dtype],
+        *microbatch: Any,
     ) -> tuple[list[Tensor], MicrobatchResult]:
-        grads, beside = detach_results(
-            *microbatch_grads(loss_fn, vjp_grads, params, *given)
+        grads, result = detach_results(
+            *microbatch_grads(loss_fn, vjp_grads, params, *microbatch)
         )
-        if sums is None:
-            return [
-                grad.to(dtype) for grad, dtype in zip(grads, dtypes, strict=True)
-            ], beside
-        made = []
-        for so_far, grad in zip(sums, grads, strict=True):
-            # Compilers drop what is written to a scalar on the host: it is made anew.
-            made.append(so_far.add_(grad) if so_far.ndim else so_far + grad)
-        return made, beside
+        new_totals = []
+        if totals is None:
+            for grad, dtype in zip(grads, dtypes, strict=True):
+                new_totals.append(grad.to(dtype))
+            return new_totals, result
+        for total, grad in zip(totals, grads, strict=True):
+            # Inductor drops what is written to a scalar on the host, so that is a new tensor.
+            new_totals.append(total.add_(grad) if total.ndim else total + grad)
+        return new_totals, result
 
-    one = graph.one_graph(functools.wraps(loss_fn)(sums_of), compile)
+    run_graph = graph.one_graph(functools.wraps(loss_fn)(sum_grads), compile_)
 
-    def reverse(
-        inputs: MicrobatchInputs, sums: GradAccumulator, ready: GradHook | None
+    def grad_fn(
+        inputs: MicrobatchInputs,
+        accumulator: GradAccumulator,
+        on_grad_ready: GradHook | None,
     ) -> MicrobatchResult:
-        values, dtypes = sums
-        params = tree.unflatten(inputs.structure, inputs.leaves)
-        so_far = None if any(total is None for total in values) else values
-        if inputs.check and so_far is None:
-            # What refuses a call does not see a trace. Its draws are made again.
-            own = [leaf.detach().requires_grad_() for leaf in inputs.leaves]
-            with torch.enable_grad(), preserve_generators(inputs.leaves[0].device):
-                loss_fn(tree.unflatten(inputs.structure, own), inputs.microbatch)
-        beside: MicrobatchResult
-        made, beside = one(params, so_far, dtypes, *inputs[2:5])
-        if so_far is None:
-            clone_aliased(
-                made,
-                [*inputs.leaves, *tree.leaves(inputs.microbatch), inputs.weights],
-            )
-        if ready is not None:
-            made = [ready(index, total) for index, total in enumerate(made)]
-        values[:] = made
-        return beside
+        params = tree.unflatten(inputs.spec, inputs.leaves)
+        is_first = any(total is None for total in accumulator.values)
+        if inputs.needs_checks and is_first:
+            _check_eagerly(loss_fn, inputs)
+        result: MicrobatchResult
+        totals, result = run_graph(
+            params,
+            None if is_first else accumulator.values,
+            accumulator.dtypes,
+            inputs.microbatch,
+            inputs.weights,
+            inputs.denominators,
+        )
+        if is_first:
+            data = tree.leaves(inputs.microbatch)
+            clone_aliased(totals, [*inputs.leaves, *data, inputs.weights])
+        if on_grad_ready is not None:
+            totals = [on_grad_ready(index, total) for index, total in enumerate(totals)]
+        accumulator.values[:] = totals
+        return result
 
-    return graph.with_fallback(reverse, inplace_backward(loss_fn))
+    return graph.with_fallback(grad_fn, inplace_backward(loss_fn))
+
+
+def _check_eagerly(loss_fn: LossFn, inputs: MicrobatchInputs) -> None:
+    """Runs the loss once as it is: checks inside it, as of a module's call, see no trace.
+
+    Random numbers that it draws are drawn again by the graph.
+    """
+    leaves = [leaf.detach().requires_grad_() for leaf in inputs.leaves]
+    with torch.enable_grad(), preserve_generators(inputs.leaves[0].device):
+        loss_fn(tree.unflatten(inputs.spec, leaves), inputs.microbatch)
 
 
 def preserve_generators(device: torch.device) -> Any:

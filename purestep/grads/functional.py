@@ -1,11 +1,6 @@
-"""The reverse modes of a loss: plain, and for transforms, compilers and the user's functions.
+"""Gradients of one microbatch as a function's result, which may itself be differentiated.
 
-    in_place      autograd's backward pass, which adds gradients to their sums as it goes
-    returning     torch.func.vjp, under transforms and wherever a step is recorded; or the user's
-                  ``grad_and_value``
-    compiled      one graph of forward, backward and sums
-
-All differentiate the same part of the objective, and have one signature.
+It serves transforms, compilers, and a ``grad_and_value`` of the user's: sums keep their graph.
 """
 
 from __future__ import annotations
@@ -13,6 +8,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -27,76 +23,92 @@ from purestep.grads.microbatch import (
 )
 from purestep.objective import forward_microbatch, weighted_sum
 from purestep.torch_private import check_inference_mode
-from purestep.types import GradAndValue, GradHook, LossFn, Microbatch, TokenCounts, Tree
+from purestep.types import (
+    GradAndValue,
+    GradHook,
+    LossFn,
+    Microbatch,
+    TokenCounts,
+    Tree,
+)
 
-GradsOf = Callable[..., tuple[list[Tensor], Tensor, list[Tensor]]]
-"""From ``function(*leaves) -> (value, aux)`` and leaves to gradients, value and aux."""
+GradsOf: TypeAlias = Callable[..., tuple[list[Tensor], Tensor, list[Tensor]]]
+"""Takes ``function(*leaves) -> (value, aux)`` and leaves; returns gradients, value and aux."""
 
 
 def functional_backward(
     loss_fn: LossFn,
-    differentiate: GradsOf,
-    compile: bool | Compiler = False,
+    grads_of: GradsOf,
+    compile_: bool | Compiler = False,
     *,
     copy: bool = False,
 ) -> GradFn:
-    """A reverse mode that returns gradients, which are added out of place; ``copy`` what it keeps.
+    """Differentiates the loss by ``grads_of``, and adds gradients out of place.
 
-    By ``torch.func.vjp`` it serves transforms, derivatives and compilers: sums keep their graph.
+    ``copy`` clones what ``grads_of`` may keep: a compiler writes to its results in the next call.
     """
     run = graph.compile_or_call(
-        functools.partial(microbatch_grads, loss_fn, differentiate), compile
+        functools.partial(microbatch_grads, loss_fn, grads_of), compile_
     )
 
-    def reverse(
-        inputs: MicrobatchInputs, sums: GradAccumulator, ready: GradHook | None
+    def grad_fn(
+        inputs: MicrobatchInputs,
+        accumulator: GradAccumulator,
+        on_grad_ready: GradHook | None,
     ) -> MicrobatchResult:
-        params = tree.unflatten(inputs.structure, inputs.leaves)
-        beside: MicrobatchResult
-        grads, beside = run(params, *inputs[2:5])
-        given = tree.leaves((inputs.leaves, inputs.microbatch, inputs.divisors or ()))
-        if not tree.may_be_differentiated(given):
-            grads, beside = detach_results(grads, beside)
-        add_grads(sums, grads, copy=copy)
-        return beside._replace(loss=beside.loss.clone()) if copy else beside
+        params = tree.unflatten(inputs.spec, inputs.leaves)
+        result: MicrobatchResult
+        grads, result = run(
+            params, inputs.microbatch, inputs.weights, inputs.denominators
+        )
+        tensors = tree.leaves(
+            (inputs.leaves, inputs.microbatch, inputs.denominators or ())
+        )
+        if not tree.may_be_differentiated(tensors):
+            grads, result = detach_results(grads, result)
+        add_grads(accumulator, grads, copy=copy)
+        return result._replace(loss=result.loss.clone()) if copy else result
 
-    return reverse
+    return grad_fn
 
 
 def microbatch_grads(
     loss_fn: LossFn,
-    differentiate: GradsOf,
+    grads_of: GradsOf,
     params: Tree,
     microbatch: Microbatch,
     weights: Tensor | None,
-    divisors: TokenCounts | None,
+    denominators: TokenCounts | None,
 ) -> tuple[list[Tensor], MicrobatchResult]:
-    """The gradients of the microbatch's part, and the results beside them, with their graph."""
-    leaves, structure = tree.flatten(params)
-    reached, kind = True, None
+    """Returns the gradients of a microbatch's part of the loss, with their graph."""
+    leaves, spec = tree.flatten(params)
+    depends_on_params = True
+    aux_spec: tree.TreeSpec = None
 
-    def loss_of(*leaves: Tensor) -> tuple[Tensor, list[Tensor]]:
-        nonlocal reached, kind
-        params = tree.unflatten(structure, tree.views_for_dynamo(leaves))
-        with (
-            graph.flat_linear()
-            if torch.compiler.is_dynamo_compiling()
-            else nullcontext()
-        ):
-            part = forward_microbatch(loss_fn, params, microbatch, weights, divisors)
-        loss = weighted_sum(part.terms, part.cotangents)
-        reached = loss.requires_grad or not tree.leaves_require_grad(leaves)
-        aux, kind = tree.flatten(part.aux)
-        return loss, [part.weights, *aux]
+    def value_and_aux(*leaves: Tensor) -> tuple[Tensor, list[Tensor]]:
+        nonlocal depends_on_params, aux_spec
+        params = tree.unflatten(spec, tree.views_for_dynamo(leaves))
+        is_traced = torch.compiler.is_dynamo_compiling()
+        with graph.flat_linear() if is_traced else nullcontext():
+            weighted = forward_microbatch(
+                loss_fn, params, microbatch, weights, denominators
+            )
+        loss = weighted_sum(weighted.terms, weighted.cotangents)
+        depends_on_params = loss.requires_grad or not tree.leaves_require_grad(leaves)
+        aux, aux_spec = tree.flatten(weighted.aux)
+        return loss, [weighted.weights, *aux]
 
-    grads, loss, (weights, *aux) = differentiate(loss_of, leaves)
-    return grads, MicrobatchResult(loss, weights, tree.unflatten(kind, aux), reached)
+    grads, loss, (weights, *aux) = grads_of(value_and_aux, leaves)
+    result = MicrobatchResult(
+        loss, weights, tree.unflatten(aux_spec, aux), depends_on_params
+    )
+    return grads, result
 
 
 def from_user_grad_and_value(grad_and_value: GradAndValue) -> GradsOf:
-    """The same by the user's ``grad_and_value(f, has_aux=True)(leaves)``."""
+    """Turns the user's ``grad_and_value(f, has_aux=True)(leaves)`` into a ``GradsOf``."""
 
-    def differentiate(
+    def grads_of(
         function: Callable[..., tuple[Tensor, list[Tensor]]], leaves: Sequence[Tensor]
     ) -> tuple[list[Tensor], Tensor, list[Tensor]]:
         check_inference_mode()
@@ -104,27 +116,31 @@ def from_user_grad_and_value(grad_and_value: GradAndValue) -> GradsOf:
         grads, (value, aux) = run(leaves)
         return [*grads], value, aux
 
-    return differentiate
+    return grads_of
 
 
 def detach_results(
-    grads: list[Tensor], beside: MicrobatchResult
+    grads: list[Tensor], result: MicrobatchResult
 ) -> tuple[list[Tensor], MicrobatchResult]:
-    """The same, detached: what the loss closes over is a constant, even if it requires grad."""
-    loss, weights, aux, reached = beside
-    beside = MicrobatchResult(
-        loss.detach(), weights.detach(), tree.detach(aux), reached
+    """Detaches all of it: what a loss closes over is a constant, even if it requires grad."""
+    detached = MicrobatchResult(
+        result.loss.detach(),
+        result.weights.detach(),
+        tree.detach(result.aux),
+        result.depends_on_params,
     )
-    return tree.detach_leaves(grads), beside
+    return tree.detach_leaves(grads), detached
 
 
 def add_grads(
-    sums: GradAccumulator, grads: Sequence[Tensor], *, copy: bool = False
+    accumulator: GradAccumulator, grads: Sequence[Tensor], *, copy: bool = False
 ) -> None:
-    """Adds gradients out of place, so that sums may be recorded; ``copy`` of what others hold."""
-    values, dtypes = sums
-    for index, grad in enumerate(grads):
-        so_far = values[index]
-        grad = grad.to_dense() if grad.is_sparse else grad
-        grad = grad.to(dtypes[index], copy=copy and so_far is None)
-        values[index] = grad if so_far is None else so_far + grad
+    """Adds gradients out of place, so that sums may be recorded; ``copy`` clones the first."""
+    values = accumulator.values
+    for index, (grad, dtype) in enumerate(zip(grads, accumulator.dtypes, strict=True)):
+        total = values[index]
+        dense: Any = grad.to_dense() if grad.is_sparse else grad
+        if total is None:
+            values[index] = dense.to(dtype, copy=copy)
+        else:
+            values[index] = total + dense.to(dtype)

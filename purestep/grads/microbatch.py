@@ -1,4 +1,4 @@
-"""What goes into the differentiation of one microbatch, and what comes out of it."""
+"""One microbatch: what its differentiation takes, what it returns, and where gradients add up."""
 
 from __future__ import annotations
 
@@ -12,39 +12,46 @@ from purestep.types import GradHook, Microbatch, TokenCounts, Tree
 
 
 class MicrobatchInputs(NamedTuple):
-    """One microbatch, and the params at which its part of the objective is differentiated.
-
-    ``divisors`` of None leave plain sums, ``weights`` of None come from the loss. ``check``:
-    whether to look for recomputation with other parameters.
-    """
+    """One microbatch, and the params at which its part of the loss is differentiated."""
 
     leaves: list[Tensor]
-    structure: tree.TreeSpec
+    spec: tree.TreeSpec
     microbatch: Microbatch
     weights: Tensor | None
-    divisors: TokenCounts | None
-    check: bool = False
+    """None: the loss returns them."""
+    denominators: TokenCounts | None
+    """None: the results are plain sums."""
+    needs_checks: bool = False
+    """Whether to look for recomputation with other parameters, and for likely mistakes."""
 
 
 class MicrobatchResult(NamedTuple):
-    """The results beside gradients, and whether the loss depends on any of the leaves."""
+    """What a microbatch gives beside gradients."""
 
     loss: Tensor
     weights: Tensor
     aux: Tree
-    reached: bool
+    depends_on_params: bool
 
 
 class GradAccumulator(NamedTuple):
-    """The sum of each leaf's gradients so far, None before the first, and the dtype of each."""
+    """The sum of each leaf's gradients so far, None before the first, and the dtype of each sum."""
 
     values: list[Tensor | None]
     dtypes: list[torch.dtype]
 
 
 class GradFn(Protocol):
-    """Adds the gradients of one microbatch to the sums."""
+    """A gradient backend: it adds the gradients of one microbatch to the accumulator.
+
+    In the last microbatch it hands each leaf's sum to ``on_grad_ready``, which returns where the
+    sum lies from then on.
+    """
 
     def __call__(
-        self, inputs: MicrobatchInputs, sums: GradAccumulator, ready: GradHook | None, /
+        self,
+        inputs: MicrobatchInputs,
+        accumulator: GradAccumulator,
+        on_grad_ready: GradHook | None,
+        /,
     ) -> MicrobatchResult: ...

@@ -1,7 +1,7 @@
-"""``gather="microbatch"``: params that are gathered for each microbatch.
+"""Sharded params that are gathered for each microbatch, or by the loss itself.
 
-Gradients are scattered in buckets while each backward pass runs. All ranks gather and scatter
-together, so that one with fewer microbatches joins the others with zeros.
+With ``gather="microbatch"``, gradients are scattered in buckets while each backward pass runs. All
+ranks gather and scatter together, so a rank with fewer microbatches joins the others with zeros.
 """
 
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from torch import Tensor
 from purestep import tree, validation
 from purestep.counts import WeightedMicrobatches
 from purestep.grads.backends import GradBackends
-from purestep.grads.inplace import zeros_for_missing as zeros_for_none
+from purestep.grads.inplace import zeros_for_missing
 from purestep.grads.microbatch import (
     GradAccumulator,
     GradFn,
@@ -22,85 +22,95 @@ from purestep.grads.microbatch import (
     MicrobatchResult,
 )
 from purestep.sharding.gather import gather_shards, make_reduce_scatter
-from purestep.types import GradHook
+from purestep.types import Gather, GradHook
 
 JOIN = object()
 """A microbatch that this rank does not have while others do."""
 
 
-def pad_microbatches(group: WeightedMicrobatches, rounds: int) -> WeightedMicrobatches:
-    """The group, and ``JOIN`` until there are so many microbatches.
+def pad_microbatches(group: WeightedMicrobatches, length: int) -> WeightedMicrobatches:
+    """Appends ``JOIN`` to the group until it has this many microbatches.
 
     >>> group = WeightedMicrobatches([{"x": torch.ones(2)}], None, None)
     >>> len(pad_microbatches(group, 3).microbatches)
     3
     """
-    microbatches, weights, counted = group
-    missing = rounds - len(microbatches)
-    if not missing:
+    num_missing = length - len(group.microbatches)
+    if not num_missing:
         return group
-    own_weights: Sequence[Any] = weights or [None] * len(microbatches)
-    given = [*own_weights, *[_no_tokens()] * missing]
-    return WeightedMicrobatches([*microbatches, *[JOIN] * missing], given, counted)
+    weights: Sequence[Any] = group.weights or [None] * len(group.microbatches)
+    return WeightedMicrobatches(
+        [*group.microbatches, *[JOIN] * num_missing],
+        [*weights, *[_no_tokens()] * num_missing],
+        group.counts,
+    )
 
 
-def gather_per_microbatch(modes: GradBackends) -> GradBackends:
-    """Each mode, at params that are gathered for one microbatch, and gradients in pieces again."""
-    return GradBackends(*(partial(_with_full_params, mode) for mode in modes))
+def gather_in_backends(backends: GradBackends, gather: Gather) -> GradBackends:
+    """Wraps backends, so that sharded params are gathered where ``gather`` says.
 
-
-def gather_in_loss(modes: GradBackends) -> GradBackends:
-    """Each mode, for losses that gather params themselves and scatter their gradients.
-
-    All ranks scatter together in the backward pass. One whose loss reaches no param has none, so it
-    raises before the next gather, with which the others would wait for it.
+    "step": they are gathered before, once. "microbatch": the backends see params gathered for one
+    microbatch, and their gradients become shards. "loss": the loss gathers params, and all ranks
+    scatter their gradients together in the backward pass.
     """
-    return GradBackends(*(partial(_check_reduces, mode) for mode in modes))
+    if gather == "step":
+        return backends
+    wrap = _with_full_params if gather == "microbatch" else _check_reduces
+    return GradBackends(
+        plain=partial(wrap, backends.plain), recorded=partial(wrap, backends.recorded)
+    )
 
 
 def _check_reduces(
-    mode: GradFn,
+    grad_fn: GradFn,
     inputs: MicrobatchInputs,
-    sums: GradAccumulator,
-    ready: GradHook | None,
+    accumulator: GradAccumulator,
+    on_grad_ready: GradHook | None,
 ) -> MicrobatchResult:
-    beside = mode(inputs, sums, ready)
-    if not beside.reached and any(
-        place and place.axis.is_multi_program
-        for place in tree.shard_specs(inputs.structure)
-    ):
-        raise validation.no_dependence_error()
-    return beside
+    """Raises where the loss reaches no param, although other ranks scatter gradients with it.
+
+    It would scatter none. So it raises here, before the next gather, where the others would wait.
+    """
+    result = grad_fn(inputs, accumulator, on_grad_ready)
+    if not result.depends_on_params:
+        for shard_spec in tree.shard_specs(inputs.spec):
+            if shard_spec is not None and shard_spec.axis.is_multi_program:
+                raise validation.no_dependence_error()
+    return result
 
 
 def _with_full_params(
-    mode: GradFn,
+    grad_fn: GradFn,
     inputs: MicrobatchInputs,
-    sums: GradAccumulator,
-    ready: GradHook | None,
+    accumulator: GradAccumulator,
+    on_grad_ready: GradHook | None,
 ) -> MicrobatchResult:
-    places = tree.shard_specs(inputs.structure)
-    apart = {at: place for at, place in enumerate(places) if place}
-    if not apart and inputs.microbatch is not JOIN:
-        return mode(inputs, sums, ready)
-    params = gather_shards(
-        tree.unflatten(inputs.structure, inputs.leaves), inputs.leaves, apart
-    )
-    wholes, structure = tree.flatten(params)
-    here = GradAccumulator([None] * len(wholes), sums.dtypes)
-    taken, finish = make_reduce_scatter(wholes, sums.dtypes, apart)
+    """Differentiates at gathered params, and adds this rank's shards of the gradients."""
+    shard_specs = {}
+    for index, shard_spec in enumerate(tree.shard_specs(inputs.spec)):
+        if shard_spec is not None:
+            shard_specs[index] = shard_spec
+    if not shard_specs and inputs.microbatch is not JOIN:
+        return grad_fn(inputs, accumulator, on_grad_ready)
+    shards = tree.unflatten(inputs.spec, inputs.leaves)
+    params = gather_shards(shards, inputs.leaves, shard_specs)
+    leaves, spec = tree.flatten(params)
+    dtypes = accumulator.dtypes
+    full_grads = GradAccumulator([None] * len(leaves), dtypes)
+    hook, finish = make_reduce_scatter(leaves, dtypes, shard_specs)
     if inputs.microbatch is JOIN:
-        loss = wholes[0].new_zeros((), dtype=tree.accumulation_dtype(wholes[0].dtype))
-        beside = MicrobatchResult(loss, _no_tokens(), (), reached=False)
+        zero = leaves[0].new_zeros((), dtype=tree.accumulation_dtype(leaves[0].dtype))
+        result = MicrobatchResult(zero, _no_tokens(), (), depends_on_params=False)
     else:
-        beside = mode(inputs._replace(leaves=wholes, structure=structure), here, taken)
-    grads = zeros_for_none(here, wholes)
-    del params, wholes  # Where they are not needed any more, pieces take their memory.
-    for at, grad in enumerate(finish(grads)):
-        before = sums.values[at]
-        sums.values[at] = grad if before is None else before + grad
-    return beside
+        result = grad_fn(inputs._replace(leaves=leaves, spec=spec), full_grads, hook)
+    grads = zeros_for_missing(full_grads, leaves)
+    del params, leaves  # The memory is free before gradients become shards.
+    for index, grad in enumerate(finish(grads)):
+        total = accumulator.values[index]
+        accumulator.values[index] = grad if total is None else total + grad
+    return result
 
 
 def _no_tokens() -> Tensor:
+    """Returns the weights of a microbatch without tokens."""
     return torch.zeros(1, dtype=torch.bool)

@@ -5,7 +5,7 @@
     grad_hook            sums of gradients that leave while the backward pass runs
     all_reduce_grads     the sums of all ranks
 
-``SPMDSession``: all ranks run one program. ``MultiProgramSession``: each runs its own, so one may
+``LocalSession``: there is one rank. ``SPMDSession``: all run one program. ``MultiProgramSession``: each runs its own, so one may
 fail, disagree, or hold no microbatch.
 """
 
@@ -22,6 +22,7 @@ from torch import Tensor
 
 from purestep import tree
 from purestep.axis.base import Axis
+from purestep.axis.local import LocalAxis
 from purestep.axis.process import ProcessAxis
 from purestep.counts import check_count
 from purestep.sharding.buckets import GradBuckets
@@ -106,6 +107,8 @@ def open_session(axis: Axis, gather: Gather, config: Mapping[str, str]) -> Sessi
     """
     if axis.is_multi_program and not torch.compiler.is_dynamo_compiling():
         return MultiProgramSession(cast("ProcessAxis", axis), gather, config)
+    if isinstance(axis, LocalAxis):
+        return LocalSession(axis, gather)
     return SPMDSession(axis, gather)
 
 
@@ -178,6 +181,36 @@ class SPMDSession(AbstractContextManager["SPMDSession"]):
             if axis is not None:
                 grads[index] = axis.apply("psum", grads[index])
         return grads
+
+
+class LocalSession(SPMDSession):
+    """The session of a single rank, on which there is nothing to reduce.
+
+    Only a ``Shard`` makes a difference: over another axis, the loss sees this rank's shard.
+    """
+
+    def all_reduce_counts(
+        self,
+        counts: TokenCounts,
+        params: Params,
+        opt_state: Tree,
+        num_microbatches: int,
+    ) -> TokenCounts:
+        """Returns the counts as they are."""
+        return counts
+
+    def params_for_loss(self, params: Params) -> Params:
+        """Returns the params as they are, where none is sharded."""
+        if not tree.shard_specs(tree.flatten(params)[1]):
+            return params
+        return super().params_for_loss(params)
+
+    def all_reduce_grads(self, sums: GradSums, params: Params) -> GradSums:
+        """Returns the sums as they are, where no param is sharded."""
+        if not tree.shard_specs(tree.flatten(params)[1]):
+            check_count(sums.counts)
+            return sums
+        return super().all_reduce_grads(sums, params)
 
 
 class MultiProgramSession:

@@ -12,10 +12,9 @@ subtree. Everything else is a leaf. Your own classes become nodes when they are 
 {'layer': Weights(w=2.0), 'nothing': None}
 """
 
-from purestep.tree.norms import all_finite, global_norm
+from purestep.tree.norms import accumulation_dtype, all_finite, global_norm
 from purestep.tree.ops import (
     FLOAT_DTYPES,
-    accumulation_dtype,
     copy_,
     describe_mismatch,
     detach,

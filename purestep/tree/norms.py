@@ -1,4 +1,4 @@
-"""Norms and finiteness over all leaves of a tree; the shards of a tensor count together."""
+"""Sums over the leaves of a tree: their dtype, norms, finiteness. Shards count together."""
 
 import functools
 import math
@@ -11,7 +11,6 @@ from torch import Tensor
 
 from purestep import torch_private
 from purestep.tree import foreach
-from purestep.tree.ops import accumulation_dtype
 from purestep.tree.shard import ShardSpecs, zero_padding
 from purestep.tree.spec import flatten, shard_specs
 from purestep.tree.tracing import concrete_scalar, is_plain_eager, may_be_differentiated
@@ -19,6 +18,18 @@ from purestep.types import Tree
 
 SMALL_LEAF = 4096
 """Leaves of fewer elements, on average, are joined: each would cost a call of a kernel."""
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Returns the dtype in which values of ``dtype`` are summed: int64, or at least float32.
+
+    >>> accumulation_dtype(torch.bfloat16), accumulation_dtype(torch.bool)
+    (torch.float32, torch.int64)
+    """
+    if dtype in (torch.float32, torch.float64):
+        return dtype
+    number = dtype.is_floating_point or dtype.is_complex
+    return torch.promote_types(dtype, torch.float32) if number else torch.int64
 
 
 def global_norm(tree: Tree) -> Tensor:

@@ -6,24 +6,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from purestep.tree.norms import accumulation_dtype
 from purestep.tree.spec import flatten, leaves, leaves_matching, map, paths, unflatten
 from purestep.tree.tracing import can_write
 from purestep.types import Tree
 
 FLOAT_DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 """The dtypes in which floating point values may be added up."""
-
-
-def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Returns the dtype in which values of ``dtype`` are summed: int64, or at least float32.
-
-    >>> accumulation_dtype(torch.bfloat16), accumulation_dtype(torch.bool)
-    (torch.float32, torch.int64)
-    """
-    if dtype in (torch.float32, torch.float64):
-        return dtype
-    number = dtype.is_floating_point or dtype.is_complex
-    return torch.promote_types(dtype, torch.float32) if number else torch.int64
 
 
 def detach(tree: Tree) -> Tree:
